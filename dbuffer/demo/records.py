@@ -1,0 +1,124 @@
+"""What goes into a demo run, what comes out, and what its two processes tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from dbuffer.errors import DBufferError
+
+MIN_STEPS = 20
+"""Fewer cannot tell a climbing reward from noise."""
+
+Tokens: TypeAlias = tuple[tuple[int, ...], ...]
+"""Token ids, one row a sequence."""
+
+
+class DemoError(DBufferError, RuntimeError):
+    """The demo could not run to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What to run."""
+
+    output: Path
+    """Directory for ``demo.png`` and the engines' logs; made if it is not there."""
+    engine: Literal["vllm", "torch"] = "vllm"
+    steps: int = 60
+    seed: int = 0
+    start_timeout_s: float = 240.0
+    """How long an engine may take to start. The first one of a machine takes longest."""
+    reply_timeout_s: float = 60.0
+    """How long an engine may take to answer once it runs."""
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("vllm", "torch"):
+            raise DemoError(f"engine {self.engine!r} is neither 'vllm' nor 'torch'")
+        if self.steps < MIN_STEPS:
+            raise DemoError(f"{self.steps} steps are too few to see a reward climb: {MIN_STEPS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One training step."""
+
+    step: int
+    version_trained: int
+    """The version that this step published."""
+    version_sampled: int
+    """The version that had sampled this step's rollouts; 0 is the initial checkpoint."""
+    reward: float
+    """Mean over the rollouts: share of sampled tokens that are in the target set."""
+    publish_ms: float
+    stage_ms: float
+    """Opening and checking ``version_sampled`` in the engine; 0 for version 0."""
+    pause_ms: float
+    """Swapping it in, with nothing generating."""
+
+    @property
+    def lag(self) -> int:
+        """Versions between the weights that sampled and those that were trained."""
+        return self.version_trained - 1 - self.version_sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """How the run went."""
+
+    engine: str
+    """What sampled, as "vLLM 0.32.0, float32 on cpu"."""
+    steps: tuple[Step, ...]
+    reward_first: float
+    """Mean reward of the first steps."""
+    reward_last: float
+    """Mean reward of the last steps."""
+    reward_climbed: bool
+    tokens_match: bool
+    """Whether the engine's greedy tokens equal those of a fresh engine that was started from the
+    trainer's final checkpoint."""
+    tokens_changed: bool
+    """Whether they differ from those of the initial checkpoint."""
+    num_prompts_compared: int
+    plot: Path
+    duration_s: float
+
+    @property
+    def success(self) -> bool:
+        """Whether the weights reached the engine and made the reward climb."""
+        return self.reward_climbed and self.tokens_match and self.tokens_changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """Ask the engine for completions."""
+
+    prompts: Tokens
+    greedy: bool = False
+    at_version: int | None = None
+    """Wait for this version first. None: whatever the engine has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleReply:
+    """Completions, and which weights they come from."""
+
+    completions: Tokens
+    version: int
+    stage_ms: float
+    pause_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineReady:
+    """The engine has started."""
+
+    description: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFailed:
+    """The engine is about to end."""
+
+    reason: str

@@ -1,0 +1,78 @@
+"""Every error that dbuffer raises: one tree, and each error also a standard one.
+
+Catch :class:`DBufferError` for all of them, or the standard type (``TimeoutError``,
+``ValueError``, ``OSError`` ...) where the code around already does. Each takes one message,
+so that all of them pickle and cross process boundaries.
+"""
+
+
+class DBufferError(Exception):
+    """Base class of all errors raised by dbuffer."""
+
+
+class StoreNotFoundError(DBufferError, FileNotFoundError):
+    """The store's directory, or a file that it needs, is not there."""
+
+
+class StoreInsecureError(DBufferError, PermissionError):
+    """The store belongs to someone else, or others can write to it."""
+
+
+class StoreWriteError(DBufferError, OSError):
+    """The filesystem refused a write, a flush or a lock that the store needs."""
+
+
+class StoreFullError(StoreWriteError):
+    """The filesystem has no room for another version. The last one stays readable."""
+
+
+class StoreCorruptError(DBufferError, ValueError):
+    """A file of the store does not say what it must. Nothing of it was used."""
+
+
+class StoreFormatError(StoreCorruptError):
+    """The store was written by a version of dbuffer whose format this one does not know."""
+
+
+class ChecksumError(StoreCorruptError):
+    """Bytes in a buffer are not those that were published, or there is nothing to check with."""
+
+
+class WriterActiveError(DBufferError, BlockingIOError):
+    """Another sender has this store open; a store has one writer at a time."""
+
+
+class WriterSupersededError(DBufferError, RuntimeError):
+    """Another sender took the store over. This one must not publish any more."""
+
+
+class VersionError(DBufferError, ValueError):
+    """A version that is not above the last published one, or is no version at all."""
+
+
+class VersionTimeoutError(DBufferError, TimeoutError):
+    """No version newer than the one asked for was published in time."""
+
+
+class VersionRegressedError(DBufferError, RuntimeError):
+    """The store went back to a lower version: it was emptied or replaced under a receiver."""
+
+
+class AcknowledgementTimeoutError(DBufferError, TimeoutError):
+    """Too few receivers acknowledged a version in time."""
+
+
+class InvalidWeightsError(DBufferError, ValueError):
+    """What was given to publish cannot be published. Nothing was written."""
+
+
+class WeightsMismatchError(DBufferError, ValueError):
+    """The published weights do not fit the target. The target was not touched."""
+
+
+class SnapshotEvictedError(DBufferError, RuntimeError):
+    """A snapshot was held longer than the sender waits, and its buffer was taken."""
+
+
+class ClosedError(DBufferError, ValueError):
+    """A sender or receiver was used after it was closed, or in a forked child."""

@@ -1,0 +1,323 @@
+"""The only place that flushes, renames, locks and allocates, and what a given mount can do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import itertools
+import os
+import re
+import stat
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dbuffer.errors import (
+    StoreCorruptError,
+    StoreFullError,
+    StoreInsecureError,
+    StoreNotFoundError,
+    StoreWriteError,
+)
+
+REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"})
+"""Where allocated space stays allocated when it is written again.
+
+A copy-on-write filesystem (btrfs, zfs) needs new space for old pages, and a mapped page for
+which there is none is a SIGBUS. There, and on all that we do not know, each version gets a new
+file.
+"""
+
+NETWORK_FILESYSTEMS = frozenset(
+    {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre"}
+    | {"ncpfs", "nfs", "nfs4", "ocfs2", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"}
+)
+"""Where other hosts write, which inotify cannot see. Every ``fuse`` type counts as one too."""
+
+_LOCK_RETRY_MIN_S = 0.0005
+_LOCK_RETRY_MAX_S = 0.02
+_STALE_TEMPORARY_S = 60.0
+
+_temporary_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """What lies under a path, as far as it decides how we use it."""
+
+    filesystem: str
+    """The kernel's name of the type: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
+    is_network: bool
+    can_rewrite_in_place: bool
+
+
+def mount_of(path: Path) -> Mount:
+    """Look up the mount under ``path`` (which need not exist yet)."""
+    path = path.resolve()
+    filesystem, longest = "unknown", -1
+    for mount_point, kind in _mounts():
+        # Later lines hide earlier ones at the same place.
+        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
+            filesystem, longest = kind, len(mount_point)
+    is_network = filesystem in NETWORK_FILESYSTEMS or filesystem.startswith("fuse")
+    return Mount(filesystem, is_network, filesystem in REWRITABLE_FILESYSTEMS)
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    """Mount point and type of each line of the kernel's table."""
+    try:
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:  # not Linux
+        return
+    for line in table.splitlines():
+        before, _, after = line.partition(" - ")
+        yield _unescape(before.split(" ")[4]), after.split(" ")[0]
+
+
+def _unescape(text: str) -> str:
+    """The kernel writes spaces, tabs and backslashes in a mount point as octal."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+@contextlib.contextmanager
+def os_errors(action: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into ours, which says what was being done, where, and what to do."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise StoreNotFoundError(f"cannot {action}: no {error.filename or path}") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(
+                f"cannot {action}: no room left for {path}; the last published version stays "
+                "readable, and publishing works again once there is room for two versions"
+            ) from error
+        raise StoreWriteError(f"cannot {action} at {path}: {error.strerror}") from error
+
+
+def make_directory(path: Path, *, parents: bool = False) -> None:
+    """Make a directory that only its owner can enter, unless it is there."""
+    with os_errors("make the directory", path):
+        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+
+
+def check_trust(path: Path) -> None:
+    """Refuse a directory in which someone else could put weights.
+
+    Raises:
+        StoreNotFoundError: there is no directory.
+        StoreInsecureError: it has another owner, or its mode lets others write.
+    """
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise StoreNotFoundError(f"there is no store at {path}") from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise StoreInsecureError(f"{path} is not a directory, so not a store")
+    if found.st_uid != os.geteuid():
+        raise StoreInsecureError(
+            f"{path} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}; "
+            "pass allow_shared_store=True to use it all the same"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StoreInsecureError(
+            f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
+            f"run 'chmod go-w {path}', or pass allow_shared_store=True"
+        )
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """Open a file for reading or writing, never through a link, never anything but a file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        StoreCorruptError: it is a link, a directory, a pipe.
+    """
+    try:
+        # O_NONBLOCK: a pipe put in the file's place must not hang whoever opens it.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise StoreCorruptError(f"{path} is not a plain file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise StoreCorruptError(f"{path} is not a plain file")
+    return descriptor
+
+
+def read_small(path: Path, max_bytes: int) -> bytes:
+    """The whole of a small file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        StoreCorruptError: it is no plain file, or larger than ``max_bytes``.
+    """
+    descriptor = open_regular(path, os.O_RDONLY)
+    try:
+        data = os.read(descriptor, max_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > max_bytes:
+        raise StoreCorruptError(f"{path} is larger than {max_bytes} bytes")
+    return data
+
+
+def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
+    """Exactly ``num_bytes`` from ``offset``; shorter only at the end of the file."""
+    pieces = []
+    while num_bytes > 0 and (piece := os.pread(descriptor, min(num_bytes, 1 << 30), offset)):
+        pieces.append(piece)
+        offset += len(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)
+
+
+def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    """All of ``data`` at ``offset``."""
+    view = memoryview(data)
+    while view.nbytes:
+        written = os.pwrite(descriptor, view, offset)
+        offset += written
+        view = view[written:]
+
+
+def replace_file(path: Path, data: bytes, *, scratch: Path, durable: bool = False) -> None:
+    """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
+
+    ``scratch`` is the directory of the temporary file. It must not be one that watches for
+    ``path``: a rename inside a watched directory is two events, and watchdog holds back the
+    first for half a second to pair them.
+    """
+    name = f".{path.name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
+    temporary = scratch / name
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os_errors("write", path):
+        descriptor = os.open(temporary, flags, 0o600)
+        try:
+            try:
+                write_at(descriptor, 0, data)
+                if durable:
+                    os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        if durable:
+            sync_directory(path.parent)
+
+
+def remove_stale_temporaries(directory: Path) -> None:
+    """Remove what :func:`replace_file` left behind in processes that died inside it.
+
+    Younger ones stay: another live process may be about to rename them.
+    """
+    oldest = time.time() - _STALE_TEMPORARY_S
+    for path in directory.glob(".*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.lstat().st_mtime < oldest:
+                path.unlink()
+
+
+def allocate(descriptor: int, num_bytes: int, path: Path) -> None:
+    """Give a new file its full size, in real blocks, before anyone maps it.
+
+    Raises:
+        StoreFullError: there is no room. A page without a block would have been a SIGBUS.
+    """
+    with os_errors("allocate a buffer", path):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+
+
+def sync_file(descriptor: int, path: Path) -> None:
+    """Flush a file's data, mapped writes included, to stable storage or to the server."""
+    with os_errors("flush", path):
+        os.fsync(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory, so that a rename in it outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int, *, exclusive: bool) -> bool:
+    """Lock an open file against other openings of it; False if another holds it.
+
+    The kernel drops the lock when the descriptor is closed, and so when the process dies.
+    """
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def lock_within(descriptor: int, timeout_s: float) -> bool:
+    """Lock exclusively, waiting up to ``timeout_s``; False if others still hold it then."""
+    deadline = time.monotonic() + timeout_s
+    pause = _LOCK_RETRY_MIN_S
+    while not try_lock(descriptor, exclusive=True):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LOCK_RETRY_MAX_S)
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Drop the lock; the descriptor stays open."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+class Descriptor:
+    """An open file that is closed when dropped, and in every child that is forked.
+
+    A forked child shares its parent's locks for as long as it keeps the descriptor: a data
+    loader's worker that outlives a killed trainer would keep the store locked.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close_quietly, number)
+        _close_in_forked_children()
+        _open_descriptors.add(self)
+
+    def close(self) -> None:
+        """Close it; more than once is fine."""
+        self._finalizer()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is open, and in the process that opened it."""
+        return self._finalizer.alive and self._pid == os.getpid()
+
+
+_open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_in_forked_children() -> None:
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for descriptor in list(_open_descriptors):
+        descriptor.close()
+
+
+def _close_quietly(number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(number)

@@ -1,0 +1,203 @@
+"""Where each tensor lies in a weights file, and how the file describes itself.
+
+A weights file is, in this order::
+
+    data         the tensors' bytes, each at a multiple of 64
+    checksums    one little-endian 64-bit number a tensor
+    layout       this module's JSON: name, dtype, shape, offset of every tensor
+    tensordict   tensordict's own JSON, and its length in the last 8 bytes
+
+so that ``TensorDict.from_consolidated(file)`` opens it with no help from dbuffer. tensordict
+knows no float8 and keeps some names for itself; our layout holds those as well.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import xxhash
+
+from dbuffer.errors import StoreCorruptError
+from dbuffer.manifest import FORMAT, MAX_INTEGER, parse_object
+
+ALIGNMENT_BYTES = 64
+"""A cache line, the widest vector register, and a multiple of every dtype's size."""
+
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+"""Bytes an element, by the dtype's name in torch."""
+
+_MAX_DIMENSIONS = 64  # torch's own limit
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is: name, dtype (torch's name, as ``"bfloat16"``) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor when contiguous."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of a file in their order, and where each begins."""
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    aliases: dict[str, str]
+    """Other names of tied tensors: alias to the name under which the tensor is stored."""
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
+        """Place tensors one behind the other."""
+        specs = tuple(specs)
+        offsets, end = [], 0
+        for spec in specs:
+            offsets.append(end)
+            end = align(end + spec.num_bytes)
+        return cls(specs, tuple(offsets), dict(aliases or {}))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, without padding."""
+        return sum(spec.num_bytes for spec in self.specs)
+
+    @property
+    def checksums_offset(self) -> int:
+        """Where the table of checksums begins: behind the last tensor."""
+        if not self.specs:
+            return 0
+        return align(self.offsets[-1] + self.specs[-1].num_bytes)
+
+    @property
+    def layout_offset(self) -> int:
+        """Where :meth:`encode`'s bytes begin: behind the table of checksums."""
+        return align(self.checksums_offset + 8 * len(self.specs))
+
+    def encode(self) -> bytes:
+        """This layout as JSON, ASCII only."""
+        tensors = [
+            [spec.name, spec.dtype, spec.shape, offset]
+            for spec, offset in zip(self.specs, self.offsets, strict=True)
+        ]
+        data = {"format": FORMAT, "tensors": tensors, "aliases": self.aliases}
+        return json.dumps(data, separators=(",", ":")).encode("ascii")
+
+    @classmethod
+    def decode(cls, data: bytes, end: int) -> Layout:
+        """Read :meth:`encode`'s bytes; every tensor must lie below ``end``, none on another.
+
+        Raises:
+            StoreFormatError: the format is not known.
+            StoreCorruptError: it is no such layout.
+        """
+        values = parse_object(data, "layout")
+        tensors, aliases = values.pop("tensors", None), values.pop("aliases", None)
+        if values or not isinstance(tensors, list) or not _is_text_map(aliases):
+            raise StoreCorruptError("layout: missing or unknown fields")
+        specs, offsets, free = [], [], 0
+        for row in tensors:
+            spec, offset = _decode_row(row)
+            if offset % ALIGNMENT_BYTES or offset < free or offset + spec.num_bytes > end:
+                raise StoreCorruptError(f"layout: tensor {spec.name!r:.80} lies out of place")
+            specs.append(spec)
+            offsets.append(offset)
+            free = offset + spec.num_bytes
+        names = {spec.name for spec in specs}
+        if len(names) != len(specs):
+            raise StoreCorruptError("layout: a name stands twice")
+        if not names.issuperset(aliases.values()) or not names.isdisjoint(aliases):
+            raise StoreCorruptError("layout: an alias is not another name of a tensor")
+        return cls(tuple(specs), tuple(offsets), aliases)
+
+    def encode_for_tensordict(self) -> bytes:
+        """The end of the file as ``TensorDict.from_consolidated`` wants it.
+
+        The form was read off tensordict 0.14 and 0.15: nested metadata, then its length.
+        """
+        leaves = {
+            spec.name: [
+                f"torch.{spec.dtype}",
+                spec.shape,
+                offset,
+                offset + spec.num_bytes,
+                0,  # padding
+            ]
+            for spec, offset in zip(self.specs, self.offsets, strict=True)
+            if tensordict_can_hold(spec)
+        }
+        td_attributes = {"device": "cpu", "names": [], "batch_size": [], "is_locked": True}
+        data = {
+            "cls": "TensorDict",
+            "non_tensors": {},
+            "leaves": leaves,
+            "cls_metadata": td_attributes,
+        }
+        text = json.dumps(data, separators=(",", ":")).encode("ascii")
+        return text + len(text).to_bytes(8, "little")
+
+
+def tensordict_can_hold(spec: TensorSpec) -> bool:
+    """Whether stock tensordict can read this tensor from the file."""
+    return not spec.dtype.startswith(("float8", "float4")) and not spec.name.startswith("<NJT")
+
+
+def align(offset: int) -> int:
+    """The next multiple of :data:`ALIGNMENT_BYTES`."""
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3 of 64 bits, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def _decode_row(row: Any) -> tuple[TensorSpec, int]:
+    match row:
+        case [str(name), str(dtype), list(shape), int(offset)] if (
+            dtype in ITEM_BYTES
+            and len(shape) <= _MAX_DIMENSIONS
+            and all(type(size) is int and 0 <= size <= MAX_INTEGER for size in shape)
+            and type(offset) is int
+            and 0 <= offset <= MAX_INTEGER
+        ):
+            return TensorSpec(name, dtype, tuple(shape)), offset
+    raise StoreCorruptError(f"layout: {row!r:.120} describes no tensor")
+
+
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())

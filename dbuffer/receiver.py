@@ -1,0 +1,478 @@
+"""`WeightReceiver`: sees each newest version whole, as a snapshot or loaded into a target."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from dbuffer import filesystem
+from dbuffer.buffer import POINTER_FILE, RECEIVERS_DIRECTORY, DoubleBuffer, HeldBuffer
+from dbuffer.errors import (
+    ChecksumError,
+    ClosedError,
+    SnapshotEvictedError,
+    StoreNotFoundError,
+    StoreWriteError,
+    VersionTimeoutError,
+)
+from dbuffer.layout import Layout, digest
+from dbuffer.manifest import ReceiverRecord, encode, is_receiver_id
+from dbuffer.targets import match_target
+from dbuffer.tensors import Copier, MappedTensors, unpack_checksums
+from dbuffer.watcher import Watcher
+
+logger = logging.getLogger(__name__)
+
+Target: TypeAlias = (
+    nn.Module
+    | TensorDictBase
+    | MutableMapping[str, torch.Tensor]
+    | Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+)
+
+_STOP_CHECK_S = 0.1
+"""How often a wait looks at its stop event."""
+
+
+class SnapshotTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a snapshot by name; each view is made when it is asked for."""
+
+    def __init__(self, mapped: MappedTensors) -> None:
+        self._mapped = mapped
+        self._indices = {spec.name: index for index, spec in enumerate(mapped.layout.specs)}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._mapped.tensor(self._indices[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors of a snapshot>"
+
+
+class Snapshot:
+    """One version, held still: no writer touches its bytes while it is open.
+
+    The tensors are views of mapped memory. They are valid until the snapshot is left; copy what
+    is needed longer. Writing into one changes this snapshot's copy of a page, and nothing else.
+    """
+
+    def __init__(self, held: HeldBuffer, mapped: MappedTensors) -> None:
+        self._held = held
+        self._mapped = mapped
+        self.tensors = SnapshotTensors(mapped)
+
+    @property
+    def version(self) -> int:
+        """The version, as published."""
+        return self._held.manifest.version
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the sender gave with it."""
+        return self._held.manifest.metadata
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied tensors: alias to the name that stands in :attr:`tensors`."""
+        return self._mapped.layout.aliases
+
+    @property
+    def tensordict(self) -> TensorDict:
+        """The tensors as a flat TensorDict of batch size ``[]``, zero-copy as well."""
+        return TensorDict(dict(self.tensors), batch_size=[])
+
+    def __repr__(self) -> str:
+        return f"Snapshot(version={self.version}, tensors={len(self.tensors)})"
+
+
+class WeightReceiver:
+    """A reader of a store; any number of them, in any process.
+
+    It may be made before the store is. It takes part in nothing until it reads: then it leaves
+    ``receivers/ID.json`` in the store, which says what it holds and what it has applied.
+
+    Args:
+        store: the store's directory.
+        receiver_id: a name for acknowledgements: letters, digits and ``._-``, at most 128.
+            Default: host, process id and a random part.
+        poll_interval_s: how often a wait re-reads the pointer when no event came.
+        verify: check every tensor against its checksum. ``"auto"``: on network mounts only.
+            True refuses versions that were published without checksums.
+        num_threads: threads that copy. Default: the machine's cores, at most 8.
+        allow_shared_store: accept a directory that belongs to someone else, or that others can
+            write to.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        receiver_id: str | None = None,
+        poll_interval_s: float = 1.0,
+        verify: bool | Literal["auto"] = "auto",
+        num_threads: int | None = None,
+        allow_shared_store: bool = False,
+    ) -> None:
+        if receiver_id is None:
+            receiver_id = _default_id()
+        if not is_receiver_id(receiver_id):
+            raise ValueError(
+                f"receiver_id {receiver_id!r:.200} is not 1 to 128 letters, digits, '.', '_', '-'"
+            )
+        self.receiver_id = receiver_id
+        self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+        self._poll_interval_s = poll_interval_s
+        self._verify = verify
+        self._copier = Copier(num_threads)
+        self._watcher = Watcher(self._store.root / POINTER_FILE)
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._record_lock = threading.Lock()
+        self._can_record = True
+        self._seen = 0
+        self._loaded: int | None = None
+        self._applied: int | None = None
+        self._kept: dict[Path, MappedTensors] = {}
+
+    @property
+    def store(self) -> Path:
+        """The store's directory."""
+        return self._store.root
+
+    @contextlib.contextmanager
+    def open(
+        self,
+        newer_than: int | None = None,
+        timeout_s: float = 60.0,
+        *,
+        acknowledge: bool = True,
+    ) -> Iterator[Snapshot]:
+        """Hold the newest version for the length of a ``with`` block.
+
+        Leaving the block without an error acknowledges the version as applied.
+
+        Args:
+            newer_than: wait for a version above this one. None: any version will do.
+            timeout_s: how long to wait for it.
+            acknowledge: whether to acknowledge.
+
+        Raises:
+            VersionTimeoutError: no such version came in time.
+            SnapshotEvictedError: on leaving: the block took longer than the sender waits, and
+                what was read in it must not be used.
+            StoreCorruptError, ChecksumError, StoreInsecureError: nothing was read.
+        """
+        self._check_open()
+        with self._hold_whole(newer_than, timeout_s) as (held, mapped):
+            yield Snapshot(held, mapped)
+            if not self._store.is_unchanged(held):
+                raise SnapshotEvictedError(
+                    f"version {held.manifest.version} of {self.store} was held for longer than "
+                    "the sender waits, and its buffer was taken; open the newest and start over"
+                )
+            if acknowledge:
+                self._applied = held.manifest.version
+
+    def load_into(self, target: Target) -> int | None:
+        """Load the newest version, unless this receiver has loaded it already.
+
+        Args:
+            target: a module or a dictionary of tensors, filled in place; or a function such as
+                vLLM's ``model.load_weights``, called with ``(name, tensor)`` pairs that are
+                valid during the call.
+
+        Returns:
+            The version loaded, or None if there is nothing newer (or nothing at all).
+
+        Raises:
+            WeightsMismatchError: names, shapes or dtypes differ; the target was not touched.
+            StoreCorruptError, ChecksumError: the store is damaged.
+        """
+        while True:
+            self._check_open()
+            if not self._store.exists() and not self._seen:
+                return None
+            held = self._hold(self._loaded)
+            if held is None:
+                return None
+            with self._released(held):
+                if self._load(held, target) and self._store.is_unchanged(held):
+                    self._loaded = self._applied = held.manifest.version
+                    return self._loaded
+                logger.warning(
+                    "version %d of %s was overwritten while it was loaded; loading the newest",
+                    held.manifest.version,
+                    self.store,
+                )
+
+    def follow(
+        self, newer_than: int | None = None, stop_event: threading.Event | None = None
+    ) -> Iterator[Snapshot]:
+        """Every newest version as it comes; those that were too fast for the loop are skipped.
+
+        A version is acknowledged when the loop asks for the next one.
+
+        Args:
+            newer_than: begin above this version. None: with whatever is there.
+            stop_event: end the loop when it is set, within a tenth of a second.
+
+        Raises:
+            SnapshotEvictedError: the loop's body took longer than the sender waits.
+        """
+        while self.wait_for_version(newer_than, None, stop_event) is not None:
+            with self.open(newer_than) as snapshot:
+                yield snapshot
+            newer_than = snapshot.version
+
+    def wait_for_version(
+        self,
+        newer_than: int | None = None,
+        timeout_s: float | None = 60.0,
+        stop_event: threading.Event | None = None,
+    ) -> int | None:
+        """Wait until a version above ``newer_than`` is published; the newest one's number.
+
+        None if the time is over (``timeout_s=None``: never) or ``stop_event`` is set first.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while stop_event is None or not stop_event.is_set():
+            self._check_open()
+            version = self._newest()
+            if version is not None and (newer_than is None or version > newer_than):
+                return version
+            wait_s = self._poll_interval_s
+            if stop_event is not None:
+                wait_s = min(wait_s, _STOP_CHECK_S)
+            if deadline is not None:
+                wait_s = min(wait_s, deadline - time.monotonic())
+                if wait_s <= 0:
+                    return None
+            self._watcher.wait(wait_s)
+        return None
+
+    def acknowledge(self, version: int) -> None:
+        """Say in the store that this receiver has applied ``version``."""
+        self._applied = version
+        self._record(held_version=None)
+
+    def close(self) -> None:
+        """Stop watching. What was acknowledged stays in the store."""
+        self._is_closed = True
+        self._watcher.close()
+        self._copier.close()
+        self._kept.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed or self._pid != os.getpid():
+            raise ClosedError(
+                f"this receiver of {self.store} is closed, or was made before a fork; "
+                "make a new one"
+            )
+
+    def _newest(self) -> int | None:
+        """The pointer's version; None if there is no store yet, or nothing in it."""
+        if not self._store.exists():
+            if self._seen:
+                raise StoreNotFoundError(f"the store at {self.store} was removed")
+            return None
+        self._store.check()
+        pointer = self._store.pointer()
+        return None if pointer is None else pointer.version
+
+    def _wait_and_hold(
+        self, newer_than: int | None, timeout_s: float, deadline: float
+    ) -> HeldBuffer:
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            if self.wait_for_version(newer_than, left_s) is None:
+                wanted = "no version" if newer_than is None else f"no version above {newer_than}"
+                there = "" if self._store.exists() else ", which is not there"
+                raise VersionTimeoutError(
+                    f"{wanted} was published within {timeout_s:g} s in {self.store}{there}"
+                )
+            if (held := self._hold(newer_than)) is not None:
+                return held
+
+    def _hold(self, newer_than: int | None) -> HeldBuffer | None:
+        held = self._store.hold_newest(newer_than=newer_than, not_below=self._seen)
+        if held is not None:
+            self._seen = held.manifest.version
+            self._record(held_version=self._seen)
+        return held
+
+    @contextlib.contextmanager
+    def _hold_whole(
+        self, newer_than: int | None, timeout_s: float
+    ) -> Iterator[tuple[HeldBuffer, MappedTensors]]:
+        """Hold and map the newest version, checked if it must be."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            held = self._wait_and_hold(newer_than, timeout_s, deadline)
+            with self._released(held):
+                mapped = self._map(held)
+                if self._is_whole(held, mapped):
+                    yield held, mapped
+                    return
+
+    @contextlib.contextmanager
+    def _released(self, held: HeldBuffer) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            held.release()
+            self._record(held_version=None)
+
+    def _map(self, held: HeldBuffer) -> MappedTensors:
+        """A mapping of its own for a snapshot: whoever writes into it spoils no other."""
+        return MappedTensors(
+            held.file.number, held.manifest.file_bytes, held.read_layout(), shared=False
+        )
+
+    def _map_kept(self, held: HeldBuffer) -> MappedTensors:
+        """A mapping that stays for the next versions in the same file, and is only copied from.
+
+        What a publish does not change, the layout, the views and the page tables, is made once.
+        """
+        mapped = self._kept.get(held.path)
+        if mapped is None:
+            self._kept = {
+                path: kept for path, kept in self._kept.items() if path.parent.name != held.buffer
+            }
+            mapped = self._kept[held.path] = self._map(held)
+        return mapped
+
+    def _load(self, held: HeldBuffer, target: Target) -> bool:
+        """Fill the target; False if checksums show that a writer was faster."""
+        if callable(target) and not isinstance(target, nn.Module | Mapping):
+            mapped = self._map(held)
+            if not self._is_whole(held, mapped):
+                return False
+            target(iter(SnapshotTensors(mapped).items()))
+            return True
+        mapped = self._map_kept(held)
+        match = match_target(target, mapped.layout)
+        # Damage is found before the target is touched ...
+        if not self._is_whole(held, mapped):
+            return False
+        for alias, index in match.aliases:
+            self._copier.copy([alias], [mapped.views[index]])
+        if not self._must_verify(held):
+            self._copier.copy(match.targets, mapped.views)
+            return True
+        # ... and a writer that comes in between, where locks do not hold it, by a second look.
+        checksums = self._copier.copy_out(mapped, match.targets)
+        return self._is_right(held, mapped.layout, checksums)
+
+    def _must_verify(self, held: HeldBuffer) -> bool:
+        if self._verify != "auto":
+            return self._verify
+        return held.manifest.checksums_xxh3 is not None and self._is_network
+
+    @functools.cached_property
+    def _is_network(self) -> bool:
+        return filesystem.mount_of(self.store).is_network
+
+    def _is_whole(self, held: HeldBuffer, mapped: MappedTensors) -> bool:
+        """Whether the bytes are those published, as far as that is to be checked."""
+        if not self._must_verify(held):
+            return True
+        return self._is_right(held, mapped.layout, self._copier.checksums(mapped))
+
+    def _is_right(self, held: HeldBuffer, layout: Layout, checksums: list[int]) -> bool:
+        """Compare checksums with the published ones; False if a writer has moved on since.
+
+        Raises:
+            ChecksumError: they differ, or there are none, and it was no writer.
+        """
+        wrong = wrong_tensors(held, layout, checksums)
+        if not wrong:
+            return True
+        pointer = self._store.pointer()
+        if pointer is None or pointer.generation == held.manifest.generation:
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise ChecksumError(
+                f"{held.path}: version {held.manifest.version} was damaged after it was "
+                f"published: {', '.join(wrong[:5])}{more}; publish again to replace it"
+            )
+        return False
+
+    def _record(self, *, held_version: int | None) -> None:
+        """Leave word in the store, for the sender and for ``dbuffer status``."""
+        if not self._can_record:
+            return
+        record = ReceiverRecord(
+            receiver=self.receiver_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            applied_version=self._applied,
+            held_version=held_version,
+            updated_at=time.time(),
+        )
+        directory = self.store / RECEIVERS_DIRECTORY
+        try:
+            with self._record_lock:
+                filesystem.replace_file(
+                    directory / f"{self.receiver_id}.json", encode(record), scratch=directory
+                )
+        except (StoreWriteError, StoreNotFoundError) as error:
+            self._can_record = False
+            logger.warning("receiver %s cannot acknowledge: %s", self.receiver_id, error)
+
+
+def wrong_tensors(held: HeldBuffer, layout: Layout, checksums: list[int]) -> list[str]:
+    """Names of the tensors whose checksums are not those that were published.
+
+    Raises:
+        ChecksumError: the version was published without checksums.
+    """
+    manifest = held.manifest
+    if manifest.checksums_xxh3 is None:
+        raise ChecksumError(
+            f"{held.path}: version {manifest.version} was published without checksums, so it "
+            "cannot be verified; make the sender with checksum=True"
+        )
+    num_bytes = 8 * manifest.num_tensors
+    table = filesystem.read_at(held.file.number, manifest.checksums_offset, num_bytes)
+    if digest(table) != manifest.checksums_xxh3:
+        return ["the table of checksums"]
+    expected = unpack_checksums(table)
+    return [
+        spec.name
+        for spec, found, right in zip(layout.specs, checksums, expected, strict=True)
+        if found != right
+    ]
+
+
+def _default_id() -> str:
+    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
+    return f"receiver-{host[:64]}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -1,0 +1,391 @@
+"""`WeightSender`: publishes a trainer's weights, one version after another."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from dbuffer import filesystem, sources
+from dbuffer.errors import (
+    AcknowledgementTimeoutError,
+    ClosedError,
+    InvalidWeightsError,
+)
+from dbuffer.layout import Layout, TensorSpec, align, digest
+from dbuffer.manifest import MAX_RECORD_BYTES, Manifest
+from dbuffer.sources import LazyTensor, Rename, Source, Weights
+from dbuffer.tensors import (
+    BLOCK_BYTES,
+    DTYPE_NAMES,
+    DTYPES,
+    Copier,
+    MappedTensors,
+    join_digests,
+    pack_checksums,
+)
+from dbuffer.writer import BufferWriter, Claim
+
+logger = logging.getLogger(__name__)
+
+MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
+"""Metadata is read with every look at a manifest; large things belong in a tensor."""
+
+_POLL_MIN_S = 0.001
+_POLL_MAX_S = 0.05
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What a `send` has published."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors."""
+    duration_s: float
+    """From the call of `send` to its return, waiting for slow readers included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """What follows the tensors in a weights file, and stays as it is while the layout does."""
+
+    layout: Layout
+    encoded: bytes
+    """The layout in our own form."""
+    tail: bytes
+    """And in tensordict's."""
+    layout_xxh3: str
+
+    @classmethod
+    def of(cls, layout: Layout) -> Footer:
+        """Encode a layout, once."""
+        encoded = layout.encode()
+        return cls(layout, encoded, layout.encode_for_tensordict(), digest(encoded))
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole weights file."""
+        return self.layout.layout_offset + len(self.encoded) + len(self.tail)
+
+    def write(self, claim: Claim) -> None:
+        """Write it into a new file."""
+        with filesystem.os_errors("write the layout", claim.path):
+            filesystem.write_at(
+                claim.file.number, self.layout.layout_offset, self.encoded + self.tail
+            )
+
+
+class WeightSender:
+    """The one writer of a store.
+
+    Args:
+        store: the store's directory; made (mode 0700) if it is not there.
+        durable: flush each version to stable storage before it is published, so that it
+            outlives a power cut. Always so on network mounts, where other hosts see nothing else.
+        checksum: write a checksum of every tensor. ``"auto"``: on network mounts only.
+        dtype: publish floating-point tensors in this dtype, cast while copying.
+        rename: a mapping of names, or a function from name to name.
+        num_threads: threads that copy. Default: the machine's cores, at most 8.
+        reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
+            before they are evicted.
+        allow_shared_store: accept a directory that belongs to someone else, or that others can
+            write to.
+
+    Raises:
+        WriterActiveError: another sender has this store.
+        StoreInsecureError: the directory is not ours alone.
+        StoreWriteError: the directory cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        durable: bool = False,
+        checksum: bool | Literal["auto"] = "auto",
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+        num_threads: int | None = None,
+        reader_timeout_s: float = 60.0,
+        allow_shared_store: bool = False,
+    ) -> None:
+        if dtype is not None and (dtype not in DTYPE_NAMES or not dtype.is_floating_point):
+            raise InvalidWeightsError(f"weights cannot be cast to {dtype}")
+        self._writer = BufferWriter(
+            store,
+            durable=durable,
+            reader_timeout_s=reader_timeout_s,
+            allow_shared_store=allow_shared_store,
+        )
+        self._checksum = self._writer.mount.is_network if checksum == "auto" else checksum
+        self._dtype = dtype
+        self._rename = rename
+        self._copier = Copier(num_threads)
+        self._mapped: dict[Path, MappedTensors] = {}
+        self._footer: Footer | None = None
+
+    @property
+    def store(self) -> Path:
+        """The store's directory."""
+        return self._writer.root
+
+    def send(
+        self,
+        weights: Weights,
+        *,
+        version: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+    ) -> Publication:
+        """Publish weights. When it returns, every receiver can see them.
+
+        Args:
+            weights: a module (its parameters and persistent buffers), a state dict, a
+                TensorDict, ``(name, tensor)`` pairs, or the path of a HuggingFace checkpoint.
+                An iterator is consumed tensor by tensor, for weights that do not fit into
+                memory at once; all else is faster.
+            version: above all versions before. Default: the last one plus one.
+            metadata: anything JSON can hold, a trainer's step for instance.
+            progress: called with the bytes copied so far and in all (0: not known), for sources
+                that come tensor by tensor.
+
+        Raises:
+            InvalidWeightsError: something in the weights or the metadata cannot be published.
+            VersionError: ``version`` is not above the last one.
+            StoreFullError, StoreWriteError: the filesystem refused. The last version stays.
+            WriterSupersededError: another sender took the store over.
+            ClosedError: the sender was closed, or this is a forked child.
+        """
+        started = time.monotonic()
+        self._check_open()
+        version = self._writer.next_version(version)
+        checked_metadata = _checked_metadata(metadata)
+        if sources.is_stream(weights):
+            stream = sources.stream(iter(weights), dtype=self._dtype, rename=self._rename)  # type: ignore[arg-type]  # an iterator of pairs, or it says so
+            layout = self._send_stream(stream, version, checked_metadata, progress)
+        else:
+            source = sources.describe(weights, dtype=self._dtype, rename=self._rename)
+            layout = self._send_source(source, version, checked_metadata, progress)
+        return Publication(
+            version=version,
+            num_tensors=len(layout.specs),
+            num_bytes=layout.num_bytes,
+            duration_s=time.monotonic() - started,
+        )
+
+    def wait_applied(self, version: int, *, receivers: int = 1, timeout_s: float = 60.0) -> None:
+        """Wait until that many receivers have applied ``version`` or a later one.
+
+        Raises:
+            AcknowledgementTimeoutError: they have not, in time; the message says who has.
+        """
+        self._check_open()
+        deadline = time.monotonic() + timeout_s
+        pause_s = _POLL_MIN_S
+        while True:
+            records = list(self._writer.store.receivers())
+            applied = [r for r in records if (r.applied_version or 0) >= version]
+            if len(applied) >= receivers:
+                return
+            left = deadline - time.monotonic()
+            if left <= 0:
+                states = ", ".join(f"{r.receiver} is at {r.applied_version}" for r in records)
+                raise AcknowledgementTimeoutError(
+                    f"{len(applied)} of {receivers} receivers applied version {version} of "
+                    f"{self.store} within {timeout_s:g} s ({states or 'no receiver came yet'})"
+                )
+            time.sleep(min(pause_s, left))
+            pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+    def close(self) -> None:
+        """Give the store up. The last version stays published."""
+        self._mapped.clear()
+        self._copier.close()
+        self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._writer.is_open:
+            raise ClosedError(
+                f"this sender of {self.store} is closed, or was made before a fork; make a new one"
+            )
+
+    def _send_source(
+        self, source: Source, version: int, metadata: dict[str, Any], progress: Progress | None
+    ) -> Layout:
+        footer = self._footer_of(source)
+        claim = self._writer.claim(
+            version, layout_xxh3=footer.layout_xxh3, file_bytes=footer.file_bytes
+        )
+        try:
+            if claim.is_new:
+                footer.write(claim)
+            mapped = self._map(claim, footer)
+            checksums = self._copy(mapped, source, progress)
+            self._commit(claim, footer, checksums, metadata)
+        except BaseException:
+            self._writer.abandon(claim)
+            raise
+        return footer.layout
+
+    def _footer_of(self, source: Source) -> Footer:
+        """The footer of a source's file; that of the last publish, where nothing changed."""
+        last = self._footer
+        if last is None or (last.layout.specs, last.layout.aliases) != (
+            source.specs,
+            source.aliases,
+        ):
+            self._footer = last = Footer.of(Layout.of(source.specs, source.aliases))
+        return last
+
+    def _map(self, claim: Claim, footer: Footer) -> MappedTensors:
+        """The claimed file in memory, mapped once for as long as the file lives."""
+        mapped = self._mapped.get(claim.path)
+        if mapped is None or claim.is_new:
+            self._mapped = {
+                path: known
+                for path, known in self._mapped.items()
+                if path.parent.name != claim.buffer
+            }
+            mapped = MappedTensors(claim.file.number, footer.file_bytes, footer.layout, shared=True)
+            self._mapped[claim.path] = mapped
+        return mapped
+
+    def _copy(
+        self, mapped: MappedTensors, source: Source, progress: Progress | None
+    ) -> list[int] | None:
+        """Copy everything into the file; the checksums, if they are wanted."""
+        if not any(isinstance(tensor, LazyTensor) for tensor in source.tensors):
+            tensors = [sources.fetch(tensor) for tensor in source.tensors]
+            if self._checksum:
+                return self._copier.copy_in(mapped, tensors)
+            self._copier.copy(mapped.views, tensors)
+            return None
+        done, total = 0, mapped.layout.num_bytes
+        for view, tensor in zip(mapped.views, source.tensors, strict=True):
+            # One at a time: what was gathered or read is dropped before the next.
+            self._copier.copy([view], [sources.fetch(tensor)])
+            done += view.nbytes
+            if progress is not None:
+                progress(done, total)
+        return self._copier.checksums(mapped) if self._checksum else None
+
+    def _commit(
+        self,
+        claim: Claim,
+        footer: Footer,
+        checksums: list[int] | None,
+        metadata: dict[str, Any],
+    ) -> None:
+        layout, table_xxh3 = footer.layout, None
+        if checksums is not None:
+            table = pack_checksums(checksums)
+            filesystem.write_at(claim.file.number, layout.checksums_offset, table)
+            table_xxh3 = digest(table)
+        self._writer.commit(
+            claim,
+            Manifest(
+                state="complete",
+                version=claim.marked.version,
+                generation=claim.marked.generation,
+                run=claim.marked.run,
+                file=claim.path.name,
+                file_bytes=footer.file_bytes,
+                num_tensors=len(layout.specs),
+                num_bytes=layout.num_bytes,
+                layout_offset=layout.layout_offset,
+                layout_bytes=len(footer.encoded),
+                layout_xxh3=footer.layout_xxh3,
+                checksums_offset=layout.checksums_offset,
+                checksums_xxh3=table_xxh3,
+                published_at=time.time(),
+                metadata=metadata,
+            ),
+        )
+
+    def _send_stream(
+        self,
+        stream: Iterator[tuple[TensorSpec, torch.Tensor]],
+        version: int,
+        metadata: dict[str, Any],
+        progress: Progress | None,
+    ) -> Layout:
+        """Append tensors to a new file as they come; the layout is known when all have."""
+        claim = self._writer.claim(version, layout_xxh3=None, file_bytes=0)
+        try:
+            specs: list[TensorSpec] = []
+            checksums: list[int] = []
+            end = 0
+            for spec, tensor in stream:
+                data = _bytes_of(tensor, DTYPES[spec.dtype])
+                with filesystem.os_errors("write a tensor", claim.path):
+                    filesystem.write_at(claim.file.number, end, data)
+                if self._checksum:
+                    checksums.append(_checksum(data))
+                specs.append(spec)
+                end = align(end + spec.num_bytes)
+                if progress is not None:
+                    progress(end, 0)
+            if not specs:
+                raise InvalidWeightsError("there is no tensor in the weights to publish")
+            footer = Footer.of(Layout.of(specs))
+            footer.write(claim)
+            self._commit(claim, footer, checksums if self._checksum else None, metadata)
+        except BaseException:
+            self._writer.abandon(claim)
+            raise
+        return footer.layout
+
+
+def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The metadata as a reader will get it.
+
+    Raises:
+        InvalidWeightsError: JSON cannot hold it, or it is too large.
+    """
+    try:
+        text = json.dumps(dict(metadata or {}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidWeightsError(f"metadata must be what JSON can hold: {error}") from None
+    if len(text) > MAX_METADATA_BYTES:
+        raise InvalidWeightsError(
+            f"metadata of {len(text)} bytes is above the limit of {MAX_METADATA_BYTES}"
+        )
+    checked: dict[str, Any] = json.loads(text)
+    return checked
+
+
+def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
+    """The tensor's bytes in main memory, cast; a view of the tensor itself where it can be."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = plain.to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+def _checksum(data: memoryview) -> int:
+    """The same number as `Copier.checksums` gives for these bytes."""
+    starts = range(0, max(data.nbytes, 1), BLOCK_BYTES)
+    digests = [int(digest(data[at : at + BLOCK_BYTES]), 16) for at in starts]
+    return digests[0] if len(digests) == 1 else join_digests(digests)

@@ -1,0 +1,354 @@
+"""Where weights come from, brought into one form: names, specs, and tensors or how to get them.
+
+A module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, or a HuggingFace
+checkpoint directory. Everything is checked before a byte is written, except what an iterator
+has not yet produced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from tensordict import TensorDictBase, is_tensor_collection
+from torch import nn
+
+from dbuffer.errors import InvalidWeightsError
+from dbuffer.layout import TensorSpec
+from dbuffer.tensors import DTYPE_NAMES, DTYPES
+
+WRAPPER_PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch.compile, FSDP and activation checkpointing put into the middle of names."""
+
+WRAPPER_PREFIX = "module."
+"""What DDP, DataParallel and DeepSpeed put before every name."""
+
+SAFETENSORS_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+Weights: TypeAlias = (
+    nn.Module
+    | TensorDictBase
+    | Mapping[str, torch.Tensor]
+    | Iterable[tuple[str, torch.Tensor]]
+    | str
+    | os.PathLike[str]
+)
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is fetched when its turn comes, and dropped after."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Weights whose layout is known before any of them is fetched."""
+
+    specs: tuple[TensorSpec, ...]
+    tensors: list[torch.Tensor | LazyTensor]
+    aliases: dict[str, str]
+    """Other names of tied tensors."""
+
+
+def describe(
+    weights: Weights, *, dtype: torch.dtype | None = None, rename: Rename | None = None
+) -> Source:
+    """Bring weights of a known layout into one form.
+
+    Args:
+        weights: anything but an iterator; see :func:`is_stream`.
+        dtype: floating-point tensors are published in this dtype.
+        rename: a mapping of whole names, or a function of a name; wrappers' prefixes are gone
+            by then.
+
+    Raises:
+        InvalidWeightsError: something in it cannot be published; the message names it.
+    """
+    names, tensors = _collect(weights)
+    names = [_renamed(name, rename) for name in clean_names(names)]
+    names, tensors, aliases = _without_ties(names, tensors)
+    if not names:
+        raise InvalidWeightsError("there is no tensor in the weights to publish")
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})[:5]
+        raise InvalidWeightsError(f"several tensors have one name after renaming: {twice}")
+    specs = tuple(spec_of(name, tensor, dtype) for name, tensor in zip(names, tensors, strict=True))
+    return Source(specs, tensors, aliases)
+
+
+def is_stream(weights: Weights) -> bool:
+    """Whether weights can be gone through only once, so that their layout shows at the end."""
+    return isinstance(weights, Iterator)
+
+
+def stream(
+    weights: Iterator[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """The tensors of an iterator one at a time, checked, with their specs.
+
+    Ties are not looked for: a tensor that is gone by now may have had the same address.
+    A wrapper's leading ``module.`` goes when the first name has it.
+    """
+    has_prefix: bool | None = None
+    seen = set()
+    for position, pair in enumerate(weights):
+        name, tensor = _checked_pair(pair, position)
+        if has_prefix is None:
+            has_prefix = _without_parts(name).startswith(WRAPPER_PREFIX)
+        name = _without_parts(name)
+        name = _renamed(name.removeprefix(WRAPPER_PREFIX) if has_prefix else name, rename)
+        if name in seen:
+            raise InvalidWeightsError(f"the name {name!r} comes twice")
+        seen.add(name)
+        checked = _gatherable(name, tensor)
+        yield spec_of(name, checked, dtype), fetch(checked)
+
+
+def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
+    """The tensor itself, gathered or read from its file if need be."""
+    return tensor.fetch() if isinstance(tensor, LazyTensor) else tensor
+
+
+def gather_tensors(weights: Weights) -> None:
+    """Take part in the gathers of another rank's ``send``.
+
+    A DTensor is gathered by all ranks of its mesh together. While rank 0 publishes a sharded
+    model with ``sender.send(model)``, the other ranks call ``dbuffer.gather_tensors(model)``;
+    each full tensor is dropped again at once.
+    """
+    for tensor in describe(weights).tensors:
+        if isinstance(tensor, LazyTensor):
+            tensor.fetch()
+
+
+def clean_names(names: Iterable[str]) -> list[str]:
+    """Names without what wrappers put into them; a leading ``module.`` only if all have it."""
+    names = [_without_parts(name) for name in names]
+    while names and all(name.startswith(WRAPPER_PREFIX) for name in names):
+        names = [name.removeprefix(WRAPPER_PREFIX) for name in names]
+    return names
+
+
+def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by clean name, tied ones under each of their names."""
+    state = module.state_dict(keep_vars=True)
+    kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return dict(zip(clean_names(kept), kept.values(), strict=True))
+
+
+def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
+    """The leaves of a TensorDict, nested keys joined by dots."""
+    return {
+        key if isinstance(key, str) else ".".join(key): value
+        for key, value in weights.items(include_nested=True, leaves_only=True)
+    }
+
+
+def spec_of(
+    name: str, tensor: torch.Tensor | LazyTensor, dtype: torch.dtype | None = None
+) -> TensorSpec:
+    """A tensor's spec as it will be published, with floating-point tensors in ``dtype``."""
+    kept = tensor.dtype
+    if dtype is not None and kept.is_floating_point and kept is not DTYPES.get("float4_e2m1fn_x2"):
+        kept = dtype
+    try:
+        return TensorSpec(name, DTYPE_NAMES[kept], tuple(tensor.shape))
+    except KeyError:
+        raise InvalidWeightsError(f"no format for dtype {kept} of tensor {name!r}") from None
+
+
+def _collect(weights: Weights) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+    if isinstance(weights, str | os.PathLike):
+        return _collect_checkpoint(Path(weights))
+    # A TensorDictParams is both, and a TensorDict first.
+    if isinstance(weights, TensorDictBase):
+        pairs: Iterable[Any] = tensordict_tensors(weights).items()
+    elif isinstance(weights, nn.Module):
+        pairs = module_tensors(weights).items()
+    elif isinstance(weights, Mapping):
+        pairs = weights.items()
+    elif isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor):
+        pairs = weights
+    else:
+        raise InvalidWeightsError(
+            f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
+            "TensorDict, (name, tensor) pairs or the path of a checkpoint directory"
+        )
+    names, tensors = [], []
+    for position, pair in enumerate(pairs):
+        name, tensor = _checked_pair(pair, position)
+        names.append(name)
+        tensors.append(_gatherable(name, tensor))
+    return names, tensors
+
+
+def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor]:
+    match pair:
+        case (str(name), torch.Tensor() as tensor) if not is_tensor_collection(tensor):
+            return name, tensor
+        case (str(name), value):
+            raise InvalidWeightsError(f"{name!r} is a {type(value).__name__}, not a tensor")
+    raise InvalidWeightsError(f"item {position} is {pair!r:.80}, not a (name, tensor) pair")
+
+
+def _gatherable(name: str, tensor: torch.Tensor) -> torch.Tensor | LazyTensor:
+    """The tensor, or for a DTensor a promise to gather it."""
+    if tensor.is_meta:
+        raise InvalidWeightsError(
+            f"tensor {name!r} is on the meta device and has no values; load the weights first"
+        )
+    if hasattr(tensor, "full_tensor"):
+        return LazyTensor(tensor.dtype, tuple(tensor.shape), tensor.full_tensor)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise InvalidWeightsError(
+            f"tensor {name!r} is sparse, nested or of a quantized dtype; publish its parts "
+            "as plain tensors"
+        )
+    return tensor
+
+
+def _without_parts(name: str) -> str:
+    for part in WRAPPER_PARTS:
+        if part in name:
+            name = name.replace(part, "")
+    return name
+
+
+def _renamed(name: str, rename: Rename | None) -> str:
+    if rename is None:
+        return name
+    new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
+    if not isinstance(new, str):
+        raise InvalidWeightsError(f"rename made {new!r:.80} of {name!r}, which is not a name")
+    return new
+
+
+def _without_ties(
+    names: list[str], tensors: list[torch.Tensor | LazyTensor]
+) -> tuple[list[str], list[torch.Tensor | LazyTensor], dict[str, str]]:
+    """Keep the first of several names of one tensor; the others become aliases of it."""
+    first_at: dict[int, int] = {}
+    tied: dict[int, int] = {}
+    for index, tensor in enumerate(tensors):
+        address = tensor.data_ptr() if isinstance(tensor, torch.Tensor) else 0
+        if not address:  # empty or lazy: nothing to share
+            continue
+        first = first_at.setdefault(address, index)
+        if first != index and is_same_memory(tensors[first], tensor):
+            tied[index] = first
+    if not tied:
+        return names, tensors, {}
+    kept = [index for index in range(len(names)) if index not in tied]
+    aliases = {names[index]: names[first] for index, first in tied.items()}
+    return [names[index] for index in kept], [tensors[index] for index in kept], aliases
+
+
+def is_same_memory(one: Any, other: Any) -> bool:
+    """Whether two tensors are one and the same elements, seen in the same way."""
+    return bool(
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+    )
+
+
+def _collect_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+    """The tensors of a HuggingFace checkpoint directory, or of one safetensors file."""
+    names: list[str] = []
+    tensors: list[torch.Tensor | LazyTensor] = []
+    for file, wanted in _checkpoint_files(path).items():
+        for name, tensor in _open_safetensors(file, wanted):
+            names.append(name)
+            tensors.append(tensor)
+    return names, tensors
+
+
+def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:
+    """The files of a checkpoint, and which tensors to take from each (None: all)."""
+    if path.is_file():
+        return {path: None}
+    if not path.is_dir():
+        raise InvalidWeightsError(f"there is no checkpoint at {path}")
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        if files := sorted(path.glob("*.safetensors")):
+            return dict.fromkeys(files)
+        raise InvalidWeightsError(
+            f"{path} has no *.safetensors file (pickled checkpoints are never read: save with "
+            "model.save_pretrained(path, safe_serialization=True))"
+        )
+    try:
+        shards = json.loads(index.read_bytes())["weight_map"]
+        files_of: dict[Path, list[str] | None] = {}
+        for name, file in shards.items():
+            if Path(file).name != file:
+                raise InvalidWeightsError(f"{index} names {file!r}, outside its directory")
+            wanted = files_of.setdefault(path / file, [])
+            if wanted is not None:
+                wanted.append(name)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise InvalidWeightsError(f"{index} is no index of a checkpoint ({error})") from None
+    return files_of
+
+
+def _open_safetensors(
+    file: Path, wanted: list[str] | None
+) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise InvalidWeightsError(
+            f"reading {file} needs safetensors: pip install 'dbuffer[safetensors]'"
+        ) from None
+    try:
+        handle: Any = safe_open(file, framework="pt")
+        for name in wanted if wanted is not None else handle.keys():
+            part = handle.get_slice(name)
+            dtype = DTYPES[SAFETENSORS_DTYPES[part.get_dtype()]]
+            # Each reader keeps the file open; it is closed when the last of them is dropped.
+            yield name, LazyTensor(dtype, tuple(part.get_shape()), _reader(handle, name))
+    except (SafetensorError, OSError) as error:
+        raise InvalidWeightsError(f"cannot read {file}: {error}") from None
+    except KeyError as error:
+        raise InvalidWeightsError(f"{file} holds a tensor of unknown type {error}") from None
+
+
+def _reader(handle: Any, name: str) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        tensor: torch.Tensor = handle.get_tensor(name)
+        return tensor
+
+    return read

@@ -1,0 +1,103 @@
+"""Where weights go: matching the tensors of a target with those of a layout, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
+from dbuffer.layout import Layout
+from dbuffer.sources import (
+    clean_names,
+    is_same_memory,
+    module_tensors,
+    spec_of,
+    tensordict_tensors,
+)
+
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A target's tensors, in the order of a layout."""
+
+    targets: list[torch.Tensor]
+    aliases: list[tuple[torch.Tensor, int]]
+    """Further tensors that the source had tied, and the index of the tensor each is filled from."""
+
+
+def match_target(target: Any, layout: Layout) -> Match:
+    """Find the tensor that each of a layout's tensors is to be copied into.
+
+    Raises:
+        WeightsMismatchError: a name is missing or left over, a shape or dtype differs, or a
+            tensor of the target cannot be written. All differences are listed.
+    """
+    tensors = _tensors_of(target)
+    problems = []
+    targets: list[torch.Tensor] = []
+    for spec in layout.specs:
+        found = tensors.pop(spec.name, None)
+        if found is None:
+            problems.append(f"the target has no {spec}")
+            continue
+        problems.extend(_problems(spec.name, found, str(spec)))
+        targets.append(found)
+    index_of = {spec.name: index for index, spec in enumerate(layout.specs)} if tensors else {}
+    aliases = []
+    for name, tensor in tensors.items():
+        if name in layout.aliases:
+            index = index_of[layout.aliases[name]]
+            expected = layout.specs[index]._replace(name=name)
+            problems.extend(_problems(name, tensor, str(expected)))
+            aliases.append((tensor, index))
+        elif not any(is_same_memory(tensor, other) for other in targets):
+            problems.append(f"the store has no {name!r}")
+    if problems:
+        more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+        raise WeightsMismatchError(
+            "the published weights do not fit the target, which was not touched: "
+            + "; ".join(problems[:_MAX_LISTED])
+            + more
+        )
+    return Match(targets, aliases)
+
+
+def _tensors_of(target: Any) -> dict[str, torch.Tensor]:
+    if isinstance(target, TensorDictBase):
+        return tensordict_tensors(target)
+    if isinstance(target, nn.Module):
+        return module_tensors(target)
+    if isinstance(target, Mapping):
+        return dict(zip(clean_names(target), target.values(), strict=True))
+    raise TypeError(
+        f"cannot load into a {type(target).__name__}: give a module, a dictionary of tensors or "
+        "a function that takes (name, tensor) pairs"
+    )
+
+
+def _problems(name: str, tensor: Any, expected: str) -> list[str]:
+    """What speaks against filling this tensor with what is ``expected``."""
+    if not isinstance(tensor, torch.Tensor):
+        return [f"{name!r} of the target is a {type(tensor).__name__}"]
+    if tensor.is_meta:
+        return [f"{name!r} of the target is on the meta device"]
+    if hasattr(tensor, "full_tensor"):
+        return [f"{name!r} of the target is sharded"]
+    try:
+        found = str(spec_of(name, tensor))
+    except InvalidWeightsError as error:
+        return [str(error)]
+    if found != expected:
+        return [f"published {expected}, target {found}"]
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        return [f"{name!r} of the target is an expanded view"]
+    return []

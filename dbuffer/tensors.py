@@ -1,0 +1,242 @@
+"""Tensors and a mapped weights file: typed views, parallel copies, checksums.
+
+The checksum of a tensor is xxh3 (64 bits) of its bytes; for one longer than a block, xxh3 of the
+digests of its blocks, so that any number of threads can work on one tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from dbuffer.layout import ITEM_BYTES, Layout
+
+BLOCK_BYTES = 1 << 20
+"""Copied, then hashed while it is still in a core's cache. Part of the format."""
+
+MAX_DEFAULT_THREADS = 8
+"""Copies are bound by memory bandwidth, which a handful of cores use up."""
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Block(NamedTuple):
+    """A piece of one tensor, at most :data:`BLOCK_BYTES` long."""
+
+    tensor: int
+    offset: int
+    """Bytes from the beginning of the tensor."""
+    num_bytes: int
+
+
+class MappedTensors:
+    """A weights file in memory, and each tensor in it as a view.
+
+    A writer's mapping is shared: what is copied in is in the file. A reader's is private: a
+    program that changes a snapshot's tensor changes its own copy of that page, never the file.
+    """
+
+    def __init__(self, file: int, file_bytes: int, layout: Layout, *, shared: bool) -> None:
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        self.layout = layout
+        self._map = mmap.mmap(file, file_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.raw = memoryview(self._map)
+        self.address = self._bytes.data_ptr()
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """A view of one tensor."""
+        spec = self.layout.specs[index]
+        start = self.layout.offsets[index]
+        data = self._bytes[start : start + spec.num_bytes]
+        return data.view(DTYPES[spec.dtype]).view(spec.shape)
+
+    @functools.cached_property
+    def views(self) -> list[torch.Tensor]:
+        """Views of all tensors, made once."""
+        return [self.tensor(index) for index in range(len(self.layout.specs))]
+
+    @functools.cached_property
+    def blocks(self) -> list[Block]:
+        """All blocks of all tensors, in the file's order; an empty tensor has one of length 0."""
+        return [
+            Block(index, offset, min(BLOCK_BYTES, spec.num_bytes - offset))
+            for index, spec in enumerate(self.layout.specs)
+            for offset in range(0, max(spec.num_bytes, 1), BLOCK_BYTES)
+        ]
+
+    def hash_block(self, block: Block) -> int:
+        """The digest of one block's bytes."""
+        start = self.layout.offsets[block.tensor] + block.offset
+        return xxhash.xxh3_64_intdigest(self.raw[start : start + block.num_bytes])
+
+
+class Copier:
+    """Copies and hashes with a fixed number of threads."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self.num_threads = num_threads or min(MAX_DEFAULT_THREADS, os.cpu_count() or 1)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def copy(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy each source to its destination, casting where dtypes differ."""
+        sizes = [tensor.nbytes for tensor in destinations]
+
+        def work(first: int, end: int) -> None:
+            # One call for many tensors: the interpreter's lock is let go once, not per tensor.
+            torch._foreach_copy_(destinations[first:end], sources[first:end])
+
+        self._in_parallel(work, sizes)
+
+    def copy_in(self, mapped: MappedTensors, sources: Sequence[torch.Tensor]) -> list[int]:
+        """Copy into the file; the checksum of each tensor, of the bytes that are there now."""
+        return self._copy_and_hash(mapped, sources, into_file=True)
+
+    def copy_out(self, mapped: MappedTensors, targets: Sequence[torch.Tensor]) -> list[int]:
+        """Copy out of the file; the checksum of each tensor's bytes in the file.
+
+        They are hashed after they were copied. A writer that overwrites them never puts the old
+        bytes back, so a checksum that is right proves that the copy before it was right.
+        """
+        return self._copy_and_hash(mapped, targets, into_file=False)
+
+    def checksums(self, mapped: MappedTensors) -> list[int]:
+        """The checksum of each tensor in the file."""
+        digests = [0] * len(mapped.blocks)
+
+        def work(first: int, end: int) -> None:
+            for index in range(first, end):
+                digests[index] = mapped.hash_block(mapped.blocks[index])
+
+        self._in_parallel(work, [block.num_bytes for block in mapped.blocks])
+        return _join(mapped.blocks, digests, len(mapped.layout.specs))
+
+    def _copy_and_hash(
+        self, mapped: MappedTensors, others: Sequence[torch.Tensor], *, into_file: bool
+    ) -> list[int]:
+        blocks, offsets = mapped.blocks, mapped.layout.offsets
+        addresses = self._plain_addresses(mapped, others, into_file=into_file)
+        digests = [0] * len(blocks)
+
+        def work(first: int, end: int) -> None:
+            for index in range(first, end):
+                block = blocks[index]
+                address = addresses[block.tensor]
+                if address and block.num_bytes:
+                    inside = mapped.address + offsets[block.tensor] + block.offset
+                    outside = address + block.offset
+                    ends = (inside, outside) if into_file else (outside, inside)
+                    ctypes.memmove(*ends, block.num_bytes)
+                digests[index] = mapped.hash_block(block)
+
+        self._in_parallel(work, [block.num_bytes for block in blocks])
+        return _join(blocks, digests, len(others))
+
+    def _plain_addresses(
+        self, mapped: MappedTensors, others: Sequence[torch.Tensor], *, into_file: bool
+    ) -> list[int]:
+        """Where each tensor lies that is copied byte by byte; 0 for the rest, copied here."""
+        addresses = [0] * len(others)
+        for index, (view, other) in enumerate(zip(mapped.views, others, strict=True)):
+            if is_plain(other, view.dtype):
+                addresses[index] = other.data_ptr()
+            else:
+                ends = (view, other) if into_file else (other, view)
+                with torch.inference_mode():
+                    ends[0].copy_(ends[1])
+        return addresses
+
+    def _in_parallel(self, work: Callable[[int, int], Any], sizes: Sequence[int]) -> None:
+        """Call ``work(first, end)`` on slices of about equal bytes, one a thread."""
+
+        def without_autograd(first: int, end: int) -> None:
+            # Grad mode is a thread's own; targets may be parameters or inference tensors.
+            with torch.inference_mode():
+                work(first, end)
+
+        first_slice, *others = split_evenly(sizes, self.num_threads)
+        if others and self._pool is None:
+            self._pool = ThreadPoolExecutor(self.num_threads - 1, "dbuffer-copy")
+        futures = [
+            self._pool.submit(without_autograd, *piece)
+            for piece in others
+            if self._pool is not None
+        ]
+        try:
+            without_autograd(*first_slice)
+        finally:
+            wait(futures)  # nobody may write on behind a caller's back
+        for future in futures:
+            future.result()
+
+
+def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the tensor's bytes lie in main memory just as a file of ``dtype`` holds them."""
+    return (
+        tensor.dtype is dtype
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
+    """Cut ``range(len(sizes))`` into at most ``parts`` slices of about equal total size."""
+    share = max(1, -(-sum(sizes) // parts))
+    slices: list[tuple[int, int]] = []
+    first = filled = 0
+    for index, size in enumerate(sizes):
+        filled += size
+        if filled >= share and len(slices) < parts - 1:
+            slices.append((first, index + 1))
+            first, filled = index + 1, 0
+    slices.append((first, len(sizes)))
+    return slices
+
+
+def _join(blocks: Sequence[Block], digests: Sequence[int], num_tensors: int) -> list[int]:
+    """The checksum of each tensor from the digests of its blocks."""
+    joined = [0] * num_tensors
+    first = 0
+    while first < len(blocks):
+        tensor, end = blocks[first].tensor, first + 1
+        while end < len(blocks) and blocks[end].tensor == tensor:
+            end += 1
+        joined[tensor] = digests[first]
+        if end - first > 1:
+            joined[tensor] = join_digests(digests[first:end])
+        first = end
+    return joined
+
+
+def join_digests(digests: Sequence[int]) -> int:
+    """One digest for a tensor of several blocks."""
+    return xxhash.xxh3_64_intdigest(pack_checksums(digests))
+
+
+def pack_checksums(checksums: Sequence[int]) -> bytes:
+    """The table of checksums as it stands in the file."""
+    return b"".join(checksum.to_bytes(8, "little") for checksum in checksums)
+
+
+def unpack_checksums(data: bytes) -> list[int]:
+    """The other way round."""
+    return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]

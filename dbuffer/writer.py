@@ -1,0 +1,386 @@
+"""`BufferWriter`: the writing side of a `DoubleBuffer`: one writer, claim, commit, recovery.
+
+A publish is: claim the idle buffer (wait for its readers, mark its manifest ``writing``), write
+the weights file, commit (manifest ``complete``, then the pointer). Killed anywhere in between, a
+writer leaves the pointer on the other buffer, which it never touches; the kernel drops its
+locks; the next writer finds the idle buffer marked ``writing`` and starts it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dbuffer import filesystem
+from dbuffer.buffer import (
+    MANIFEST_FILE,
+    POINTER_FILE,
+    RECEIVERS_DIRECTORY,
+    WRITER_FILE,
+    WRITER_LOCK_FILE,
+    DoubleBuffer,
+    other_buffer,
+)
+from dbuffer.errors import (
+    StoreCorruptError,
+    StoreNotFoundError,
+    VersionError,
+    WriterActiveError,
+    WriterSupersededError,
+)
+from dbuffer.filesystem import Descriptor, os_errors
+from dbuffer.manifest import BUFFERS, MAX_INTEGER, Manifest, Pointer, Record, WriterRecord, encode
+
+logger = logging.getLogger(__name__)
+
+FORGET_RECEIVERS_AFTER_S = 7 * 24 * 3600.0
+"""Records of receivers that did not update them for so long go when a writer starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The idle buffer, locked and marked as being written."""
+
+    buffer: str
+    path: Path
+    file: Descriptor
+    is_new: bool
+    """The file was made for this claim; its layout is yet to be written."""
+    marked: Manifest
+
+
+class BufferWriter:
+    """Holds the writer's lock of a store from construction to :meth:`close`.
+
+    Raises:
+        WriterActiveError: another writer has the store.
+        StoreInsecureError, StoreWriteError: the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        durable: bool,
+        reader_timeout_s: float,
+        allow_shared_store: bool,
+    ) -> None:
+        self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
+        self.root = self.store.root
+        self._reader_timeout_s = reader_timeout_s
+        filesystem.make_directory(self.root, parents=True)
+        self.store.check()
+        for name in (*BUFFERS, RECEIVERS_DIRECTORY):
+            filesystem.make_directory(self.root / name)
+        self.mount = filesystem.mount_of(self.root)
+        # Other hosts see what was flushed, and nothing else.
+        self._sync = durable or self.mount.is_network
+        self._files: dict[Path, Descriptor] = {}
+        self._lock = self._take_writer_lock()
+        try:
+            self.record = self._recover()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the lock is held, by this very process."""
+        return self._lock.is_open
+
+    def close(self) -> None:
+        """Give the store up. The last version stays published."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._lock.close()
+
+    def next_version(self, version: int | None) -> int:
+        """The version to publish: ``version`` if that goes up, else one above the last.
+
+        Raises:
+            VersionError: ``version`` is no version, or not above the last one.
+        """
+        last = self._last_version()
+        if version is None:
+            return last + 1
+        if isinstance(version, bool) or not isinstance(version, int) or version > MAX_INTEGER:
+            raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
+        if version <= last:
+            raise VersionError(
+                f"version {version} is not above version {last}, the last one in {self.root}; "
+                "versions only go up (put a trainer's step in the metadata)"
+            )
+        return version
+
+    def claim(self, version: int, *, layout_xxh3: str | None, file_bytes: int) -> Claim:
+        """Lock the idle buffer and mark it as being written.
+
+        The buffer's file is rewritten if it has this layout already and nobody reads it;
+        otherwise it is unlinked, which leaves the bytes to those who still map them, and a new
+        one of ``file_bytes`` is made (of no size yet, if that is 0).
+
+        Raises:
+            StoreFullError: there is no room for a new file.
+            WriterSupersededError: another writer took the store over.
+        """
+        self._check_not_superseded()
+        buffer = self._idle_buffer()
+        old = self._readable_manifest(buffer)
+        file = self._lock_existing(buffer, old) if old is not None else None
+        if file is not None and not self._can_rewrite(old, layout_xxh3, file_bytes):
+            self._forget(file)
+            file = None
+        generation = self._next_generation()
+        name = f"weights-{self.record.run}-{generation}.td"
+        if file is not None and old is not None:
+            name = old.file
+        marked = Manifest(
+            state="writing", version=version, generation=generation, run=self.record.run, file=name
+        )
+        self._put(self.root / buffer / MANIFEST_FILE, marked, scratch=self.root / buffer)
+        path = self.root / buffer / name
+        is_new = file is None
+        if file is None:
+            self._remove_unnamed_files(buffer, keep=name)
+            file = self._create(path, file_bytes)
+        return Claim(buffer, path, file, is_new, marked)
+
+    def commit(self, claim: Claim, complete: Manifest) -> None:
+        """Make the claimed buffer the newest version, in the one step of moving the pointer.
+
+        ``complete`` describes the file; its state, generation and run are set here.
+
+        Raises:
+            WriterSupersededError: another writer took the store over. Nothing was published.
+            StoreFullError, StoreWriteError: a flush or write failed. Nothing was published.
+        """
+        if self._sync:
+            filesystem.sync_file(claim.file.number, claim.path)
+        complete = dataclasses.replace(
+            complete, state="complete", generation=claim.marked.generation + 1, run=self.record.run
+        )
+        directory = self.root / claim.buffer
+        self._put(directory / MANIFEST_FILE, complete, scratch=directory)
+        # A writer that was paused or cut off learns here that it has a successor. A successor
+        # that comes between this line and the next is not seen.
+        self._check_not_superseded()
+        pointer = Pointer(
+            version=complete.version,
+            buffer=claim.buffer,
+            generation=complete.generation,
+            run=complete.run,
+        )
+        self._put(self.root / POINTER_FILE, pointer, scratch=directory)
+        filesystem.unlock(claim.file.number)
+
+    def abandon(self, claim: Claim) -> None:
+        """Drop a claim that failed. Its buffer stays marked, and is started anew next time."""
+        self._forget(claim.file)
+
+    def _take_writer_lock(self) -> Descriptor:
+        path = self.root / WRITER_LOCK_FILE
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os_errors("open the writer's lock", path):
+            lock = Descriptor(os.open(path, flags, 0o600))
+            locked = filesystem.try_lock(lock.number, exclusive=True)
+        if not locked:
+            lock.close()
+            holder = self._readable_writer()
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            raise WriterActiveError(
+                f"{who} has {self.root} open for writing; a store has one sender at a time: "
+                "close that one, or use another directory"
+            )
+        return lock
+
+    def _recover(self) -> WriterRecord:
+        """Begin an epoch, and clear away what dead writers and receivers left behind."""
+        before = self._readable_writer()
+        record = WriterRecord(
+            epoch=before.epoch + 1 if before else 1,
+            run=secrets.token_hex(8),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_at=time.time(),
+        )
+        self._put(self.root / WRITER_FILE, record, scratch=self.root / BUFFERS[0])
+        for name in (*BUFFERS, RECEIVERS_DIRECTORY):
+            filesystem.remove_stale_temporaries(self.root / name)
+        for buffer in BUFFERS:
+            manifest = self._readable_manifest(buffer)
+            self._remove_unnamed_files(buffer, keep=manifest.file if manifest else None)
+        self._forget_old_receivers()
+        return record
+
+    def _put(self, path: Path, record: Record, *, scratch: Path) -> None:
+        filesystem.replace_file(path, encode(record), scratch=scratch, durable=self._sync)
+
+    def _check_not_superseded(self) -> None:
+        record = self.store.writer()
+        if record is None:
+            raise StoreNotFoundError(f"the store at {self.root} was removed; make a new sender")
+        if record.run != self.record.run:
+            raise WriterSupersededError(
+                f"process {record.pid} on {record.host} took {self.root} over; this sender must "
+                "stop (was writer.lock removed by hand, or this host cut off?)"
+            )
+
+    def _idle_buffer(self) -> str:
+        pointer = self._readable_pointer()
+        if pointer is not None:
+            return other_buffer(pointer.buffer)
+        # With no pointer to go by, spare the buffer that may hold the newest version.
+        newest = max(BUFFERS, key=lambda buffer: self._version_in(buffer))
+        return other_buffer(newest)
+
+    def _last_version(self) -> int:
+        pointer = self._readable_pointer()
+        if pointer is not None:
+            return pointer.version
+        return max(self._version_in(buffer) for buffer in BUFFERS)
+
+    def _version_in(self, buffer: str) -> int:
+        manifest = self._readable_manifest(buffer)
+        return manifest.version if manifest and manifest.state == "complete" else 0
+
+    def _next_generation(self) -> int:
+        records = [self._readable_pointer(), *map(self._readable_manifest, BUFFERS)]
+        return max((record.generation for record in records if record), default=0) + 1
+
+    def _readable_pointer(self) -> Pointer | None:
+        try:
+            return self.store.pointer()
+        except StoreCorruptError as error:
+            logger.warning("ignoring a damaged pointer, the next publish replaces it: %s", error)
+            return None
+
+    def _readable_manifest(self, buffer: str) -> Manifest | None:
+        try:
+            return self.store.manifest(buffer)
+        except StoreCorruptError as error:
+            logger.warning("ignoring a damaged manifest, the next publish replaces it: %s", error)
+            return None
+
+    def _readable_writer(self) -> WriterRecord | None:
+        try:
+            return self.store.writer()
+        except StoreCorruptError as error:
+            logger.warning("ignoring a damaged writer record: %s", error)
+            return None
+
+    def _can_rewrite(self, old: Manifest | None, layout_xxh3: str | None, file_bytes: int) -> bool:
+        return (
+            self.mount.can_rewrite_in_place
+            and old is not None
+            and old.state == "complete"
+            and old.layout_xxh3 == layout_xxh3
+            and old.file_bytes == file_bytes
+        )
+
+    def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
+        """The buffer's file, locked against readers; None if there is none, or readers hold on.
+
+        A reader that outlasts the time-out keeps the bytes it maps: the buffer moves to a new
+        file. It is told that it was evicted when it compares generations.
+        """
+        path = self.root / buffer / manifest.file
+        file = self._open_again(path)
+        if file is None:
+            return None
+        if not filesystem.lock_within(file.number, self._reader_timeout_s):
+            logger.warning(
+                "evicting %s from buffer %s of %s (version %d): held for more than %g s",
+                self._holders(manifest.version) or "a reader",
+                buffer,
+                self.root,
+                manifest.version,
+                self._reader_timeout_s,
+            )
+            self._forget(file)
+            return None
+        return file
+
+    def _open_again(self, path: Path) -> Descriptor | None:
+        """The file now at ``path``, open since an earlier publish where it still is the same."""
+        known = self._files.get(path)
+        try:
+            if known is not None and os.path.samestat(os.fstat(known.number), path.stat()):
+                return known
+            if known is not None:
+                self._forget(known)
+            file = Descriptor(filesystem.open_regular(path, os.O_RDWR))
+        except FileNotFoundError:
+            return None
+        self._files[path] = file
+        return file
+
+    def _create(self, path: Path, num_bytes: int) -> Descriptor:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os_errors("make a buffer", path):
+            file = Descriptor(os.open(path, flags, 0o600))
+        try:
+            filesystem.try_lock(file.number, exclusive=True)
+            if num_bytes:
+                filesystem.allocate(file.number, num_bytes, path)
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self._files[path] = file
+        return file
+
+    def _forget(self, file: Descriptor) -> None:
+        self._files = {path: known for path, known in self._files.items() if known is not file}
+        if file.is_open:
+            # A mapping's duplicate of the descriptor would keep the lock past the close.
+            filesystem.unlock(file.number)
+        file.close()
+
+    def _remove_unnamed_files(self, buffer: str, *, keep: str | None) -> None:
+        for path in (self.root / buffer).glob("weights-*.td"):
+            if path.name != keep:
+                if path in self._files:
+                    self._forget(self._files[path])
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+
+    def _holders(self, version: int) -> str:
+        names = []
+        with contextlib.suppress(StoreCorruptError):
+            for record in self.store.receivers():
+                if record.held_version == version and process_may_live(record.host, record.pid):
+                    names.append(f"receiver {record.receiver} (pid {record.pid}, {record.host})")
+        return ", ".join(names)
+
+    def _forget_old_receivers(self) -> None:
+        with contextlib.suppress(StoreCorruptError):
+            for record in list(self.store.receivers()):
+                if time.time() - record.updated_at < FORGET_RECEIVERS_AFTER_S:
+                    continue
+                if record.host != socket.gethostname() or not process_may_live(
+                    record.host, record.pid
+                ):
+                    path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
+                    path.unlink(missing_ok=True)
+
+
+def process_may_live(host: str, pid: int) -> bool:
+    """Whether a process may be alive; that of another host always may."""
+    if host != socket.gethostname():
+        return True
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno == errno.EPERM
+    except OverflowError:  # a number that is no process id here
+        return False
+    return True
