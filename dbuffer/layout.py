@@ -13,6 +13,7 @@ knows no float8 and keeps some names for itself; our layout holds those as well.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterable
@@ -72,7 +73,7 @@ class TensorSpec(NamedTuple):
         return f"{self.name} {self.dtype}{list(self.shape)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The tensors of a file in their order, and where each begins."""
 
@@ -91,10 +92,15 @@ class Layout:
             end = align(end + spec.num_bytes)
         return cls(specs, tuple(offsets), dict(aliases or {}))
 
-    @property
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [spec.num_bytes for spec in self.specs]
+
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of all tensors, without padding."""
-        return sum(spec.num_bytes for spec in self.specs)
+        return sum(self.sizes)
 
     @property
     def checksums_offset(self) -> int:

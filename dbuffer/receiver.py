@@ -31,8 +31,8 @@ from dbuffer.errors import (
 )
 from dbuffer.layout import Layout, digest
 from dbuffer.manifest import ReceiverRecord, encode, is_receiver_id
-from dbuffer.targets import match_target
-from dbuffer.tensors import Copier, MappedTensors, unpack_checksums
+from dbuffer.targets import Matcher
+from dbuffer.tensors import Copier, MappedTensors, copy_one, unpack_checksums
 from dbuffer.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,7 @@ class WeightReceiver:
         self._loaded: int | None = None
         self._applied: int | None = None
         self._kept: dict[Path, MappedTensors] = {}
+        self._matcher = Matcher()
 
     @property
     def store(self) -> Path:
@@ -380,17 +381,17 @@ class WeightReceiver:
             target(iter(SnapshotTensors(mapped).items()))
             return True
         mapped = self._map_kept(held)
-        match = match_target(target, mapped.layout)
+        match = self._matcher.match(target, mapped.layout)
         # Damage is found before the target is touched ...
         if not self._is_whole(held, mapped):
             return False
         for alias, index in match.aliases:
-            self._copier.copy([alias], [mapped.views[index]])
+            copy_one(alias, mapped.views[index])
         if not self._must_verify(held):
-            self._copier.copy(match.targets, mapped.views)
+            self._copier.read(mapped, match.targets)
             return True
         # ... and a writer that comes in between, where locks do not hold it, by a second look.
-        checksums = self._copier.copy_out(mapped, match.targets)
+        checksums = self._copier.read_hashed(mapped, match.targets)
         return self._is_right(held, mapped.layout, checksums)
 
     def _must_verify(self, held: HeldBuffer) -> bool:

@@ -22,13 +22,14 @@ from dbuffer.errors import (
 )
 from dbuffer.layout import Layout, TensorSpec, align, digest
 from dbuffer.manifest import MAX_RECORD_BYTES, Manifest
-from dbuffer.sources import LazyTensor, Rename, Source, Weights
+from dbuffer.sources import Describer, LazyTensor, Rename, Source, Weights
 from dbuffer.tensors import (
     BLOCK_BYTES,
     DTYPE_NAMES,
     DTYPES,
     Copier,
     MappedTensors,
+    copy_one,
     join_digests,
     pack_checksums,
 )
@@ -130,8 +131,7 @@ class WeightSender:
             allow_shared_store=allow_shared_store,
         )
         self._checksum = self._writer.mount.is_network if checksum == "auto" else checksum
-        self._dtype = dtype
-        self._rename = rename
+        self._describer = Describer(dtype=dtype, rename=rename)
         self._copier = Copier(num_threads)
         self._mapped: dict[Path, MappedTensors] = {}
         self._footer: Footer | None = None
@@ -173,10 +173,10 @@ class WeightSender:
         version = self._writer.next_version(version)
         checked_metadata = _checked_metadata(metadata)
         if sources.is_stream(weights):
-            stream = sources.stream(iter(weights), dtype=self._dtype, rename=self._rename)  # type: ignore[arg-type]  # an iterator of pairs, or it says so
+            stream = self._describer.stream(weights)
             layout = self._send_stream(stream, version, checked_metadata, progress)
         else:
-            source = sources.describe(weights, dtype=self._dtype, rename=self._rename)
+            source = self._describer.describe(weights)
             layout = self._send_source(source, version, checked_metadata, progress)
         return Publication(
             version=version,
@@ -280,13 +280,13 @@ class WeightSender:
         if not any(isinstance(tensor, LazyTensor) for tensor in source.tensors):
             tensors = [sources.fetch(tensor) for tensor in source.tensors]
             if self._checksum:
-                return self._copier.copy_in(mapped, tensors)
-            self._copier.copy(mapped.views, tensors)
+                return self._copier.write_hashed(mapped, tensors)
+            self._copier.write(mapped, tensors)
             return None
         done, total = 0, mapped.layout.num_bytes
         for view, tensor in zip(mapped.views, source.tensors, strict=True):
             # One at a time: what was gathered or read is dropped before the next.
-            self._copier.copy([view], [sources.fetch(tensor)])
+            copy_one(view, sources.fetch(tensor))
             done += view.nbytes
             if progress is not None:
                 progress(done, total)

@@ -8,11 +8,12 @@ has not yet produced.
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
@@ -48,6 +49,9 @@ SAFETENSORS_DTYPES = {
     "F8_E8M0": "float8_e8m0fnu",
 }
 
+_get_shape = operator.attrgetter("shape")
+_get_dtype = operator.attrgetter("dtype")
+
 Weights: TypeAlias = (
     nn.Module
     | TensorDictBase
@@ -69,6 +73,42 @@ class LazyTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """Weights without their values: enough to see that the next ones are like them.
+
+    Checking 18,000 names one by one takes as long as copying 18,000 tensors. It is done for the
+    first version; for one that has the same names, shapes and dtypes it need not be done again.
+    """
+
+    names: list[str]
+    """As they were given, before wrappers' prefixes went."""
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    """Before they were cast."""
+
+    @classmethod
+    def of(cls, named: Mapping[str, torch.Tensor]) -> Outline:
+        """Take the outline of named tensors."""
+        return cls(
+            list(named),
+            [tensor.shape for tensor in named.values()],
+            [tensor.dtype for tensor in named.values()],
+        )
+
+    def fits(self, named: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are plain tensors of just this outline, in this order."""
+        tensors = named.values()
+        # Shapes are compared as they are made: a list of 18,000 of them sets the garbage
+        # collector going, which takes longer than all the rest.
+        return (
+            list(named) == self.names
+            and {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
+            and all(map(operator.eq, map(_get_shape, tensors), self.shapes))
+            and all(map(operator.is_, map(_get_dtype, tensors), self.dtypes))
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Weights whose layout is known before any of them is fetched."""
 
@@ -78,61 +118,85 @@ class Source:
     """Other names of tied tensors."""
 
 
-def describe(
-    weights: Weights, *, dtype: torch.dtype | None = None, rename: Rename | None = None
-) -> Source:
-    """Bring weights of a known layout into one form.
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was found out about one version's weights, for the next."""
+
+    outline: Outline
+    specs: tuple[TensorSpec, ...]
+
+
+class Describer:
+    """Brings weights of a known layout into one form.
 
     Args:
-        weights: anything but an iterator; see :func:`is_stream`.
         dtype: floating-point tensors are published in this dtype.
         rename: a mapping of whole names, or a function of a name; wrappers' prefixes are gone
             by then.
-
-    Raises:
-        InvalidWeightsError: something in it cannot be published; the message names it.
     """
-    names, tensors = _collect(weights)
-    names = [_renamed(name, rename) for name in clean_names(names)]
-    names, tensors, aliases = _without_ties(names, tensors)
-    if not names:
-        raise InvalidWeightsError("there is no tensor in the weights to publish")
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})[:5]
-        raise InvalidWeightsError(f"several tensors have one name after renaming: {twice}")
-    specs = tuple(spec_of(name, tensor, dtype) for name, tensor in zip(names, tensors, strict=True))
-    return Source(specs, tensors, aliases)
+
+    def __init__(self, *, dtype: torch.dtype | None = None, rename: Rename | None = None) -> None:
+        self.dtype = dtype
+        self.rename = rename
+        self._known: Known | None = None
+
+    def describe(self, weights: Weights) -> Source:
+        """Specs and tensors of anything but an iterator; see :func:`is_stream`.
+
+        Raises:
+            InvalidWeightsError: something in it cannot be published; the message names it.
+        """
+        named = _as_mapping(weights)
+        if named is None:
+            return self._describe_pairs(*_collect(weights))
+        if self._known is not None and self._known.outline.fits(named):
+            tensors = list(named.values())
+            addresses = {tensor.data_ptr() for tensor in tensors}
+            if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
+                return Source(self._known.specs, [*tensors], {})
+        source = self._describe_pairs(*_checked_pairs(named.items()))
+        self._known = None
+        if not source.aliases and not any(isinstance(t, LazyTensor) for t in source.tensors):
+            self._known = Known(Outline.of(named), source.specs)
+        return source
+
+    def stream(
+        self, weights: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Yield the tensors of an iterator one at a time, checked, with their specs.
+
+        Ties are not looked for: a tensor that is gone by now may have had the same address.
+        A wrapper's leading ``module.`` goes when the first name has it.
+        """
+        has_prefix: bool | None = None
+        seen = set()
+        for position, pair in enumerate(weights):
+            name, tensor = _checked_pair(pair, position)
+            name = _without_parts(name)
+            if has_prefix is None:
+                has_prefix = name.startswith(WRAPPER_PREFIX)
+            name = _renamed(name.removeprefix(WRAPPER_PREFIX) if has_prefix else name, self.rename)
+            if name in seen:
+                raise InvalidWeightsError(f"the name {name!r} comes twice")
+            seen.add(name)
+            checked = _gatherable(name, tensor)
+            yield spec_of(name, checked, self.dtype), fetch(checked)
+
+    def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
+        names = [_renamed(name, self.rename) for name in clean_names(names)]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})[:5]
+            raise InvalidWeightsError(f"several tensors have one name after renaming: {twice}")
+        names, tensors, aliases = _without_ties(names, tensors)
+        if not names:
+            raise InvalidWeightsError("there is no tensor in the weights to publish")
+        pairs = zip(names, tensors, strict=True)
+        return Source(tuple(spec_of(*pair, self.dtype) for pair in pairs), tensors, aliases)
 
 
-def is_stream(weights: Weights) -> bool:
+def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor]]]:
     """Whether weights can be gone through only once, so that their layout shows at the end."""
     return isinstance(weights, Iterator)
-
-
-def stream(
-    weights: Iterator[tuple[str, torch.Tensor]],
-    *,
-    dtype: torch.dtype | None = None,
-    rename: Rename | None = None,
-) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """The tensors of an iterator one at a time, checked, with their specs.
-
-    Ties are not looked for: a tensor that is gone by now may have had the same address.
-    A wrapper's leading ``module.`` goes when the first name has it.
-    """
-    has_prefix: bool | None = None
-    seen = set()
-    for position, pair in enumerate(weights):
-        name, tensor = _checked_pair(pair, position)
-        if has_prefix is None:
-            has_prefix = _without_parts(name).startswith(WRAPPER_PREFIX)
-        name = _without_parts(name)
-        name = _renamed(name.removeprefix(WRAPPER_PREFIX) if has_prefix else name, rename)
-        if name in seen:
-            raise InvalidWeightsError(f"the name {name!r} comes twice")
-        seen.add(name)
-        checked = _gatherable(name, tensor)
-        yield spec_of(name, checked, dtype), fetch(checked)
 
 
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
@@ -147,7 +211,7 @@ def gather_tensors(weights: Weights) -> None:
     model with ``sender.send(model)``, the other ranks call ``dbuffer.gather_tensors(model)``;
     each full tensor is dropped again at once.
     """
-    for tensor in describe(weights).tensors:
+    for tensor in Describer().describe(weights).tensors:
         if isinstance(tensor, LazyTensor):
             tensor.fetch()
 
@@ -188,24 +252,30 @@ def spec_of(
         raise InvalidWeightsError(f"no format for dtype {kept} of tensor {name!r}") from None
 
 
-def _collect(weights: Weights) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-    if isinstance(weights, str | os.PathLike):
-        return _collect_checkpoint(Path(weights))
+def _as_mapping(weights: Any) -> Mapping[str, torch.Tensor] | None:
+    """Named tensors, where the weights are of that kind."""
     # A TensorDictParams is both, and a TensorDict first.
     if isinstance(weights, TensorDictBase):
-        pairs: Iterable[Any] = tensordict_tensors(weights).items()
-    elif isinstance(weights, nn.Module):
-        pairs = module_tensors(weights).items()
-    elif isinstance(weights, Mapping):
-        pairs = weights.items()
-    elif isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor):
-        pairs = weights
-    else:
-        raise InvalidWeightsError(
-            f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
-            "TensorDict, (name, tensor) pairs or the path of a checkpoint directory"
-        )
-    names, tensors = [], []
+        return tensordict_tensors(weights)
+    if isinstance(weights, nn.Module):
+        return module_tensors(weights)
+    return weights if isinstance(weights, Mapping) else None
+
+
+def _collect(weights: Any) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+    if isinstance(weights, str | os.PathLike):
+        return _collect_checkpoint(Path(weights))
+    if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
+        return _checked_pairs(weights)
+    raise InvalidWeightsError(
+        f"cannot publish a {type(weights).__name__}: give a module, a state dict, a TensorDict, "
+        "(name, tensor) pairs or the path of a checkpoint directory"
+    )
+
+
+def _checked_pairs(pairs: Iterable[Any]) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+    names: list[str] = []
+    tensors: list[torch.Tensor | LazyTensor] = []
     for position, pair in enumerate(pairs):
         name, tensor = _checked_pair(pair, position)
         names.append(name)

@@ -13,6 +13,7 @@ from torch import nn
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.layout import Layout
 from dbuffer.sources import (
+    Outline,
     clean_names,
     is_same_memory,
     module_tensors,
@@ -32,14 +33,48 @@ class Match:
     """Further tensors that the source had tied, and the index of the tensor each is filled from."""
 
 
-def match_target(target: Any, layout: Layout) -> Match:
-    """Find the tensor that each of a layout's tensors is to be copied into.
+class Matcher:
+    """Finds the tensor that each of a layout's tensors is to be copied into."""
 
-    Raises:
-        WeightsMismatchError: a name is missing or left over, a shape or dtype differs, or a
-            tensor of the target cannot be written. All differences are listed.
-    """
-    tensors = _tensors_of(target)
+    def __init__(self) -> None:
+        self._known: tuple[Layout, Outline, list[int]] | None = None
+
+    def match(self, target: Any, layout: Layout) -> Match:
+        """Match all of a target's tensors with all of a layout's.
+
+        Raises:
+            WeightsMismatchError: a name is missing or left over, a shape or dtype differs, or a
+                tensor of the target cannot be written. All differences are listed.
+        """
+        named = _tensors_of(target)
+        if (targets := self._match_like_before(named, layout)) is not None:
+            return Match(targets, [])
+        match = _match_each(named, layout)
+        self._known = None
+        if not match.aliases and len(named) == len(match.targets):
+            index_of = {name: index for index, name in enumerate(clean_names(named))}
+            order = [index_of[spec.name] for spec in layout.specs]
+            self._known = (layout, Outline.of(named), order)
+        return match
+
+    def _match_like_before(
+        self, named: Mapping[str, torch.Tensor], layout: Layout
+    ) -> list[torch.Tensor] | None:
+        if self._known is None:
+            return None
+        known_layout, outline, order = self._known
+        if known_layout.specs is not layout.specs and known_layout != layout:
+            return None
+        if not outline.fits(named):
+            return None
+        tensors = list(named.values())
+        if not all(tensor.is_contiguous() and not tensor.is_meta for tensor in tensors):
+            return None
+        return [tensors[index] for index in order]
+
+
+def _match_each(named: Mapping[str, torch.Tensor], layout: Layout) -> Match:
+    tensors = dict(zip(clean_names(named), named.values(), strict=True))
     problems = []
     targets: list[torch.Tensor] = []
     for spec in layout.specs:
@@ -57,25 +92,32 @@ def match_target(target: Any, layout: Layout) -> Match:
             expected = layout.specs[index]._replace(name=name)
             problems.extend(_problems(name, tensor, str(expected)))
             aliases.append((tensor, index))
-        elif not any(is_same_memory(tensor, other) for other in targets):
+        elif not any(_shares_memory(tensor, other) for other in targets):
             problems.append(f"the store has no {name!r}")
     if problems:
-        more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-        raise WeightsMismatchError(
-            "the published weights do not fit the target, which was not touched: "
-            + "; ".join(problems[:_MAX_LISTED])
-            + more
-        )
+        raise WeightsMismatchError(_describe_problems(problems))
     return Match(targets, aliases)
 
 
-def _tensors_of(target: Any) -> dict[str, torch.Tensor]:
+def _describe_problems(problems: list[str]) -> str:
+    more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+    listed = "; ".join(problems[:_MAX_LISTED])
+    return "the published weights do not fit the target, which was not touched: " + listed + more
+
+
+def _shares_memory(one: Any, other: Any) -> bool:
+    """Whether these are two names of one tied tensor."""
+    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return are_tensors and one.numel() > 0 and is_same_memory(one, other)
+
+
+def _tensors_of(target: Any) -> Mapping[str, torch.Tensor]:
     if isinstance(target, TensorDictBase):
         return tensordict_tensors(target)
     if isinstance(target, nn.Module):
         return module_tensors(target)
     if isinstance(target, Mapping):
-        return dict(zip(clean_names(target), target.values(), strict=True))
+        return target
     raise TypeError(
         f"cannot load into a {type(target).__name__}: give a module, a dictionary of tensors or "
         "a function that takes (name, tensor) pairs"

@@ -54,6 +54,8 @@ class MappedTensors:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.raw = memoryview(self._map)
         self.address = self._bytes.data_ptr()
+        self._tensor_slices: dict[int, list[tuple[int, int]]] = {}
+        self._block_slices: dict[int, list[tuple[int, int]]] = {}
 
     def tensor(self, index: int) -> torch.Tensor:
         """A view of one tensor."""
@@ -66,6 +68,19 @@ class MappedTensors:
     def views(self) -> list[torch.Tensor]:
         """Views of all tensors, made once."""
         return [self.tensor(index) for index in range(len(self.layout.specs))]
+
+    def cut_tensors(self, parts: int) -> list[tuple[int, int]]:
+        """Slices of :attr:`views` of about equal bytes; made once."""
+        if (slices := self._tensor_slices.get(parts)) is None:
+            slices = self._tensor_slices[parts] = split_evenly(self.layout.sizes, parts)
+        return slices
+
+    def cut_blocks(self, parts: int) -> list[tuple[int, int]]:
+        """Slices of :attr:`blocks` of about equal bytes; made once."""
+        if (slices := self._block_slices.get(parts)) is None:
+            sizes = [block.num_bytes for block in self.blocks]
+            slices = self._block_slices[parts] = split_evenly(sizes, parts)
+        return slices
 
     @functools.cached_property
     def blocks(self) -> list[Block]:
@@ -95,21 +110,19 @@ class Copier:
             self._pool.shutdown()
             self._pool = None
 
-    def copy(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy each source to its destination, casting where dtypes differ."""
-        sizes = [tensor.nbytes for tensor in destinations]
+    def write(self, mapped: MappedTensors, sources: list[torch.Tensor]) -> None:
+        """Copy each source into the file, casting where dtypes differ."""
+        self._copy(mapped, mapped.views, sources)
 
-        def work(first: int, end: int) -> None:
-            # One call for many tensors: the interpreter's lock is let go once, not per tensor.
-            torch._foreach_copy_(destinations[first:end], sources[first:end])
+    def read(self, mapped: MappedTensors, targets: list[torch.Tensor]) -> None:
+        """Copy each tensor of the file into its target."""
+        self._copy(mapped, targets, mapped.views)
 
-        self._in_parallel(work, sizes)
-
-    def copy_in(self, mapped: MappedTensors, sources: Sequence[torch.Tensor]) -> list[int]:
+    def write_hashed(self, mapped: MappedTensors, sources: list[torch.Tensor]) -> list[int]:
         """Copy into the file; the checksum of each tensor, of the bytes that are there now."""
         return self._copy_and_hash(mapped, sources, into_file=True)
 
-    def copy_out(self, mapped: MappedTensors, targets: Sequence[torch.Tensor]) -> list[int]:
+    def read_hashed(self, mapped: MappedTensors, targets: list[torch.Tensor]) -> list[int]:
         """Copy out of the file; the checksum of each tensor's bytes in the file.
 
         They are hashed after they were copied. A writer that overwrites them never puts the old
@@ -125,11 +138,23 @@ class Copier:
             for index in range(first, end):
                 digests[index] = mapped.hash_block(mapped.blocks[index])
 
-        self._in_parallel(work, [block.num_bytes for block in mapped.blocks])
+        self._in_parallel(work, mapped.cut_blocks(self.num_threads))
         return _join(mapped.blocks, digests, len(mapped.layout.specs))
 
+    def _copy(
+        self,
+        mapped: MappedTensors,
+        destinations: list[torch.Tensor],
+        sources: list[torch.Tensor],
+    ) -> None:
+        def work(first: int, end: int) -> None:
+            # One call for many tensors: the interpreter's lock is let go once, not per tensor.
+            torch._foreach_copy_(destinations[first:end], sources[first:end])
+
+        self._in_parallel(work, mapped.cut_tensors(self.num_threads))
+
     def _copy_and_hash(
-        self, mapped: MappedTensors, others: Sequence[torch.Tensor], *, into_file: bool
+        self, mapped: MappedTensors, others: list[torch.Tensor], *, into_file: bool
     ) -> list[int]:
         blocks, offsets = mapped.blocks, mapped.layout.offsets
         addresses = self._plain_addresses(mapped, others, into_file=into_file)
@@ -146,7 +171,7 @@ class Copier:
                     ctypes.memmove(*ends, block.num_bytes)
                 digests[index] = mapped.hash_block(block)
 
-        self._in_parallel(work, [block.num_bytes for block in blocks])
+        self._in_parallel(work, mapped.cut_blocks(self.num_threads))
         return _join(blocks, digests, len(others))
 
     def _plain_addresses(
@@ -158,20 +183,20 @@ class Copier:
             if is_plain(other, view.dtype):
                 addresses[index] = other.data_ptr()
             else:
-                ends = (view, other) if into_file else (other, view)
-                with torch.inference_mode():
-                    ends[0].copy_(ends[1])
+                copy_one(*((view, other) if into_file else (other, view)))
         return addresses
 
-    def _in_parallel(self, work: Callable[[int, int], Any], sizes: Sequence[int]) -> None:
-        """Call ``work(first, end)`` on slices of about equal bytes, one a thread."""
+    def _in_parallel(
+        self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]
+    ) -> None:
+        """Call ``work(first, end)`` for all slices at once."""
 
         def without_autograd(first: int, end: int) -> None:
             # Grad mode is a thread's own; targets may be parameters or inference tensors.
             with torch.inference_mode():
                 work(first, end)
 
-        first_slice, *others = split_evenly(sizes, self.num_threads)
+        first_slice, *others = slices
         if others and self._pool is None:
             self._pool = ThreadPoolExecutor(self.num_threads - 1, "dbuffer-copy")
         futures = [
@@ -185,6 +210,12 @@ class Copier:
             wait(futures)  # nobody may write on behind a caller's back
         for future in futures:
             future.result()
+
+
+def copy_one(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a single tensor, casting if dtypes differ."""
+    with torch.inference_mode():
+        destination.copy_(source)
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
