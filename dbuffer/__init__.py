@@ -20,8 +20,9 @@ from dbuffer.errors import (
     WriterActiveError,
     WriterSupersededError,
 )
-from dbuffer.receiver import Snapshot, WeightReceiver
+from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import Publication, WeightSender
+from dbuffer.snapshot import Snapshot
 from dbuffer.sources import gather_tensors
 
 __version__ = "0.1.0"

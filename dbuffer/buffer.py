@@ -143,6 +143,26 @@ class DoubleBuffer:
                 return held
             disagreement.note(pointer, reason, self.root)
 
+    def hold_buffer(self, buffer: str) -> HeldBuffer | None:
+        """Lock one of the buffers for reading, newest or not; None if it is being written.
+
+        Raises:
+            StoreCorruptError: its manifest and its file do not agree.
+        """
+        manifest = self.manifest(buffer)
+        if manifest is None or manifest.state != "complete":
+            return None
+        pointer = Pointer(
+            version=manifest.version,
+            buffer=buffer,
+            generation=manifest.generation,
+            run=manifest.run,
+        )
+        held, reason = self._hold(pointer)
+        if held is None and self.manifest(buffer) == manifest:
+            raise StoreCorruptError(f"{self.root}: {reason}")
+        return held
+
     def is_unchanged(self, held: HeldBuffer) -> bool:
         """Whether no writer has begun to rewrite the buffer since it was held."""
         manifest = self.manifest(held.buffer)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 
 from dbuffer import filesystem
@@ -29,10 +29,11 @@ from dbuffer.errors import (
     StoreWriteError,
     VersionTimeoutError,
 )
-from dbuffer.layout import Layout, digest
+from dbuffer.layout import Layout
 from dbuffer.manifest import ReceiverRecord, encode, is_receiver_id
+from dbuffer.snapshot import Snapshot, SnapshotTensors, wrong_tensors
 from dbuffer.targets import Matcher
-from dbuffer.tensors import Copier, MappedTensors, copy_one, unpack_checksums
+from dbuffer.tensors import Copier, MappedTensors, copy_one
 from dbuffer.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -46,62 +47,6 @@ Target: TypeAlias = (
 
 _STOP_CHECK_S = 0.1
 """How often a wait looks at its stop event."""
-
-
-class SnapshotTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a snapshot by name; each view is made when it is asked for."""
-
-    def __init__(self, mapped: MappedTensors) -> None:
-        self._mapped = mapped
-        self._indices = {spec.name: index for index, spec in enumerate(mapped.layout.specs)}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._mapped.tensor(self._indices[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} tensors of a snapshot>"
-
-
-class Snapshot:
-    """One version, held still: no writer touches its bytes while it is open.
-
-    The tensors are views of mapped memory. They are valid until the snapshot is left; copy what
-    is needed longer. Writing into one changes this snapshot's copy of a page, and nothing else.
-    """
-
-    def __init__(self, held: HeldBuffer, mapped: MappedTensors) -> None:
-        self._held = held
-        self._mapped = mapped
-        self.tensors = SnapshotTensors(mapped)
-
-    @property
-    def version(self) -> int:
-        """The version, as published."""
-        return self._held.manifest.version
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What the sender gave with it."""
-        return self._held.manifest.metadata
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Other names of tied tensors: alias to the name that stands in :attr:`tensors`."""
-        return self._mapped.layout.aliases
-
-    @property
-    def tensordict(self) -> TensorDict:
-        """The tensors as a flat TensorDict of batch size ``[]``, zero-copy as well."""
-        return TensorDict(dict(self.tensors), batch_size=[])
-
-    def __repr__(self) -> str:
-        return f"Snapshot(version={self.version}, tensors={len(self.tensors)})"
 
 
 class WeightReceiver:
@@ -184,7 +129,7 @@ class WeightReceiver:
         """
         self._check_open()
         with self._hold_whole(newer_than, timeout_s) as (held, mapped):
-            yield Snapshot(held, mapped)
+            yield Snapshot(held, mapped, self._copier)
             if not self._store.is_unchanged(held):
                 raise SnapshotEvictedError(
                     f"version {held.manifest.version} of {self.store} was held for longer than "
@@ -448,30 +393,6 @@ class WeightReceiver:
         except (StoreWriteError, StoreNotFoundError) as error:
             self._can_record = False
             logger.warning("receiver %s cannot acknowledge: %s", self.receiver_id, error)
-
-
-def wrong_tensors(held: HeldBuffer, layout: Layout, checksums: list[int]) -> list[str]:
-    """Names of the tensors whose checksums are not those that were published.
-
-    Raises:
-        ChecksumError: the version was published without checksums.
-    """
-    manifest = held.manifest
-    if manifest.checksums_xxh3 is None:
-        raise ChecksumError(
-            f"{held.path}: version {manifest.version} was published without checksums, so it "
-            "cannot be verified; make the sender with checksum=True"
-        )
-    num_bytes = 8 * manifest.num_tensors
-    table = filesystem.read_at(held.file.number, manifest.checksums_offset, num_bytes)
-    if digest(table) != manifest.checksums_xxh3:
-        return ["the table of checksums"]
-    expected = unpack_checksums(table)
-    return [
-        spec.name
-        for spec, found, right in zip(layout.specs, checksums, expected, strict=True)
-        if found != right
-    ]
 
 
 def _default_id() -> str:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import torch
 
 from dbuffer import filesystem, sources
+from dbuffer.checkpoint import LazyTensor
 from dbuffer.errors import (
     AcknowledgementTimeoutError,
     ClosedError,
@@ -22,7 +23,7 @@ from dbuffer.errors import (
 )
 from dbuffer.layout import Layout, TensorSpec, align, digest
 from dbuffer.manifest import MAX_RECORD_BYTES, Manifest
-from dbuffer.sources import Describer, LazyTensor, Rename, Source, Weights
+from dbuffer.sources import Describer, Rename, Source, Weights
 from dbuffer.tensors import (
     BLOCK_BYTES,
     DTYPE_NAMES,

@@ -7,7 +7,6 @@ has not yet produced.
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torch import nn
 
+from dbuffer.checkpoint import LazyTensor, read_checkpoint
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.layout import TensorSpec
 from dbuffer.tensors import DTYPE_NAMES, DTYPES
@@ -28,26 +28,6 @@ WRAPPER_PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_mod
 
 WRAPPER_PREFIX = "module."
 """What DDP, DataParallel and DeepSpeed put before every name."""
-
-SAFETENSORS_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "U16": "uint16",
-    "I16": "int16",
-    "U32": "uint32",
-    "I32": "int32",
-    "U64": "uint64",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-}
 
 _get_shape = operator.attrgetter("shape")
 _get_dtype = operator.attrgetter("dtype")
@@ -61,15 +41,6 @@ Weights: TypeAlias = (
     | os.PathLike[str]
 )
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
-
-
-@dataclass(frozen=True, slots=True)
-class LazyTensor:
-    """A tensor that is fetched when its turn comes, and dropped after."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    fetch: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +235,7 @@ def _as_mapping(weights: Any) -> Mapping[str, torch.Tensor] | None:
 
 def _collect(weights: Any) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
     if isinstance(weights, str | os.PathLike):
-        return _collect_checkpoint(Path(weights))
+        return read_checkpoint(Path(weights))
     if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
         return _checked_pairs(weights)
     raise InvalidWeightsError(
@@ -353,72 +324,3 @@ def is_same_memory(one: Any, other: Any) -> bool:
         and one.dtype == other.dtype
         and one.device == other.device
     )
-
-
-def _collect_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-    """The tensors of a HuggingFace checkpoint directory, or of one safetensors file."""
-    names: list[str] = []
-    tensors: list[torch.Tensor | LazyTensor] = []
-    for file, wanted in _checkpoint_files(path).items():
-        for name, tensor in _open_safetensors(file, wanted):
-            names.append(name)
-            tensors.append(tensor)
-    return names, tensors
-
-
-def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:
-    """The files of a checkpoint, and which tensors to take from each (None: all)."""
-    if path.is_file():
-        return {path: None}
-    if not path.is_dir():
-        raise InvalidWeightsError(f"there is no checkpoint at {path}")
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        if files := sorted(path.glob("*.safetensors")):
-            return dict.fromkeys(files)
-        raise InvalidWeightsError(
-            f"{path} has no *.safetensors file (pickled checkpoints are never read: save with "
-            "model.save_pretrained(path, safe_serialization=True))"
-        )
-    try:
-        shards = json.loads(index.read_bytes())["weight_map"]
-        files_of: dict[Path, list[str] | None] = {}
-        for name, file in shards.items():
-            if Path(file).name != file:
-                raise InvalidWeightsError(f"{index} names {file!r}, outside its directory")
-            wanted = files_of.setdefault(path / file, [])
-            if wanted is not None:
-                wanted.append(name)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise InvalidWeightsError(f"{index} is no index of a checkpoint ({error})") from None
-    return files_of
-
-
-def _open_safetensors(
-    file: Path, wanted: list[str] | None
-) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise InvalidWeightsError(
-            f"reading {file} needs safetensors: pip install 'dbuffer[safetensors]'"
-        ) from None
-    try:
-        handle: Any = safe_open(file, framework="pt")
-        for name in wanted if wanted is not None else handle.keys():
-            part = handle.get_slice(name)
-            dtype = DTYPES[SAFETENSORS_DTYPES[part.get_dtype()]]
-            # Each reader keeps the file open; it is closed when the last of them is dropped.
-            yield name, LazyTensor(dtype, tuple(part.get_shape()), _reader(handle, name))
-    except (SafetensorError, OSError) as error:
-        raise InvalidWeightsError(f"cannot read {file}: {error}") from None
-    except KeyError as error:
-        raise InvalidWeightsError(f"{file} holds a tensor of unknown type {error}") from None
-
-
-def _reader(handle: Any, name: str) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        tensor: torch.Tensor = handle.get_tensor(name)
-        return tensor
-
-    return read

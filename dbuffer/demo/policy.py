@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from dbuffer.demo.records import Tokens
 
@@ -19,7 +20,7 @@ _PROMPT_TOKENS = (4, 7, 12, 20, 31, 33, 48, 70)
 """Lengths of the prompts, below and above vLLM's cache block of 32 tokens: a stale prefix cache
 would show only in the longer ones."""
 _SAMPLES_PER_PROMPT = 8
-_LEARNING_RATE = 4e-3
+_LEARNING_RATE = 3e-3
 _MAX_GRADIENT_NORM = 1.0
 
 
@@ -43,7 +44,14 @@ def make_model(seed: int) -> nn.Module:
 
 def save_checkpoint(model: nn.Module, directory: Path) -> Path:
     """Write ``model`` as a Hugging Face checkpoint; the directory."""
-    model.save_pretrained(directory)  # type: ignore[operator]
+    # A progress bar for a fraction of a second would tear the live table.
+    had_progress_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)  # type: ignore[operator]
+    finally:
+        if had_progress_bar:
+            transformers_logging.enable_progress_bar()
     return directory
 
 

@@ -1,0 +1,376 @@
+"""The command line, on the public parts only.
+
+Exit codes: 0 all is well; 1 something failed or was found wrong; 2 wrong usage; 3 nothing was
+published in time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from dbuffer import WeightReceiver, WeightSender, __version__
+from dbuffer.buffer import DoubleBuffer
+from dbuffer.errors import DBufferError, VersionTimeoutError
+from dbuffer.render import describe_check, format_bytes, status_tables
+from dbuffer.snapshot import Snapshot
+from dbuffer.status import read_status
+from dbuffer.tensors import DTYPES
+from dbuffer.verification import verify_store
+
+EXIT_FAILED = 1
+EXIT_TIMEOUT = 3
+
+app = typer.Typer(
+    name="dbuffer",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Move weights from a trainer to its inference workers through a directory.
+
+A *store* is a directory with two buffers and a pointer to the newest one. `publish` writes a
+checkpoint into it, `follow` reacts to each new version, `status` shows who is where.
+
+Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
+""",
+)
+console = Console()
+errors = Console(stderr=True)
+
+StoreArgument = Annotated[Path, typer.Argument(help="The store's directory.", show_default=False)]
+SharedOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-shared-store",
+        help="Accept a directory that belongs to someone else, or that others can write to.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command; its exit code. An error is one line on stderr, with --debug a traceback."""
+    arguments = list(arguments)
+    debug = "--debug" in arguments
+    if debug:  # accepted in any place
+        arguments.remove("--debug")
+    handler = RichHandler(console=errors, show_path=False, show_time=debug)
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING, format="%(message)s", handlers=[handler]
+    )
+    try:
+        app(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    except (DBufferError, OSError) as error:
+        if debug:
+            raise
+        print(f"dbuffer: {error}", file=sys.stderr)
+        return EXIT_TIMEOUT if isinstance(error, VersionTimeoutError) else EXIT_FAILED
+    return 0
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        console.print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks and all that is logged.")
+    ] = False,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def publish(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            help="A HuggingFace checkpoint directory, or one .safetensors file.",
+            show_default=False,
+        ),
+    ],
+    store: StoreArgument,
+    version: Annotated[
+        int | None,
+        typer.Option(help="Must be above the last one.  [default: the last one + 1]"),
+    ] = None,
+    metadata: Annotated[
+        str, typer.Option(help="""A JSON object that goes with it, as '{"step": 80}'.""")
+    ] = "{}",
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast floating-point tensors, as 'bfloat16'.")
+    ] = None,
+    checksum: Annotated[
+        bool, typer.Option(help="Write checksums, so that `dbuffer verify` can prove every byte.")
+    ] = True,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
+    ] = False,
+    as_json: JsonOption = False,
+    allow_shared_store: SharedOption = False,
+) -> None:
+    """Publish a checkpoint as the store's newest version."""
+    sender = WeightSender(
+        store,
+        checksum=checksum,
+        durable=durable,
+        dtype=_parse_dtype(dtype),
+        allow_shared_store=allow_shared_store,
+    )
+    with sender, _progress(hidden=as_json) as progress:
+        task = progress.add_task(str(checkpoint), total=None)
+        publication = sender.send(
+            checkpoint,
+            version=version,
+            metadata=_parse_metadata(metadata),
+            progress=lambda done, total: progress.update(task, completed=done, total=total or None),
+        )
+    if as_json:
+        _print_json(dataclasses.asdict(publication))
+        return
+    speed = publication.num_bytes / max(publication.duration_s, 1e-9)
+    console.print(
+        f"version {publication.version}: {publication.num_tensors} tensors, "
+        f"{format_bytes(publication.num_bytes)} in {publication.duration_s:.2f} s "
+        f"({format_bytes(speed)}/s)"
+    )
+
+
+@app.command()
+def follow(
+    store: StoreArgument,
+    command: Annotated[
+        str | None,
+        typer.Option(
+            "--exec",
+            metavar="CMD",
+            help="Run this shell command for each version, with DBUFFER_VERSION, DBUFFER_STORE, "
+            "DBUFFER_WEIGHTS (the file, safe to read until the command ends) and "
+            "DBUFFER_METADATA (JSON) in its environment. A failing command ends the following, "
+            "and its version is not acknowledged.",
+        ),
+    ] = None,
+    newer_than: Annotated[
+        int | None,
+        typer.Option(help="Begin above this version.  [default: with what is there]"),
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option(help="Stop after so many versions.  [default: never]")
+    ] = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(help="Stop with exit code 3 if no version comes for so long."),
+    ] = None,
+    receiver_id: Annotated[
+        str | None, typer.Option(help="The name under which versions are acknowledged.")
+    ] = None,
+    verify_checksums: Annotated[
+        bool, typer.Option("--verify", help="Check every tensor's checksum.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    allow_shared_store: SharedOption = False,
+) -> None:
+    """Print each new version as it comes, and acknowledge it; with --exec, run a command."""
+    receiver = WeightReceiver(
+        store,
+        receiver_id=receiver_id,
+        verify=verify_checksums or "auto",
+        allow_shared_store=allow_shared_store,
+    )
+    with receiver:
+        while count is None or count > 0:
+            if receiver.wait_for_version(newer_than, timeout_s) is None:
+                raise VersionTimeoutError(f"nothing new in {store} for {timeout_s:g} s")
+            with receiver.open(newer_than) as snapshot:
+                _report(snapshot, as_json=as_json)
+                if command is not None:
+                    _execute(command, store, snapshot)
+            newer_than = snapshot.version
+            count = None if count is None else count - 1
+
+
+@app.command()
+def status(
+    store: StoreArgument,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep showing it, twice a second.")
+    ] = False,
+    as_json: JsonOption = False,
+    allow_shared_store: SharedOption = False,
+) -> None:
+    """Show versions, buffers, the sender, and how far each receiver is."""
+    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+    found = read_status(view)
+    if as_json:
+        _print_json(dataclasses.asdict(found))
+    elif not watch:
+        console.print(status_tables(found))
+    else:
+        with Live(status_tables(found), console=console) as live:
+            while True:
+                time.sleep(0.5)
+                live.update(status_tables(read_status(view)))
+
+
+@app.command()
+def verify(
+    store: StoreArgument, as_json: JsonOption = False, allow_shared_store: SharedOption = False
+) -> None:
+    """Check both versions in the store: records, layout, sizes and, where it has them, checksums.
+
+    Exit code 1 if something is off; what it is, and in which tensor, is printed.
+    """
+    checks = verify_store(DoubleBuffer(store, allow_shared_store=allow_shared_store))
+    if as_json:
+        _print_json([dataclasses.asdict(check) for check in checks])
+    else:
+        for check in checks:
+            console.print(describe_check(check), markup=False, highlight=False, soft_wrap=True)
+    if any(check.problems for check in checks):
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+def ls(
+    store: StoreArgument, as_json: JsonOption = False, allow_shared_store: SharedOption = False
+) -> None:
+    """List the newest version's tensors: name, dtype, shape, bytes."""
+    with (
+        WeightReceiver(store, verify=False, allow_shared_store=allow_shared_store) as receiver,
+        receiver.open(timeout_s=0, acknowledge=False) as snapshot,
+    ):
+        specs = snapshot.specs
+        aliases = snapshot.aliases
+        version = snapshot.version
+    if as_json:
+        tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in specs]
+        _print_json({"version": version, "tensors": tensors, "aliases": aliases})
+        return
+    table = Table("name", "dtype", "shape", "bytes", title=f"version {version}")
+    for spec in specs:
+        shape = "x".join(map(str, spec.shape)) or "scalar"
+        table.add_row(spec.name, spec.dtype, shape, format_bytes(spec.num_bytes))
+    for alias, name in aliases.items():
+        table.add_row(alias, "", f"tied to {name}", "")
+    console.print(table)
+
+
+@app.command()
+def demo(
+    engine: Annotated[
+        str, typer.Option(help="'vllm', or 'torch' for the same loop with a plain torch policy.")
+    ] = "vllm",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 60,
+    output: Annotated[
+        Path, typer.Option(help="Directory for the plot and the engine's log.")
+    ] = Path("dbuffer-demo"),
+    seed: Annotated[int, typer.Option(help="Seed of weights and sampling.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a tiny model by reinforcement learning, sampled by a real vLLM engine.
+
+    The engine, in a process of its own, follows the trainer through a store. The reward can only
+    climb if the weights reach it; at the end its greedy tokens are compared with those of a fresh
+    engine on the trainer's final checkpoint.
+    """
+    try:
+        from dbuffer import demo as package
+    except ModuleNotFoundError as error:
+        raise DBufferError(f"the demo needs {error.name}: pip install 'dbuffer[demo]'") from error
+    options = package.DemoOptions(output=output, engine=engine, steps=steps, seed=seed)  # type: ignore[arg-type]  # checked by the class
+    result = package.show_demo(options, errors if as_json else console)
+    if as_json:
+        _print_json({**dataclasses.asdict(result), "success": result.success})
+    if not result.success:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _parse_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    return DTYPES[name]
+
+
+def _parse_metadata(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--metadata") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object", param_hint="--metadata")
+    return value
+
+
+def _progress(*, hidden: bool) -> Progress:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    return Progress(*columns, console=errors, disable=hidden, transient=True)
+
+
+def _report(snapshot: Snapshot, *, as_json: bool) -> None:
+    num_bytes = sum(spec.num_bytes for spec in snapshot.specs)
+    if as_json:
+        seen = {
+            "version": snapshot.version,
+            "num_tensors": len(snapshot.specs),
+            "num_bytes": num_bytes,
+            "metadata": snapshot.metadata,
+        }
+        print(json.dumps(seen), flush=True)
+        return
+    metadata = f"  {json.dumps(snapshot.metadata)}" if snapshot.metadata else ""
+    line = f"version {snapshot.version}: {len(snapshot.specs)} tensors, {format_bytes(num_bytes)}"
+    console.print(line + metadata, markup=False, soft_wrap=True)
+
+
+def _execute(command: str, store: Path, snapshot: Snapshot) -> None:
+    environment = {
+        **os.environ,
+        "DBUFFER_VERSION": str(snapshot.version),
+        "DBUFFER_STORE": str(store),
+        "DBUFFER_WEIGHTS": str(snapshot.path),
+        "DBUFFER_METADATA": json.dumps(snapshot.metadata),
+    }
+    # A shell command is what --exec promises.
+    done = subprocess.run(command, shell=True, env=environment, check=False)  # noqa: S602
+    if done.returncode:
+        raise DBufferError(
+            f"the command for version {snapshot.version} ended with {done.returncode}: {command}"
+        )
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, default=str))

@@ -1,0 +1,90 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from dbuffer.status import BufferStatus, ReceiverStatus, StoreStatus
+from dbuffer.verification import BufferCheck
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes with a decimal unit, as ``1.23 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} TB"
+
+
+def format_age(age_s: float | None) -> str:
+    """Seconds in the largest unit that leaves a number above one."""
+    if age_s is None:
+        return ""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= length_s:
+            return f"{age_s / length_s:.1f} {unit}"
+    return f"{max(age_s, 0.0):.1f} s"
+
+
+def status_tables(status: StoreStatus) -> RenderableType:
+    """A store's status as tables."""
+    newest = "nothing published yet" if status.version is None else f"version {status.version}"
+    head = f"{status.store} ({status.filesystem}): {newest}; {_describe_writer(status)}"
+    buffers = Table(
+        "buffer", "state", "version", "tensors", "size", "published", "checksums", "held by"
+    )
+    for buffer in status.buffers:
+        buffers.add_row(*_buffer_row(buffer))
+    receivers = Table("receiver", "host", "pid", "applied", "behind by", "updated")
+    for receiver in status.receivers:
+        receivers.add_row(*_receiver_row(receiver))
+    return Group(head, buffers, receivers if status.receivers else "no receiver came yet")
+
+
+def describe_check(check: BufferCheck) -> str:
+    """What `verify` found in one buffer."""
+    which = "newest" if check.is_newest else "previous"
+    head = f"buffer {check.buffer}, version {check.version} ({which}): "
+    if check.problems:
+        return head + "\n  ".join(["damaged", *check.problems])
+    if check.has_checksums:
+        return head + "every byte is as it was published"
+    return head + "records, layout and size are right; no checksums to check its bytes with"
+
+
+def _describe_writer(status: StoreStatus) -> str:
+    writer = status.writer
+    if writer is None:
+        return "never opened by a sender"
+    state = "sender" if writer.is_alive else "last sender, gone:"
+    return f"{state} process {writer.pid} on {writer.host}, epoch {writer.epoch}"
+
+
+def _buffer_row(buffer: BufferStatus) -> tuple[str, ...]:
+    return (
+        buffer.buffer,
+        buffer.state,
+        _or_blank(buffer.version),
+        str(buffer.num_tensors),
+        format_bytes(buffer.file_bytes),
+        format_age(buffer.age_s),
+        "yes" if buffer.has_checksums else "no",
+        ", ".join(buffer.held_by),
+    )
+
+
+def _receiver_row(receiver: ReceiverStatus) -> tuple[str, ...]:
+    return (
+        receiver.receiver if receiver.is_alive else f"{receiver.receiver} (gone)",
+        receiver.host,
+        str(receiver.pid),
+        _or_blank(receiver.applied_version),
+        _or_blank(receiver.lag_versions),
+        format_age(receiver.updated_age_s),
+    )
+
+
+def _or_blank(value: int | None) -> str:
+    return "" if value is None else str(value)

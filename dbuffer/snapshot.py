@@ -1,0 +1,121 @@
+"""`Snapshot`: one version, mapped and held still; and whether its bytes are those published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from dbuffer import filesystem
+from dbuffer.buffer import HeldBuffer
+from dbuffer.errors import ChecksumError
+from dbuffer.layout import Layout, TensorSpec, digest
+from dbuffer.tensors import Copier, MappedTensors, unpack_checksums
+
+
+class SnapshotTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a snapshot by name; each view is made when it is asked for."""
+
+    def __init__(self, mapped: MappedTensors) -> None:
+        self._mapped = mapped
+        self._indices = {spec.name: index for index, spec in enumerate(mapped.layout.specs)}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._mapped.tensor(self._indices[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors of a snapshot>"
+
+
+class Snapshot:
+    """One version, held still: no writer touches its bytes while it is open.
+
+    The tensors are views of mapped memory. They are valid until the snapshot is left; copy what
+    is needed longer. Writing into one changes this snapshot's copy of a page, and nothing else.
+    """
+
+    def __init__(self, held: HeldBuffer, mapped: MappedTensors, copier: Copier) -> None:
+        self._held = held
+        self._mapped = mapped
+        self._copier = copier
+        self.tensors = SnapshotTensors(mapped)
+
+    @property
+    def version(self) -> int:
+        """The version, as published."""
+        return self._held.manifest.version
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the sender gave with it."""
+        return self._held.manifest.metadata
+
+    @property
+    def path(self) -> Path:
+        """The weights file, which ``TensorDict.from_consolidated`` opens as well."""
+        return self._held.path
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Name, dtype and shape of every tensor, in the file's order."""
+        return self._mapped.layout.specs
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether it was published with checksums."""
+        return self._held.manifest.checksums_xxh3 is not None
+
+    def damaged_tensors(self) -> list[str]:
+        """Names of the tensors whose bytes are not those published; all of them are read.
+
+        Raises:
+            ChecksumError: it was published without checksums.
+        """
+        checksums = self._copier.checksums(self._mapped)
+        return wrong_tensors(self._held, self._mapped.layout, checksums)
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied tensors: alias to the name that stands in :attr:`tensors`."""
+        return self._mapped.layout.aliases
+
+    @property
+    def tensordict(self) -> TensorDict:
+        """The tensors as a flat TensorDict of batch size ``[]``, zero-copy as well."""
+        return TensorDict(dict(self.tensors), batch_size=[])
+
+    def __repr__(self) -> str:
+        return f"Snapshot(version={self.version}, tensors={len(self.tensors)})"
+
+
+def wrong_tensors(held: HeldBuffer, layout: Layout, checksums: list[int]) -> list[str]:
+    """Names of the tensors whose checksums are not those that were published.
+
+    Raises:
+        ChecksumError: the version was published without checksums.
+    """
+    manifest = held.manifest
+    if manifest.checksums_xxh3 is None:
+        raise ChecksumError(
+            f"{held.path}: version {manifest.version} was published without checksums, so it "
+            "cannot be verified; make the sender with checksum=True"
+        )
+    num_bytes = 8 * manifest.num_tensors
+    table = filesystem.read_at(held.file.number, manifest.checksums_offset, num_bytes)
+    if digest(table) != manifest.checksums_xxh3:
+        return ["the table of checksums"]
+    expected = unpack_checksums(table)
+    return [
+        spec.name
+        for spec, found, right in zip(layout.specs, checksums, expected, strict=True)
+        if found != right
+    ]

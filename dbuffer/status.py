@@ -1,0 +1,138 @@
+"""What a store holds and who uses it, for people and monitors."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from dbuffer import filesystem
+from dbuffer.buffer import DoubleBuffer
+from dbuffer.errors import StoreCorruptError
+from dbuffer.manifest import BUFFERS, Manifest, ReceiverRecord
+from dbuffer.writer import process_may_live
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferStatus:
+    """One of the two buffers."""
+
+    buffer: str
+    state: str
+    """``"newest"``, ``"previous"``, ``"writing"``, ``"empty"`` or ``"damaged"``."""
+    version: int | None
+    num_tensors: int
+    file_bytes: int
+    age_s: float | None
+    has_checksums: bool
+    held_by: list[str]
+    """Receivers that say they read it now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverStatus:
+    """One receiver."""
+
+    receiver: str
+    host: str
+    pid: int
+    is_alive: bool
+    """Always True for other hosts, whose processes cannot be seen."""
+    applied_version: int | None
+    lag_versions: int | None
+    """Versions between the newest and the applied one; None before the first."""
+    updated_age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterStatus:
+    """The sender, present or last."""
+
+    host: str
+    pid: int
+    epoch: int
+    is_alive: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStatus:
+    """A store at one moment."""
+
+    store: str
+    filesystem: str
+    version: int | None
+    writer: WriterStatus | None
+    buffers: list[BufferStatus]
+    receivers: list[ReceiverStatus]
+
+
+def read_status(store: DoubleBuffer) -> StoreStatus:
+    """Look at a store without touching it.
+
+    Raises:
+        StoreNotFoundError, StoreInsecureError: it is not there, or not to be trusted.
+        StoreCorruptError: its pointer or one of its records is damaged.
+    """
+    store.check()
+    pointer = store.pointer()
+    version = None if pointer is None else pointer.version
+    newest = None if pointer is None else pointer.buffer
+    receivers = list(store.receivers())
+    writer = store.writer()
+    return StoreStatus(
+        store=str(store.root),
+        filesystem=filesystem.mount_of(store.root).filesystem,
+        version=version,
+        writer=None
+        if writer is None
+        else WriterStatus(
+            host=writer.host,
+            pid=writer.pid,
+            epoch=writer.epoch,
+            is_alive=process_may_live(writer.host, writer.pid),
+        ),
+        buffers=[_buffer_status(store, name, newest, receivers) for name in BUFFERS],
+        receivers=[_receiver_status(record, version) for record in receivers],
+    )
+
+
+def _buffer_status(
+    store: DoubleBuffer, name: str, newest: str | None, receivers: list[ReceiverRecord]
+) -> BufferStatus:
+    manifest: Manifest | None = None
+    state: str
+    try:
+        manifest = store.manifest(name)
+        state = "empty" if manifest is None else manifest.state
+    except StoreCorruptError:
+        state = "damaged"
+    if state == "complete":
+        state = "newest" if name == newest else "previous"
+    return BufferStatus(
+        buffer=name,
+        state=state,
+        version=manifest.version if manifest else None,
+        num_tensors=manifest.num_tensors if manifest else 0,
+        file_bytes=manifest.file_bytes if manifest else 0,
+        age_s=time.time() - manifest.published_at if manifest and manifest.published_at else None,
+        has_checksums=manifest is not None and manifest.checksums_xxh3 is not None,
+        held_by=[
+            record.receiver
+            for record in receivers
+            if manifest is not None
+            and record.held_version == manifest.version
+            and process_may_live(record.host, record.pid)
+        ],
+    )
+
+
+def _receiver_status(record: ReceiverRecord, newest: int | None) -> ReceiverStatus:
+    applied = record.applied_version
+    return ReceiverStatus(
+        receiver=record.receiver,
+        host=record.host,
+        pid=record.pid,
+        is_alive=process_may_live(record.host, record.pid),
+        applied_version=applied,
+        lag_versions=None if applied is None or newest is None else max(0, newest - applied),
+        updated_age_s=time.time() - record.updated_at,
+    )

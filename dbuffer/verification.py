@@ -1,0 +1,89 @@
+"""Proving that a store holds what was published: records, layouts, sizes, checksums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbuffer.buffer import DoubleBuffer, HeldBuffer
+from dbuffer.errors import StoreCorruptError, VersionTimeoutError
+from dbuffer.manifest import BUFFERS
+from dbuffer.snapshot import wrong_tensors
+from dbuffer.tensors import Copier, MappedTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferCheck:
+    """What was found in one buffer."""
+
+    buffer: str
+    version: int | None
+    is_newest: bool
+    has_checksums: bool
+    problems: list[str]
+    """Empty when all is as it was published; else names of tensors, or what is wrong."""
+
+
+def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
+    """Read the newest version whole, and the one before it where that is still there.
+
+    Both are locked while they are read: a publish may wait for it.
+
+    Raises:
+        StoreNotFoundError, StoreInsecureError: the store is not there, or not to be trusted.
+        StoreCorruptError: the pointer is damaged.
+        VersionTimeoutError: nothing was published yet.
+    """
+    store.check()
+    pointer = store.pointer()
+    if pointer is None:
+        raise VersionTimeoutError(f"nothing was published in {store.root} yet")
+    checks = [_verify_buffer(store, pointer.buffer, pointer.version)]
+    for buffer in BUFFERS:
+        if buffer != pointer.buffer and _holds_something(store, buffer):
+            checks.append(_verify_buffer(store, buffer, None))
+    return checks
+
+
+def _holds_something(store: DoubleBuffer, buffer: str) -> bool:
+    try:
+        manifest = store.manifest(buffer)
+    except StoreCorruptError:
+        return True
+    return manifest is not None and manifest.state == "complete"
+
+
+def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
+    """Check one buffer; ``newest`` is the version it must hold, None for the other buffer."""
+    version, has_checksums, problems = newest, False, []
+    try:
+        held = store.hold_newest(newer_than=None) if newest else store.hold_buffer(buffer)
+    except StoreCorruptError as error:
+        problems = [str(error)]
+    else:
+        if held is not None:
+            version = held.manifest.version
+            has_checksums = held.manifest.checksums_xxh3 is not None
+            problems = _read_whole(held)
+    return BufferCheck(
+        buffer=buffer,
+        version=version,
+        is_newest=newest is not None,
+        has_checksums=has_checksums,
+        problems=problems,
+    )
+
+
+def _read_whole(held: HeldBuffer) -> list[str]:
+    copier = Copier()
+    try:
+        layout = held.read_layout()
+        if held.manifest.checksums_xxh3 is None:
+            return []
+        size = held.manifest.file_bytes
+        mapped = MappedTensors(held.file.number, size, layout, shared=False)
+        return wrong_tensors(held, layout, copier.checksums(mapped))
+    except StoreCorruptError as error:
+        return [str(error)]
+    finally:
+        copier.close()
+        held.release()
