@@ -11,6 +11,7 @@ the last byte was read tells whether a writer has begun since.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ from dbuffer.manifest import (
     WriterRecord,
     decode,
 )
+
+logger = logging.getLogger(__name__)
 
 POINTER_FILE = "CURRENT"
 MANIFEST_FILE = "manifest.json"
@@ -101,6 +104,21 @@ class DoubleBuffer:
         """What ``CURRENT`` says; None before the first publish."""
         return self._read(Pointer, self.root / POINTER_FILE)
 
+    def newest_pointer(self, *, not_below: int) -> Pointer | None:
+        """What ``CURRENT`` says, for a reader that has seen version ``not_below``.
+
+        Raises:
+            VersionRegressedError: the store went back below that version.
+        """
+        pointer = self.pointer()
+        found = 0 if pointer is None else pointer.version
+        if found < not_below:
+            raise VersionRegressedError(
+                f"{self.root} went back from version {not_below} to {found}: it was emptied or "
+                "replaced; make a new receiver to follow what is there now"
+            )
+        return pointer
+
     def manifest(self, buffer: str) -> Manifest | None:
         """What a buffer holds; None if it never held anything."""
         return self._read(Manifest, self.root / buffer / MANIFEST_FILE)
@@ -110,10 +128,15 @@ class DoubleBuffer:
         return self._read(WriterRecord, self.root / WRITER_FILE)
 
     def receivers(self) -> Iterator[ReceiverRecord]:
-        """What each receiver that ever came says of itself."""
+        """What each receiver that ever came says of itself; a damaged record is passed over."""
         for path in sorted((self.root / RECEIVERS_DIRECTORY).glob("[!.]*.json")):
-            if (record := self._read(ReceiverRecord, path)) is not None:
-                yield record
+            try:
+                record = self._read(ReceiverRecord, path)
+            except StoreCorruptError as error:
+                logger.warning("passing over a damaged record, remove it: %s", error)
+            else:
+                if record is not None:
+                    yield record
 
     def hold_newest(self, *, newer_than: int | None, not_below: int = 0) -> HeldBuffer | None:
         """Lock the newest version for reading; None if there is none above ``newer_than``.
@@ -128,15 +151,8 @@ class DoubleBuffer:
         self.check()
         disagreement = _Disagreement()
         while True:
-            pointer = self.pointer()
-            if pointer is None:
-                return None
-            if pointer.version < not_below:
-                raise VersionRegressedError(
-                    f"{self.root} went back from version {not_below} to {pointer.version}: it was "
-                    "emptied or replaced; make a new receiver to follow what is there now"
-                )
-            if newer_than is not None and pointer.version <= newer_than:
+            pointer = self.newest_pointer(not_below=not_below)
+            if pointer is None or (newer_than is not None and pointer.version <= newer_than):
                 return None
             held, reason = self._hold(pointer)
             if held is not None:

@@ -262,22 +262,22 @@ def ls(
     store: StoreArgument, as_json: JsonOption = False, allow_shared_store: SharedOption = False
 ) -> None:
     """List the newest version's tensors: name, dtype, shape, bytes."""
-    with (
-        WeightReceiver(store, verify=False, allow_shared_store=allow_shared_store) as receiver,
-        receiver.open(timeout_s=0, acknowledge=False) as snapshot,
-    ):
-        specs = snapshot.specs
-        aliases = snapshot.aliases
-        version = snapshot.version
+    held = DoubleBuffer(store, allow_shared_store=allow_shared_store).hold_newest(newer_than=None)
+    if held is None:
+        raise VersionTimeoutError(f"nothing was published in {store} yet")
+    try:
+        version, layout = held.manifest.version, held.read_layout()
+    finally:
+        held.release()
     if as_json:
-        tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in specs]
-        _print_json({"version": version, "tensors": tensors, "aliases": aliases})
+        tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
+        _print_json({"version": version, "tensors": tensors, "aliases": layout.aliases})
         return
     table = Table("name", "dtype", "shape", "bytes", title=f"version {version}")
-    for spec in specs:
+    for spec in layout.specs:
         shape = "x".join(map(str, spec.shape)) or "scalar"
         table.add_row(spec.name, spec.dtype, shape, format_bytes(spec.num_bytes))
-    for alias, name in aliases.items():
+    for alias, name in layout.aliases.items():
         table.add_row(alias, "", f"tied to {name}", "")
     console.print(table)
 
@@ -337,7 +337,9 @@ def _progress(*, hidden: bool) -> Progress:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    return Progress(*columns, console=errors, disable=hidden, transient=True)
+    return Progress(
+        *columns, console=errors, disable=hidden or not errors.is_terminal, transient=True
+    )
 
 
 def _report(snapshot: Snapshot, *, as_json: bool) -> None:

@@ -52,7 +52,7 @@ _STOP_CHECK_S = 0.1
 class WeightReceiver:
     """A reader of a store; any number of them, in any process.
 
-    It may be made before the store is. It takes part in nothing until it reads: then it leaves
+    It may be made before the store is, and serves one thread at a time. It takes part in nothing until it reads: then it leaves
     ``receivers/ID.json`` in the store, which says what it holds and what it has applied.
 
     Args:
@@ -65,6 +65,9 @@ class WeightReceiver:
         num_threads: threads that copy. Default: the machine's cores, at most 8.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
+
+    Raises:
+        ValueError: an option is not what it may be.
     """
 
     def __init__(
@@ -83,6 +86,10 @@ class WeightReceiver:
             raise ValueError(
                 f"receiver_id {receiver_id!r:.200} is not 1 to 128 letters, digits, '.', '_', '-'"
             )
+        if verify not in (True, False, "auto"):
+            raise ValueError(f"verify is {verify!r}, and may be True, False or 'auto'")
+        if poll_interval_s <= 0:
+            raise ValueError(f"poll_interval_s is {poll_interval_s}, and must be above 0")
         self.receiver_id = receiver_id
         self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
         self._poll_interval_s = poll_interval_s
@@ -252,7 +259,7 @@ class WeightReceiver:
                 raise StoreNotFoundError(f"the store at {self.store} was removed")
             return None
         self._store.check()
-        pointer = self._store.pointer()
+        pointer = self._store.newest_pointer(not_below=self._seen)
         return None if pointer is None else pointer.version
 
     def _wait_and_hold(

@@ -70,7 +70,6 @@ def _buffer_row(buffer: BufferStatus) -> tuple[str, ...]:
         str(buffer.num_tensors),
         format_bytes(buffer.file_bytes),
         format_age(buffer.age_s),
-        "yes" if buffer.has_checksums else "no",
         ", ".join(buffer.held_by),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ class WeightSender:
         WriterActiveError: another sender has this store.
         StoreInsecureError: the directory is not ours alone.
         StoreWriteError: the directory cannot be made or written.
+        ValueError: an option is not what it may be.
     """
 
     def __init__(
@@ -125,6 +127,10 @@ class WeightSender:
     ) -> None:
         if dtype is not None and (dtype not in DTYPE_NAMES or not dtype.is_floating_point):
             raise InvalidWeightsError(f"weights cannot be cast to {dtype}")
+        if checksum not in (True, False, "auto"):
+            raise ValueError(f"checksum is {checksum!r}, and may be True, False or 'auto'")
+        self._send_lock = threading.Lock()
+        self._copier = Copier(num_threads)
         self._writer = BufferWriter(
             store,
             durable=durable,
@@ -133,7 +139,6 @@ class WeightSender:
         )
         self._checksum = self._writer.mount.is_network if checksum == "auto" else checksum
         self._describer = Describer(dtype=dtype, rename=rename)
-        self._copier = Copier(num_threads)
         self._mapped: dict[Path, MappedTensors] = {}
         self._footer: Footer | None = None
 
@@ -170,15 +175,8 @@ class WeightSender:
             ClosedError: the sender was closed, or this is a forked child.
         """
         started = time.monotonic()
-        self._check_open()
-        version = self._writer.next_version(version)
-        checked_metadata = _checked_metadata(metadata)
-        if sources.is_stream(weights):
-            stream = self._describer.stream(weights)
-            layout = self._send_stream(stream, version, checked_metadata, progress)
-        else:
-            source = self._describer.describe(weights)
-            layout = self._send_source(source, version, checked_metadata, progress)
+        with self._send_lock:
+            version, layout = self._send(weights, version, metadata, progress)
         return Publication(
             version=version,
             num_tensors=len(layout.specs),
@@ -232,6 +230,24 @@ class WeightSender:
             raise ClosedError(
                 f"this sender of {self.store} is closed, or was made before a fork; make a new one"
             )
+
+    def _send(
+        self,
+        weights: Weights,
+        version: int | None,
+        metadata: Mapping[str, Any] | None,
+        progress: Progress | None,
+    ) -> tuple[int, Layout]:
+        self._check_open()
+        version = self._writer.next_version(version)
+        checked_metadata = _checked_metadata(metadata)
+        if sources.is_stream(weights):
+            stream = self._describer.stream(weights)
+            layout = self._send_stream(stream, version, checked_metadata, progress)
+        else:
+            source = self._describer.describe(weights)
+            layout = self._send_source(source, version, checked_metadata, progress)
+        return version, layout
 
     def _send_source(
         self, source: Source, version: int, metadata: dict[str, Any], progress: Progress | None

@@ -101,7 +101,11 @@ class Copier:
     """Copies and hashes with a fixed number of threads."""
 
     def __init__(self, num_threads: int | None = None) -> None:
-        self.num_threads = num_threads or min(MAX_DEFAULT_THREADS, os.cpu_count() or 1)
+        if num_threads is None:
+            num_threads = min(MAX_DEFAULT_THREADS, os.cpu_count() or 1)
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}, and must be at least 1")
+        self.num_threads = num_threads
         self._pool: ThreadPoolExecutor | None = None
 
     def close(self) -> None:

@@ -68,32 +68,36 @@ class Watcher:
         identity = (found.st_dev, found.st_ino)
         if self._can_watch and identity != self._watched:
             self._stop()
-            self._start()
-            self._watched = identity
+            self._watched = identity if self._start() else None
             # What was replaced before the watch stood will send no event.
             self._changed.set()
 
-    def _start(self) -> None:
-        mount = filesystem.mount_of(self._file.parent)
+    def _start(self) -> bool:
+        """Watch the directory; False if that cannot be, now or at all."""
+        directory = self._file.parent
+        mount = filesystem.mount_of(directory)
         if mount.is_network:
-            logger.info("%s is on %s: polling, no inotify", self._file.parent, mount.filesystem)
+            logger.info("%s is on %s: polling, no inotify", directory, mount.filesystem)
             self._can_watch = False
-            return
+            return False
         try:
             observer = Observer()
             observer.schedule(
                 _Handler(self._file.name, self._changed),
-                str(self._file.parent),
+                str(directory),
                 event_filter=[FileCreatedEvent, FileMovedEvent],
             )
             observer.start()
+        except FileNotFoundError:  # it was removed since we looked
+            return False
         except OSError as error:
             if error.errno not in _OUT_OF_INOTIFY:
                 raise
-            logger.warning("no inotify for %s (%s): polling", self._file.parent, error)
+            logger.warning("no inotify for %s (%s): polling", directory, error)
             self._can_watch = False
-            return
+            return False
         self._observer = observer
+        return True
 
     def _stop(self) -> None:
         if self._observer is not None:

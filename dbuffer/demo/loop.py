@@ -14,13 +14,14 @@ from typing import Protocol
 import torch
 
 from dbuffer.demo.engines import Engine, require_engine
-from dbuffer.demo.policy import PolicyGradient, Task, make_model, save_checkpoint
+from dbuffer.demo.policy import COMPLETION_TOKENS, PolicyGradient, Task, make_model, save_checkpoint
 from dbuffer.demo.process import EngineProcess, EngineSpec
 from dbuffer.demo.records import DemoOptions, DemoResult, SampleRequest, Step, Tokens
 from dbuffer.sender import WeightSender
 
+_MEMORY = Path("/dev/shm")  # noqa: S108
 _AVERAGED_STEPS = 5
-MIN_CLIMB = 0.1
+_MIN_CLIMB = 0.1
 """What the reward must gain to have climbed: 16 times the noise of an average of 5 steps."""
 
 
@@ -101,7 +102,7 @@ class _Demo:
             steps=steps,
             reward_first=first,
             reward_last=last,
-            reward_climbed=last - first >= MIN_CLIMB,
+            reward_climbed=last - first >= _MIN_CLIMB,
             tokens_match=tokens == tokens_expected,
             tokens_changed=tokens != tokens_before,
             num_prompts_compared=len(tokens),
@@ -122,7 +123,7 @@ class _Demo:
 
     def _train(self, sender: WeightSender, engine: EngineProcess) -> Iterator[Step]:
         """Train on one batch while the engine samples the next with the weights it has."""
-        request = SampleRequest(prompts=self._task.training_prompts)
+        request = SampleRequest(prompts=self._task.training_prompts, num_tokens=COMPLETION_TOKENS)
         engine.request(request)
         for number in range(1, self._options.steps + 1):
             rollouts = engine.reply(self._options.reply_timeout_s)
@@ -144,7 +145,14 @@ class _Demo:
             yield step
 
     def _greedy(self, engine: EngineProcess, version: int) -> Tokens:
-        engine.request(SampleRequest(prompts=self._task.prompts, greedy=True, at_version=version))
+        engine.request(
+            SampleRequest(
+                prompts=self._task.prompts,
+                num_tokens=COMPLETION_TOKENS,
+                greedy=True,
+                at_version=version,
+            )
+        )
         return engine.reply(self._options.reply_timeout_s).completions
 
     def _ask_fresh_engine(self) -> Tokens:
@@ -161,8 +169,7 @@ def _mean_reward(steps: tuple[Step, ...]) -> float:
 @contextlib.contextmanager
 def _scratch_directory() -> Iterator[Path]:
     """A directory for the store and the checkpoints, in memory where there is such a place."""
-    memory = Path("/dev/shm")  # noqa: S108
-    parent = memory if os.access(memory, os.W_OK | os.X_OK) else None
+    parent = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix="dbuffer-demo-", dir=parent) as directory:
         yield Path(directory)
 

@@ -29,8 +29,8 @@ def save_plot(result: DemoResult, path: Path) -> None:
         values = [getattr(step, f"{name}_ms") for step in moved]
         if any(values):
             latencies.plot([step.step for step in moved], values, label=name)
-    latencies.set(ylabel="ms", yscale="log")
-    latencies.legend(loc="upper right")
+    latencies.set(ylabel="ms", ylim=(0, None))
+    latencies.legend(loc="upper right", ncols=3)
 
     lags.step(steps, [step.lag for step in result.steps], where="mid", color="tab:purple")
     lags.set(ylabel="lag\n(versions)", xlabel="step", ylim=(-0.2, None))

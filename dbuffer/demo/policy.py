@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from dbuffer.demo.records import Tokens
 
@@ -26,6 +24,8 @@ _MAX_GRADIENT_NORM = 1.0
 
 def make_model(seed: int) -> nn.Module:
     """A Qwen3 of 0.2 million random parameters."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -44,6 +44,8 @@ def make_model(seed: int) -> nn.Module:
 
 def save_checkpoint(model: nn.Module, directory: Path) -> Path:
     """Write ``model`` as a Hugging Face checkpoint; the directory."""
+    from transformers.utils import logging as transformers_logging
+
     # A progress bar for a fraction of a second would tear the live table.
     had_progress_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
@@ -99,6 +101,6 @@ class PolicyGradient:
         batch = nn.utils.rnn.pad_sequence(rows, batch_first=True)
         starts = torch.tensor([len(prompt) for prompt in prompts])[:, None] - 1
         positions = starts + torch.arange(chosen.shape[1])
-        logits = self._model(batch).logits
+        logits: torch.Tensor = self._model(batch).logits
         logits = logits.gather(1, positions[:, :, None].expand(-1, -1, logits.shape[-1]))
         return logits.log_softmax(-1).gather(-1, chosen[:, :, None])[:, :, 0]

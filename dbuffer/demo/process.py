@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from dbuffer.demo.engines import Engine, Refreshed
-from dbuffer.demo.policy import COMPLETION_TOKENS
 from dbuffer.demo.records import DemoError, EngineFailed, EngineReady, SampleReply, SampleRequest
 from dbuffer.receiver import WeightReceiver
 
@@ -167,7 +166,7 @@ def _serve(connection: Connection, engine: Engine, receiver: WeightReceiver | No
 
 def _sample(engine: Engine, request: SampleRequest, current: Refreshed) -> SampleReply:
     return SampleReply(
-        completions=engine.sample(request.prompts, COMPLETION_TOKENS, greedy=request.greedy),
+        completions=engine.sample(request.prompts, request.num_tokens, greedy=request.greedy),
         version=current.version,
         stage_ms=current.stage_ms,
         pause_ms=current.pause_ms,

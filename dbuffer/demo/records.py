@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from dbuffer.errors import DBufferError
 
@@ -26,7 +26,7 @@ class DemoOptions:
     output: Path
     """Directory for ``demo.png`` and the engines' logs; made if it is not there."""
     engine: Literal["vllm", "torch"] = "vllm"
-    steps: int = 60
+    steps: int = 40
     seed: int = 0
     start_timeout_s: float = 240.0
     """How long an engine may take to start. The first one of a machine takes longest."""
@@ -89,12 +89,19 @@ class DemoResult:
         """Whether the weights reached the engine and made the reward climb."""
         return self.reward_climbed and self.tokens_match and self.tokens_changed
 
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, in types that JSON knows."""
+        steps = [asdict(step) | {"lag": step.lag} for step in self.steps]
+        return asdict(self) | {"steps": steps, "plot": str(self.plot), "success": self.success}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
     """Ask the engine for completions."""
 
     prompts: Tokens
+    num_tokens: int
+    """Tokens in each completion."""
     greedy: bool = False
     at_version: int | None = None
     """Wait for this version first. None: whatever the engine has."""

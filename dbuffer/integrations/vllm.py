@@ -28,7 +28,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
-from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from dbuffer.errors import DBufferError, WeightsMismatchError
 
@@ -89,9 +89,8 @@ def apply_weights(llm: LLM, weights: Weights) -> None:
 
 
 def _on_worker(llm: LLM, function: Callable[..., None], weights: Mapping[str, Any]) -> None:
-    client = llm.llm_engine.engine_core
-    ranks = llm.llm_engine.vllm_config.parallel_config.world_size
-    if not isinstance(client, InprocClient) or ranks != 1:
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    if not isinstance(executor, UniProcExecutor):
         raise EngineUnsupportedError(
             "tensors reach only an engine of one rank in this process: "
             "set VLLM_ENABLE_V1_MULTIPROCESSING=0 before it starts"
