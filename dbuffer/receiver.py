@@ -52,8 +52,8 @@ _STOP_CHECK_S = 0.1
 class WeightReceiver:
     """A reader of a store; any number of them, in any process.
 
-    It may be made before the store is, and serves one thread at a time. It takes part in nothing until it reads: then it leaves
-    ``receivers/ID.json`` in the store, which says what it holds and what it has applied.
+    It may be made before the store is, and serves one thread at a time. It leaves no trace until
+    it reads: then ``receivers/ID.json`` in the store says what it holds and has applied.
 
     Args:
         store: the store's directory.

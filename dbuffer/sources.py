@@ -270,7 +270,8 @@ def _gatherable(name: str, tensor: torch.Tensor) -> torch.Tensor | LazyTensor:
             f"tensor {name!r} is on the meta device and has no values; load the weights first"
         )
     if hasattr(tensor, "full_tensor"):
-        return LazyTensor(tensor.dtype, tuple(tensor.shape), tensor.detach().full_tensor)
+        sharded: Any = tensor.detach()
+        return LazyTensor(tensor.dtype, tuple(tensor.shape), sharded.full_tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidWeightsError(
             f"tensor {name!r} is sparse, nested or of a quantized dtype; publish its parts "
