@@ -63,20 +63,24 @@ class LiveReporter:
         self._live.update(self._draw())
 
     def _draw(self) -> RenderableType:
-        if not self._steps:
-            return self._spinner
+        return Group(self._table(), self._spinner) if self._steps else self._spinner
+
+    def _table(self) -> Table:
         table = Table()
         for name in _COLUMNS:
             table.add_column(name, justify="right")
         for step in self._steps:
             table.add_row(*(render(step) for render in _COLUMNS.values()))
-        return Group(table, self._spinner)
+        return table
 
     def __enter__(self) -> LiveReporter:
         self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._steps:
+            # What stays on the terminal needs no spinner.
+            self._live.update(self._table())
         self._live.stop()
 
 

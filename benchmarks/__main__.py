@@ -1,0 +1,113 @@
+"""``python -m benchmarks`` and ``python -m benchmarks gpu``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks import fan_out, flips, gpu, memory, models, plot, report, targets, transfers
+from benchmarks.peers import Dbuffer, DbufferChecksums, TorchRL
+from benchmarks.targets import Results
+from benchmarks.transfers import Case
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for."""
+    options = _parse(arguments)
+    if options.device == "gpu":
+        return gpu.main(options.dir[0])
+    start_s = time.monotonic()
+    environment = report.environment(options.dir)
+    print(report.environment_table(environment), flush=True)
+    results = _measure(options.dir, quick=options.quick)
+    checks = targets.check(results)
+    note = ", sizes too small to judge by" if options.quick else ""
+    print(f"\nTargets{note}\n\n{report.targets_table(checks)}")
+    if options.json:
+        options.json.write_text(json.dumps(report.as_json(environment, results, checks), indent=1))
+    if options.plot:
+        caption = f"{environment['cpu']}, {environment['kernel']}, torch {environment['torch']}"
+        plot.save(list(results.transfers.values()), options.plot, caption)
+    print(f"\n{time.monotonic() - start_s:.0f} s in all")
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure dbuffer against memcpy, TorchRL, tensordict, safetensors, "
+        "torch.save and DCP. Takes about 5 minutes and 16 GB of memory.",
+    )
+    parser.add_argument(
+        "device",
+        nargs="?",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="where the tensors are (default: cpu)",
+    )
+    parser.add_argument(
+        "--dir",
+        nargs="+",
+        type=Path,
+        default=[Path("/dev/shm"), Path(tempfile.gettempdir())],
+        help="directories to put the files in; the targets are judged by the first "
+        "(default: /dev/shm and the directory for temporary files)",
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, under 40 seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples here")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the ratios here")
+    return parser.parse_args(arguments)
+
+
+def _measure(directories: Sequence[Path], *, quick: bool) -> Results:
+    first = directories[0]
+    results = Results()
+    for case in _quick_cases(directories) if quick else _cases(directories):
+        results.transfers[case.key] = transfer = transfers.run(case)
+        print(f"\n{report.transfer_table(transfer)}", flush=True)
+    sent = results.transfers["dense"].case.shapes
+    for peer in (Dbuffer,) if quick else (Dbuffer, TorchRL):
+        results.extra_memory_bytes[peer.name] = memory.extra_memory_bytes(sent, first, peer)
+    print(f"\n{report.memory_table(results.extra_memory_bytes)}", flush=True)
+    fanned = models.qwen2_0_5b(width=0.25 if quick else 0.5)
+    results.fan_out_s.update(
+        fan_out.publish_times_s(fanned, first, publishes=5 if quick else 20, receivers=(1, 4))
+    )
+    results.flips_s.extend(flips.flip_latencies_s(first, flips=200 if quick else 500))
+    return results
+
+
+def _cases(directories: Sequence[Path]) -> Iterator[Case]:
+    first, *others = directories
+    wide = ("Qwen2.5-0.5B, widened", models.qwen2_0_5b(width=1.5))
+    many = ("Qwen3-30B-A3B, narrowed", models.qwen3_30b_a3b(narrowing=8))
+    with_and_without = (Dbuffer, DbufferChecksums)
+    yield Case("dense", *wide, first, budget_s=40)
+    yield Case("checksums", *wide, first, budget_s=10, fast=with_and_without, slow=())
+    yield Case("experts", *many, first, budget_s=30)
+    for directory in others:  # smaller: a disk that cannot keep up with the writes slows them all
+        narrow = ("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.5))
+        few = ("Qwen3-30B-A3B, narrowed, 12 layers", models.qwen3_30b_a3b(narrowing=8, layers=12))
+        yield Case(f"dense, {directory}", *narrow, directory, budget_s=15)
+        yield Case(f"experts, {directory}", *few, directory, budget_s=15)
+
+
+def _quick_cases(directories: Sequence[Path]) -> Iterator[Case]:
+    first, *others = directories
+    dense = ("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.25))
+    many = ("Qwen3-30B-A3B, 4 layers", models.qwen3_30b_a3b(narrowing=16, layers=4))
+    with_and_without = (Dbuffer, DbufferChecksums)
+    yield Case("dense", *dense, first, budget_s=0)
+    yield Case("checksums", *dense, first, budget_s=0, fast=with_and_without, slow=())
+    yield Case("experts", *many, first, budget_s=0)
+    for directory in others:
+        yield Case(f"dense, {directory}", *dense, directory, budget_s=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The physical limit: the same tensors copied within warm memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from benchmarks.models import Weights
+
+
+def memcpy_variants(source: Weights, halves: HalvesCopy) -> dict[str, Callable[[], object]]:
+    """Honest ways to copy all tensors to where ``halves`` does; the fastest is the limit."""
+    sources, destinations = list(source.values()), list(halves.destination.values())
+    return {
+        "copy_ each": lambda: _copy_each(destinations, sources),
+        "_foreach_copy_": lambda: torch._foreach_copy_(destinations, sources),
+        "_foreach_copy_, 2 threads": lambda: halves(source),
+    }
+
+
+class HalvesCopy:
+    """Copies tensors into fixed destinations, half of the bytes in each of two threads."""
+
+    def __init__(self, destination: Weights) -> None:
+        self.destination = destination
+        self._tensors = list(destination.values())
+        self._middle = _middle(self._tensors)
+        self._threads = ThreadPoolExecutor(2)
+
+    def __call__(self, source: Weights) -> None:
+        """Copy ``source``'s tensor of each name; all names must be there."""
+        sources = [source[name] for name in self.destination]
+        halves = (slice(None, self._middle), slice(self._middle, None))
+        parts = [(self._tensors[half], sources[half]) for half in halves]
+        list(self._threads.map(lambda part: torch._foreach_copy_(*part), parts))
+
+
+def _copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for destination, source in zip(destinations, sources, strict=True):
+        destination.copy_(source)
+
+
+def _middle(tensors: Sequence[torch.Tensor]) -> int:
+    half, seen = sum(tensor.nbytes for tensor in tensors) / 2, 0
+    for index, tensor in enumerate(tensors):
+        seen += tensor.nbytes
+        if seen >= half:
+            return index + 1
+    return len(tensors)

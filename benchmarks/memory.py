@@ -1,0 +1,48 @@
+"""How much memory publishing takes in the sender's process."""
+
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from benchmarks import models
+from benchmarks.copying import HalvesCopy
+from benchmarks.models import Shapes
+from benchmarks.peers import Peer
+from benchmarks.processes import child, reply, scratch_folder
+
+_SAMPLE_INTERVAL_S = 0.001
+_PUBLISHES = 3
+
+
+def extra_memory_bytes(shapes: Shapes, directory: Path, peer: type[Peer]) -> int:
+    """How far publishing raises a process's anonymous memory above that with the model in it.
+
+    The files' own pages are not anonymous, and so not counted.
+    """
+    with scratch_folder(directory) as folder, child(_publish, shapes, folder, peer) as publisher:
+        pid = reply(publisher)
+        before = peak = _anonymous_bytes(pid)
+        publisher.send("go")
+        while not publisher.poll(_SAMPLE_INTERVAL_S):
+            peak = max(peak, _anonymous_bytes(pid))
+        reply(publisher)
+        return peak - before
+
+
+def _publish(connection: Connection, shapes: Shapes, folder: Path, kind: type[Peer]) -> None:
+    peer = kind(models.random_weights(shapes), HalvesCopy({}), folder / "store")
+    connection.send(os.getpid())
+    connection.recv()
+    for _ in range(_PUBLISHES):
+        peer.publish()
+    connection.send(0)
+    connection.recv()  # stay, so that there is a process to look at until the end
+
+
+def _anonymous_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("this kernel does not say RssAnon in /proc/PID/status")

@@ -1,0 +1,98 @@
+"""The tensors to move: names and shapes of real models, scaled to fit the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+Shapes = dict[str, tuple[int, ...]]
+Weights = dict[str, torch.Tensor]
+
+DTYPE = torch.bfloat16
+
+
+def qwen2_0_5b(*, width: float = 1.0) -> Shapes:
+    """Qwen2.5-0.5B's 290 tensors (embeddings tied); ``width`` scales every layer's width."""
+    hidden, intermediate, key_value = int(896 * width), int(4864 * width), int(128 * width)
+    layer: Shapes = {
+        "self_attn.q_proj.weight": (hidden, hidden),
+        "self_attn.q_proj.bias": (hidden,),
+        "self_attn.k_proj.weight": (key_value, hidden),
+        "self_attn.k_proj.bias": (key_value,),
+        "self_attn.v_proj.weight": (key_value, hidden),
+        "self_attn.v_proj.bias": (key_value,),
+        "self_attn.o_proj.weight": (hidden, hidden),
+        "mlp.gate_proj.weight": (intermediate, hidden),
+        "mlp.up_proj.weight": (intermediate, hidden),
+        "mlp.down_proj.weight": (hidden, intermediate),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    return {
+        "model.embed_tokens.weight": (151_936, hidden),
+        **_repeat(layer, layers=24),
+        "model.norm.weight": (hidden,),
+    }
+
+
+def qwen3_30b_a3b(*, narrowing: int, layers: int = 48) -> Shapes:
+    """Qwen3-30B-A3B's 18,867 tensors (128 experts a layer), each width divided by ``narrowing``."""
+    hidden, expert = 2048 // narrowing, 768 // narrowing
+    query, key_value, head = 4096 // narrowing, 512 // narrowing, 128
+    vocabulary = 151_936
+    layer: Shapes = {
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (key_value, hidden),
+        "self_attn.v_proj.weight": (key_value, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        "self_attn.q_norm.weight": (head,),
+        "self_attn.k_norm.weight": (head,),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate.weight": (128, hidden),
+    }
+    for index in range(128):
+        layer[f"mlp.experts.{index}.gate_proj.weight"] = (expert, hidden)
+        layer[f"mlp.experts.{index}.up_proj.weight"] = (expert, hidden)
+        layer[f"mlp.experts.{index}.down_proj.weight"] = (hidden, expert)
+    return {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        **_repeat(layer, layers=layers),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+
+
+def tiny() -> Shapes:
+    """Shape a model so small that publishing it costs no more than turning the pointer."""
+    return {f"layers.{index}.weight": (64, 64) for index in range(4)}
+
+
+def _repeat(layer: Mapping[str, tuple[int, ...]], *, layers: int) -> Shapes:
+    return {
+        f"model.layers.{index}.{name}": shape
+        for index in range(layers)
+        for name, shape in layer.items()
+    }
+
+
+def num_bytes(shapes: Shapes) -> int:
+    """Bytes of all tensors together."""
+    return DTYPE.itemsize * sum(math.prod(shape) for shape in shapes.values())
+
+
+def random_weights(shapes: Shapes) -> Weights:
+    """Tensors of these shapes, no two alike, each its own allocation as a parameter is."""
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    noise = torch.empty(max(sizes) + len(sizes), dtype=DTYPE).uniform_(-1, 1)
+    return {
+        name: noise[index : index + size].view(shape).clone()
+        for index, ((name, shape), size) in enumerate(zip(shapes.items(), sizes, strict=True))
+    }
+
+
+def warm_destination(shapes: Shapes) -> Weights:
+    """Tensors to receive into, every page of them touched."""
+    return {name: torch.zeros(shape, dtype=DTYPE).fill_(0) for name, shape in shapes.items()}

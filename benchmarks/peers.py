@@ -1,0 +1,189 @@
+"""Ways to bring tensors from one process's memory to another's through files, dbuffer among them.
+
+Each is used the way that measured fastest here while staying within its documented interface, and
+each ends with the data in warm destination tensors, which is what a receiver needs.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors.torch import load_file, save_file
+from tensordict import TensorDict
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+
+import dbuffer
+from benchmarks.copying import HalvesCopy
+from benchmarks.models import Weights
+
+
+class Peer(ABC):
+    """Publishes ``weights`` into files at ``path`` and receives them where ``copy`` copies to."""
+
+    name: ClassVar[str]
+
+    keeps_files: ClassVar[bool] = True
+    """Whether a publish writes into the files of the one before. The others start each file from
+    nothing, so deleting it in between, untimed, costs them nothing and saves memory."""
+
+    def __init__(self, weights: Weights, copy: HalvesCopy, path: Path) -> None:
+        self.weights = weights
+        self.copy = copy
+        self.destination = copy.destination
+        self.path = path
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Write the weights."""
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Read them into the destination."""
+
+    def discard(self) -> None:
+        """Delete what the next publish would not use."""
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Let go of files and mappings."""
+
+
+class Dbuffer(Peer):
+    """The package itself, as it comes."""
+
+    name = "dbuffer"
+    checksums = False
+
+    def __init__(self, weights: Weights, copy: HalvesCopy, path: Path) -> None:
+        super().__init__(weights, copy, path)
+        self.sender = dbuffer.WeightSender(path, checksum=self.checksums)
+        self.receiver = dbuffer.WeightReceiver(path, verify=self.checksums)
+
+    def publish(self) -> None:
+        """Send the dict of tensors."""
+        self.sender.send(self.weights)
+
+    def receive(self) -> None:
+        """Load into the dict of tensors."""
+        if self.receiver.load_into(self.destination) is None:
+            raise RuntimeError("the version just published was not there")
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.receiver.close()
+        self.sender.close()
+
+
+class DbufferChecksums(Dbuffer):
+    """With a checksum for each tensor, written by the sender and verified by the receiver."""
+
+    name = "dbuffer, checksums"
+    checksums = True
+
+
+class TorchRL(Peer):
+    """TorchRL's VLLMDoubleBufferTransport, with its scheme's default extraction: a TensorDict."""
+
+    name = "TorchRL"
+
+    def __init__(self, weights: Weights, copy: HalvesCopy, path: Path) -> None:
+        # Imported here: it takes seconds, and the child processes need none of it.
+        from torchrl._utils import logger
+        from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
+
+        logger.setLevel(logging.WARNING)
+        super().__init__(weights, copy, path)
+        self._tree = TensorDict(weights).unflatten_keys(".")
+        self._transport = VLLMDoubleBufferTransport(str(path))
+
+    def publish(self) -> None:
+        """Send the nested TensorDict, as extracted from a module."""
+        self._transport.send_weights("model", self._tree)
+
+    def receive(self) -> None:
+        """Map the files and copy out."""
+        self.copy(dict(self._transport.receive_weights().items()))
+
+
+class TensorDictMemmap(Peer):
+    """tensordict's directory of memory-mapped files, one a tensor."""
+
+    name = "tensordict memmap"
+
+    def publish(self) -> None:
+        """Write a flat TensorDict."""
+        TensorDict(self.weights).memmap(self.path)
+
+    def receive(self) -> None:
+        """Map the files and copy out."""
+        self.copy(dict(TensorDict.load_memmap(self.path).items()))
+
+
+class Safetensors(Peer):
+    """One safetensors file."""
+
+    name = "safetensors"
+    keeps_files = False
+
+    def publish(self) -> None:
+        """Save the file."""
+        save_file(self.weights, self.path)
+
+    def receive(self) -> None:
+        """Load the file and copy out."""
+        self.copy(load_file(self.path))
+
+
+class TorchSave(Peer):
+    """torch.save, and torch.load with the file mapped, which is the faster way to load."""
+
+    name = "torch.save"
+    keeps_files = False
+
+    def publish(self) -> None:
+        """Save the file."""
+        torch.save(self.weights, self.path)
+
+    def receive(self) -> None:
+        """Map the file and copy out."""
+        self.copy(torch.load(self.path, mmap=True, weights_only=True))
+
+
+class DistributedCheckpoint(Peer):
+    """torch.distributed.checkpoint in a single process, without the fsync that is its default."""
+
+    name = "torch DCP"
+    keeps_files = False
+
+    def publish(self) -> None:
+        """Save with a thread a core."""
+        writer = FileSystemWriter(self.path, sync_files=False, thread_count=torch.get_num_threads())
+        with warnings.catch_warnings(action="ignore"):  # it warns of having a single process
+            save_distributed(self.weights, storage_writer=writer, no_dist=True)
+
+    def receive(self) -> None:
+        """Load in place."""
+        with warnings.catch_warnings(action="ignore"):
+            load_distributed(
+                self.destination, storage_reader=FileSystemReader(self.path), no_dist=True
+            )
+
+
+OTHERS: tuple[type[Peer], ...] = (
+    TorchRL,
+    TensorDictMemmap,
+    Safetensors,
+    TorchSave,
+    DistributedCheckpoint,
+)

@@ -1,0 +1,142 @@
+"""The measurements as tables and as JSON, with the machine and the versions they were made on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measure import median
+from benchmarks.peers import Dbuffer
+from benchmarks.targets import Check, Results
+from benchmarks.transfers import Transfer
+
+_PACKAGES = ("dbuffer", "torch", "tensordict", "torchrl", "safetensors", "xxhash", "watchdog")
+
+
+def environment(directories: Iterable[Path]) -> dict[str, str]:
+    """Hardware, kernel, filesystems and versions."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": f"{_cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
+        "memory": f"{memory_bytes / 2**30:.0f} GiB",
+        "load before": f"{os.getloadavg()[0]:.1f}",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "filesystems": ", ".join(f"{path} {filesystem(path)}" for path in directories),
+        "python": platform.python_version(),
+        **{package: version(package) for package in _PACKAGES},
+    }
+
+
+def filesystem(path: Path) -> str:
+    """Name the type of the filesystem that ``path`` is on."""
+    best, kind = Path("/"), "unknown"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, rest = Path(line.split()[4]), line.partition(" - ")[2]
+        if path.resolve().is_relative_to(mount) and len(mount.parts) >= len(best.parts):
+            best, kind = mount, rest.split()[0]
+    return kind
+
+
+def environment_table(environment: dict[str, str]) -> str:
+    """One line each."""
+    return table(("machine", ""), list(environment.items()))
+
+
+def transfer_table(transfer: Transfer) -> str:
+    """Who took how long in one case; memcpy's fastest variant is the limit for both ways."""
+    case = transfer.case
+    title = (
+        f"{case.model}: {transfer.num_bytes / 1e9:.2f} GB in {len(case.shapes):,} tensors, "
+        f"{case.directory} ({filesystem(case.directory)})"
+    )
+    header = ("", "publish ms", "GB/s", "of memcpy", "receive ms", "GB/s", "of memcpy", "samples")
+    copied = _speed(transfer, transfer.memcpy[transfer.limit])
+    samples = str(len(transfer.memcpy[transfer.limit]))
+    rows = [(f"memcpy ({transfer.limit})", *copied, *copied, samples)]
+    for peer, published in transfer.publish.items():
+        received = transfer.receive[peer]
+        speeds = (*_speed(transfer, published), *_speed(transfer, received))
+        rows.append((peer, *speeds, str(len(published))))
+    return f"{title}\n\n{table(header, rows)}"
+
+
+def _speed(transfer: Transfer, times_s: Sequence[float]) -> tuple[str, str, str]:
+    time_s = median(times_s)
+    return (
+        f"{1e3 * time_s:.1f}",
+        f"{transfer.num_bytes / time_s / 1e9:.2f}",
+        f"{transfer.limit_s / time_s:.2f}",
+    )
+
+
+def memory_table(extra_bytes: dict[str, int]) -> str:
+    """Peak of anonymous memory while publishing, above that with the model alone."""
+    rows = [(peer, f"{extra / 1e6:.0f}") for peer, extra in extra_bytes.items()]
+    return table(("extra memory in the sender", "MB"), rows)
+
+
+def targets_table(checks: Sequence[Check]) -> str:
+    """Each target, what was measured, and the verdict."""
+    rows = [
+        (check.what, check.target, check.measured, "pass" if check.met else "FAIL")
+        for check in checks
+    ]
+    return table(("", "target", "measured", ""), rows)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out a Markdown table that is also readable as it stands."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if index == 0 or len(header) <= 2 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * width for width in widths]
+    return "\n".join(line(row) for row in (header, rule, *rows))
+
+
+def as_json(environment: dict[str, str], results: Results, checks: Sequence[Check]) -> Any:
+    """Everything, with the time of each sample in seconds."""
+    return {
+        "environment": environment,
+        "targets": [asdict(check) for check in checks],
+        "transfers": [_transfer_as_json(transfer) for transfer in results.transfers.values()],
+        "flip_latencies_s": results.flips_s,
+        "extra_memory_bytes": results.extra_memory_bytes,
+        "fan_out_publish_s": results.fan_out_s,
+    }
+
+
+def _transfer_as_json(transfer: Transfer) -> Any:
+    case = transfer.case
+    return {
+        "model": case.model,
+        "tensors": len(case.shapes),
+        "bytes": transfer.num_bytes,
+        "directory": str(case.directory),
+        "filesystem": filesystem(case.directory),
+        "limit": transfer.limit,
+        "memcpy_s": transfer.memcpy,
+        "publish_s": transfer.publish,
+        "receive_s": transfer.receive,
+        "publish_of_memcpy": transfer.limit_s / median(transfer.publish[Dbuffer.name]),
+        "receive_of_memcpy": transfer.limit_s / median(transfer.receive[Dbuffer.name]),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Make dbuffer's environment in .venv, then run something in it.
+
+python3 dev.py demo  [options of `dbuffer demo`]
+python3 dev.py test  [options of pytest]            (ruff and mypy come first)
+python3 dev.py bench [options of `python -m benchmarks`]
+
+Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
+environment (two to three minutes, 2.5 GB); later ones reuse it until what it was made from changes.
+"""
+
+import sys
+
+# Before all else, in a file that Python 3.6 can still parse, so that an old one gets this far.
+if sys.version_info < (3, 11):  # noqa: UP036
+    sys.exit(f"dev.py: needs Python 3.11 or later; this is {sys.version.split()[0]}.")
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import time
+import venv
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / "bin"
+STAMP = VENV / "made-from"
+REQUIREMENTS = ROOT / "requirements-cpu.txt"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
+COMMANDS = {
+    "demo": ["dbuffer", "demo"],
+    "test": ["python", "-m", "pytest"],
+    "bench": ["python", "-m", "benchmarks"],
+}
+
+
+def say(message: str) -> None:
+    """Print a line at once: exec drops whatever Python still holds back."""
+    print(f"dev.py: {message}", flush=True)
+
+
+def takes_cpu_pins() -> bool:
+    """Tell whether requirements-cpu.txt fits here: Linux on x86-64, and no GPU that answers."""
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return False
+    smi = shutil.which("nvidia-smi")
+    return smi is None or subprocess.run([smi, "-L"], capture_output=True).returncode != 0
+
+
+def fingerprint(cpu_pins: bool) -> str:
+    """Hash what an environment is made from; its scripts hold absolute paths, so ROOT counts."""
+    digest = hashlib.sha256(repr((sys.version, sys.base_prefix, str(ROOT), cpu_pins)).encode())
+    for path in (REQUIREMENTS, ROOT / "pyproject.toml"):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class PipError(Exception):
+    """What pip wrote when it failed."""
+
+
+def pip_install(*arguments: str) -> None:
+    """Install into .venv, silently unless it fails."""
+    options = ["--quiet", "--no-input", "--disable-pip-version-check"]
+    command = [str(BIN / "python"), "-m", "pip", "install", *options, *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise PipError(done.stderr.strip() or f"pip exited with {done.returncode}")
+
+
+def install_torch(requirement: str) -> None:
+    """Install PyTorch's CPU build, which some indexes mirror and the main one does not hold."""
+    try:
+        pip_install("--no-deps", requirement)
+    except PipError as error:
+        if "No matching distribution" not in str(error):
+            raise
+        say(f"the package index has no {requirement}; asking {TORCH_CPU_INDEX} as well")
+        pip_install("--no-deps", "--extra-index-url", TORCH_CPU_INDEX, requirement)
+
+
+def install(cpu_pins: bool) -> None:
+    """Fill the new environment: from the pins, or with whatever pip finds to fit."""
+    if not cpu_pins:
+        pip_install("-e", f"{ROOT}[test,vllm]")
+        return
+    pins = REQUIREMENTS.read_text().splitlines()
+    install_torch(next(pin for pin in pins if pin.startswith("torch==")))
+    pip_install("--no-deps", "-r", str(REQUIREMENTS))
+    pip_install("--no-deps", "--no-build-isolation", "-e", str(ROOT))
+
+
+def make_environment() -> None:
+    """Make .venv unless a whole one is there; its stamp is first to go and last to come."""
+    cpu_pins = takes_cpu_pins()
+    wanted = fingerprint(cpu_pins)
+    if STAMP.is_file() and STAMP.read_text() == wanted:
+        return
+    if importlib.util.find_spec("ensurepip") is None:
+        sys.exit("dev.py: this Python cannot make environments; apt install python3-venv first.")
+    say(f"making {VENV} ({'CPU vLLM, pinned' if cpu_pins else 'GPU vLLM, newest'})")
+    started_s = time.monotonic()
+    STAMP.unlink(missing_ok=True)
+    venv.create(VENV, clear=True, symlinks=True, with_pip=True)
+    try:
+        install(cpu_pins)
+    except PipError as error:
+        sys.exit(f"{error}\ndev.py: pip could not fill the environment; the reason is above.")
+    STAMP.write_text(wanted)
+    say(f"made in {time.monotonic() - started_s:.0f} s")
+
+
+def check_style() -> None:
+    """Run the linter, the formatter and the type checker; stop at the first that objects."""
+    for check in CHECKS:
+        say(" ".join(check))
+        if subprocess.run([BIN / check[0], *check[1:]], cwd=ROOT).returncode:
+            sys.exit(f"dev.py: {' '.join(check)} failed; the tests were not run.")
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Make sure of the environment and become the program asked for."""
+    if not arguments or arguments[0] not in COMMANDS:
+        sys.exit(__doc__)
+    # Two first runs at once would clear each other's work; exec closes the descriptor.
+    fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)
+    make_environment()
+    os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    task, *options = arguments
+    if task != "demo":  # whose files belong where the user stands
+        os.chdir(ROOT)
+    if task == "test":
+        check_style()
+    # Becomes the program, so that its status and its last line are this one's.
+    program, *fixed = COMMANDS[task]
+    os.execv(BIN / program, [str(BIN / program), *fixed, *options])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

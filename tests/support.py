@@ -1,0 +1,214 @@
+"""What the tests of the store share: weights that know themselves, and processes that end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+import dbuffer
+from dbuffer import filesystem
+
+TIMEOUT_S = 60.0
+"""No child is waited for longer: a test that hangs must fail, and say where."""
+
+_processes = multiprocessing.get_context("forkserver")
+# Children are forked off a process with one thread that has all imports behind it.
+_processes.set_forkserver_preload(["dbuffer", "pytest"])
+
+
+class Pattern:
+    """Tensors whose every element is a function of version, name and position.
+
+    A tensor from another version, under another's name or from another place in the file has no
+    element in common with the right one.
+    """
+
+    def __init__(self, num_tensors: int = 8, numel: int = 256) -> None:
+        self.names = [f"layers.{index}.weight" for index in range(num_tensors)]
+        position = torch.arange(numel, dtype=torch.int64)
+        self._base = torch.stack([position + (index << 24) for index in range(num_tensors)])
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        """What is published as ``version`` (below 2**19)."""
+        return dict(zip(self.names, self._base + (version << 44), strict=True))
+
+    def empty(self) -> dict[str, torch.Tensor]:
+        """A target to load into."""
+        return dict(zip(self.names, torch.zeros_like(self._base), strict=True))
+
+    def version_of(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
+        """The version that all of these are of; None if they are a mix."""
+        if list(tensors) != self.names:
+            return None
+        version = int(tensors[self.names[0]][0]) >> 44
+        right = torch.unbind(self._base + (version << 44))
+        pairs = zip(self.names, right, strict=True)
+        return version if all(torch.equal(tensors[name], value) for name, value in pairs) else None
+
+
+SMALL = Pattern()
+OTHER = Pattern(num_tensors=5, numel=700)
+
+
+def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
+    """The version that a receiver made now reads; it must be whole, and one of the patterns."""
+    with dbuffer.WeightReceiver(store, verify=verify) as receiver:
+        loaded: dict[str, torch.Tensor] = {}
+
+        def load(pairs: Any) -> None:
+            loaded.update((name, tensor.clone()) for name, tensor in pairs)
+
+        version = receiver.load_into(load)
+    if version is not None:
+        pattern = next(p for p in (*patterns, SMALL, OTHER) if p.names == list(loaded))
+        assert pattern.version_of(loaded) == version
+    return version
+
+
+def weights_files(store: Path) -> dict[str, list[str]]:
+    """The weights files in each buffer."""
+    return {
+        buffer: sorted(path.name for path in (store / buffer).glob("weights-*"))
+        for buffer in ("A", "B")
+    }
+
+
+def assert_tidy(store: Path) -> None:
+    """Nothing lies in the store but what it needs."""
+    double = dbuffer.buffer.DoubleBuffer(store)
+    for buffer, names in weights_files(store).items():
+        manifest = double.manifest(buffer)
+        assert names in ([manifest.file] if manifest else [], []), f"left over in {buffer}"
+    assert not list(store.rglob("*.tmp"))
+
+
+def make_temporaries_old(store: Path) -> None:
+    """Let what a dead process left look as if it had died a while ago."""
+    for path in store.rglob("*.tmp"):
+        os.utime(path, (time.time() - 3600,) * 2)
+
+
+def without_flock() -> None:
+    """Let this process's locks succeed always and hold nobody back."""
+    filesystem.try_lock = lambda descriptor, *, exclusive: True
+    filesystem.lock_within = lambda descriptor, timeout_s: True
+    filesystem.unlock = lambda descriptor: None
+
+
+class Child:
+    """A process that runs ``function(connection, *args)`` and never outlives its block."""
+
+    def __init__(self, function: Callable[..., None], *args: Any) -> None:
+        self._connection, theirs = _processes.Pipe()
+        self._process = _processes.Process(target=_run, args=(function, theirs, args))
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.join(TIMEOUT_S)
+        self._process.close()
+        self._connection.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def receive(self, timeout_s: float = TIMEOUT_S) -> Any:
+        """What the child sends next."""
+        assert self._connection.poll(timeout_s), f"the child sent nothing for {timeout_s} s"
+        try:
+            return self._connection.recv()
+        except EOFError:
+            raise AssertionError(f"the child ended with {self.wait()}") from None
+
+    def send(self, value: Any = None) -> None:
+        self._connection.send(value)
+
+    def signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        """Wait for its end; the exit status, negative for a signal."""
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, f"the child still runs after {timeout_s} s"
+        return self._process.exitcode
+
+    def wait_until_stopped(self) -> None:
+        """Wait until a SIGSTOP has taken effect."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while _state_of(self.pid) != "T":
+            assert time.monotonic() < deadline, "the child did not stop"
+            time.sleep(0.001)
+
+
+def _state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _run(function: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)  # so that the child can fork, and does not fight for two cores
+    try:
+        function(connection, *args)
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+class Step(NamedTuple):
+    """A moment in the life of a sender, as Python's profiler sees it."""
+
+    event: str
+    """``call`` and ``return`` of a Python function, ``c_call`` and ``c_return`` of others."""
+    function: str
+    """Qualified name, without the module."""
+    file: str = ""
+    """Name of the file that the function works on: its local variable ``path``."""
+    nth: int = 1
+
+
+def at_step(step: Step, action: Callable[[], None]) -> None:
+    """Call ``action`` in this thread when it comes to ``step``."""
+    left = step.nth
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        if event != step.event:
+            return
+        name = argument.__name__ if event.startswith("c_") else frame.f_code.co_qualname
+        if name != step.function:
+            return
+        if step.file and getattr(frame.f_locals.get("path"), "name", None) != step.file:
+            return
+        left -= 1
+        if left == 0:
+            sys.setprofile(None)
+            action()
+
+    sys.setprofile(watch)
+
+
+def die() -> None:
+    """End this process as if the machine had turned on it: no handler runs."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    """Freeze this process until someone lets it go on."""
+    os.kill(os.getpid(), signal.SIGSTOP)

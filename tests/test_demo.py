@@ -1,0 +1,246 @@
+"""The demo end to end, and what it does when something is wrong with its engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dbuffer.demo import DemoError, DemoOptions, DemoResult, engines, loop, run_demo, show_demo
+from dbuffer.demo.engines import Refreshed, TorchEngine
+from dbuffer.demo.records import Tokens
+from dbuffer.receiver import WeightReceiver
+
+PID_FILE_VARIABLE = "DBUFFER_TEST_PID_FILE"
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the demo keeps its store; each test must leave it as empty as it was."""
+    directory = tmp_path / "scratch"
+    directory.mkdir()
+    monkeypatch.setattr(loop, "_MEMORY", directory)
+    return directory
+
+
+def options(tmp_path: Path, **changes: object) -> DemoOptions:
+    base = DemoOptions(output=tmp_path / "out", engine="torch", steps=25, seed=1)
+    return dataclasses.replace(base, **changes)
+
+
+def assert_nothing_left(scratch: Path) -> None:
+    assert list(scratch.iterdir()) == []
+    assert multiprocessing.active_children() == []
+
+
+def assert_full_success(result: DemoResult, text: str, steps: int) -> None:
+    assert result.success
+    assert result.reward_last > result.reward_first + 0.2
+    assert [step.step for step in result.steps] == list(range(1, steps + 1))
+    assert [step.version_trained for step in result.steps] == list(range(1, steps + 1))
+    sampled = [step.version_sampled for step in result.steps]
+    assert sampled == sorted(sampled)
+    # Sampling overlaps with training, and stays close behind.
+    assert {step.lag for step in result.steps} <= {0, 1, 2}
+    assert any(step.lag for step in result.steps)
+    assert all(step.publish_ms > 0 for step in result.steps)
+    assert all(step.pause_ms > 0 for step in result.steps if step.version_sampled)
+    assert result.plot.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(json.dumps(result.as_dict()))["success"] is True
+    for words in ("version sampling", "pause ms", "climbed", "equal", "success", result.engine):
+        assert words in text
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+def test_vllm_engine_follows_the_trainer(tmp_path: Path, scratch: Path) -> None:
+    output = io.StringIO()
+    result = show_demo(options(tmp_path, engine="vllm", steps=25), Console(file=output, width=120))
+    assert_full_success(result, output.getvalue(), steps=25)
+    assert result.engine.startswith("vLLM ")
+    assert any(step.stage_ms > 0 for step in result.steps)
+    assert_nothing_left(scratch)
+
+
+@pytest.mark.slow
+def test_torch_engine_follows_the_trainer_and_says_what_it_is(
+    tmp_path: Path, scratch: Path
+) -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=120, force_terminal=True, color_system=None)
+    result = show_demo(options(tmp_path), console)
+    assert_full_success(result, output.getvalue(), steps=25)
+    assert "plain torch" in result.engine
+    assert "no vLLM" in result.engine
+    assert_nothing_left(scratch)
+
+
+class DeafEngine(TorchEngine):
+    """Says that it has every version, and never loads one."""
+
+    last_version_heard = 0
+
+    def refresh(self, receiver: WeightReceiver, newer_than: int) -> Refreshed | None:
+        version = receiver.wait_for_version(newer_than, timeout_s=0)
+        if version is None:
+            return None
+        if version <= self.last_version_heard:
+            receiver.load_into(self._model)
+        return Refreshed(version, 0.0, 1.0)
+
+
+class HalfDeafEngine(DeafEngine):
+    """Loads what comes at first."""
+
+    last_version_heard = 16
+
+
+@pytest.mark.slow
+def test_without_weights_in_the_engine_the_demo_fails(
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(engines.ENGINES, "torch", DeafEngine)
+    output = io.StringIO()
+    result = show_demo(options(tmp_path), Console(file=output, width=120))
+    assert not result.success
+    assert not result.reward_climbed
+    assert not result.tokens_changed
+    assert not result.tokens_match
+    assert "failed" in output.getvalue()
+    assert "success" not in output.getvalue()
+    assert_nothing_left(scratch)
+
+
+@pytest.mark.slow
+def test_reward_alone_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines.ENGINES, "torch", HalfDeafEngine)
+    result = run_demo(options(tmp_path))
+    assert result.reward_climbed
+    assert not result.tokens_match
+    assert not result.success
+
+
+class FailsToStart(TorchEngine):
+    def __init__(self, checkpoint: Path, seed: int) -> None:
+        raise ValueError("no such kernel")
+
+
+class DiesSampling(TorchEngine):
+    def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
+        os._exit(7)
+
+
+class HangsSampling(TorchEngine):
+    def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
+        time.sleep(3600)
+        raise AssertionError
+
+
+class HangsStarting(TorchEngine):
+    def __init__(self, checkpoint: Path, seed: int) -> None:
+        time.sleep(3600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (FailsToStart, "the engine failed: ValueError: no such kernel"),
+        (DiesSampling, "ended with exit code 7"),
+        (HangsSampling, "no answer in 0.5 s"),
+        (HangsStarting, "no answer in 5 s"),
+    ],
+)
+def test_engine_that_fails_dies_or_hangs_is_noticed(
+    engine: type[TorchEngine],
+    message: str,
+    tmp_path: Path,
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(engines.ENGINES, "torch", engine)
+    start_timeout_s = 5 if engine is HangsStarting else 120
+    with pytest.raises(DemoError, match=message) as caught:
+        run_demo(options(tmp_path, start_timeout_s=start_timeout_s, reply_timeout_s=0.5))
+    assert str(tmp_path / "out" / "engine.log") in str(caught.value)
+    assert_nothing_left(scratch)
+
+
+class LeavesItsPid(TorchEngine):
+    def __init__(self, checkpoint: Path, seed: int) -> None:
+        super().__init__(checkpoint, seed)
+        Path(os.environ[PID_FILE_VARIABLE]).write_text(str(os.getpid()))
+
+
+@pytest.mark.slow
+def test_engine_ends_when_its_trainer_is_killed(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    trainer = subprocess.Popen(
+        [sys.executable, __file__, str(tmp_path)],
+        env=os.environ | {PID_FILE_VARIABLE: str(pid_file)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", timeout_s=120)
+        engine = int(pid_file.read_text())
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+    wait_until(lambda: not is_running(engine), timeout_s=30)
+
+
+def wait_until(condition: object, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    # An orphan stays as a zombie where nothing collects it, as in a bare container.
+    return state != "Z"
+
+
+def test_missing_vllm_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_is_installed", lambda package: package != "vllm")
+    with pytest.raises(DemoError, match=r"pip install vllm.*--engine torch"):
+        run_demo(options(tmp_path, engine="vllm"))
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "_is_installed", lambda package: False)
+    with pytest.raises(DemoError, match=r"transformers and matplotlib.*dbuffer\[demo\]"):
+        run_demo(options(tmp_path))
+
+
+@pytest.mark.parametrize("changes", [{"steps": 3}, {"engine": "sglang"}])
+def test_options_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    with pytest.raises(DemoError):
+        options(tmp_path, **changes)
+
+
+if __name__ == "__main__":
+    # The trainer that a test kills. Its engine is pickled by name, so that name must be importable.
+    import test_demo
+
+    target = Path(sys.argv[1])
+    loop._MEMORY = target
+    engines.ENGINES["torch"] = test_demo.LeavesItsPid
+    run_demo(options(target, steps=10_000))

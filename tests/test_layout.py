@@ -1,0 +1,183 @@
+"""Where tensors lie in a weights file, and the codec that says so."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbuffer.errors import StoreCorruptError, StoreFormatError
+from dbuffer.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, TensorSpec, align
+
+specs = st.builds(
+    TensorSpec,
+    # Any text at all, lone surrogates too, without pairs of them: JSON makes one character of
+    # a pair, and no name that is published has one.
+    st.text(max_size=12) | st.text(st.characters(categories=["Cs"]), max_size=1),
+    st.sampled_from(sorted(ITEM_BYTES)),
+    st.lists(st.integers(0, 40), max_size=4).map(tuple),
+)
+
+
+@st.composite
+def layouts(draw) -> Layout:
+    chosen = draw(st.lists(specs, max_size=8, unique_by=lambda spec: spec.name))
+    names = [spec.name for spec in chosen]
+    others = st.text(max_size=8).filter(lambda name: name not in names)
+    aliases = draw(st.dictionaries(others, st.sampled_from(names), max_size=3)) if names else {}
+    return Layout.of(chosen, aliases)
+
+
+def layout_json(**values) -> bytes:
+    rows = [["a", "float32", [2, 3], 0], ["b", "bfloat16", [], 64]]
+    return json.dumps({"format": 1, "tensors": rows, "aliases": {"c": "a"}, **values}).encode()
+
+
+@pytest.mark.parametrize("name", ITEM_BYTES)
+def test_item_sizes_are_those_of_torch(name):
+    assert getattr(torch, name).itemsize == ITEM_BYTES[name]
+    assert ALIGNMENT_BYTES % ITEM_BYTES[name] == 0
+
+
+def test_every_dtype_that_a_checkpoint_can_hold_has_a_place():
+    ours = {getattr(torch, name) for name in ITEM_BYTES}
+    theirs = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    left_over = {str(dtype).removeprefix("torch.") for dtype in theirs - ours}
+    # What is left are placeholders without arithmetic and the old quantised types.
+    assert all(name.startswith(("bit", "int", "uint", "qint", "quint")) for name in left_over)
+    assert not left_over & {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"}
+
+
+@given(layouts())
+def test_a_layout_comes_back_as_it_was(layout):
+    data = layout.encode()
+    assert data.isascii()
+    again = Layout.decode(data, end=layout.checksums_offset)
+    assert again == layout
+    assert again.num_bytes == layout.num_bytes == sum(spec.num_bytes for spec in layout.specs)
+
+
+@given(layouts())
+def test_tensors_are_aligned_in_order_and_apart(layout):
+    assert all(offset % ALIGNMENT_BYTES == 0 for offset in layout.offsets)
+    ends = [at + spec.num_bytes for at, spec in zip(layout.offsets, layout.specs, strict=True)]
+    assert all(end <= start for end, start in itertools.pairwise(zip_flat(layout.offsets, ends)))
+    assert layout.checksums_offset >= max(ends, default=0)
+    assert layout.layout_offset >= layout.checksums_offset + 8 * len(layout.specs)
+    assert layout.layout_offset < layout.checksums_offset + 8 * len(layout.specs) + ALIGNMENT_BYTES
+
+
+def zip_flat(starts, ends):
+    return list(itertools.chain.from_iterable(zip(starts, ends, strict=True)))
+
+
+@given(layouts())
+def test_the_tail_for_tensordict_is_json_and_its_length(layout):
+    tail = layout.encode_for_tensordict()
+    length = int.from_bytes(tail[-8:], "little")
+    assert length == len(tail) - 8
+    leaves = json.loads(tail[:-8])["leaves"]
+    held = [
+        spec
+        for spec in layout.specs
+        if not spec.dtype.startswith("float8") and not spec.dtype.startswith("float4")
+        if not spec.name.startswith("<NJT")
+    ]
+    assert list(leaves) == [spec.name for spec in held]
+    for spec in held:
+        dtype, shape, start, stop, _ = leaves[spec.name]
+        assert dtype == f"torch.{spec.dtype}"
+        assert tuple(shape) == spec.shape
+        assert stop - start == spec.num_bytes
+
+
+@given(st.integers(0, 2**62))
+def test_align(offset):
+    assert 0 <= align(offset) - offset < ALIGNMENT_BYTES
+    assert align(offset) % ALIGNMENT_BYTES == 0
+
+
+def test_a_spec_reads_well():
+    spec = TensorSpec("model.norm.weight", "bfloat16", (3, 4))
+    assert str(spec) == "model.norm.weight bfloat16[3, 4]"
+    assert spec.num_bytes == 24
+
+
+def test_a_good_layout_is_read():
+    layout = Layout.decode(layout_json(), end=128)
+    assert [str(spec) for spec in layout.specs] == ["a float32[2, 3]", "b bfloat16[]"]
+    assert layout.offsets == (0, 64)
+    assert layout.aliases == {"c": "a"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["b", "bfloat16", [], 63],
+        ["b", "bfloat16", [], 0],
+        ["b", "bfloat16", [], -64],
+        ["b", "bfloat16", [], 128],
+        ["b", "bfloat16", [33], 64],
+        ["b", "bfloat16", [2**62, 2**62], 64],
+        ["b", "bfloat16", [-1], 64],
+        ["b", "bfloat16", [2**63], 64],
+        ["b", "bfloat16", [True], 64],
+        ["b", "bfloat16", [1.0], 64],
+        ["b", "bfloat16", [1] * 65, 64],
+        ["b", "bfloat16", [], True],
+        ["b", "bfloat16", [], 64.0],
+        ["b", "bfloat16", [], 2**63],
+        ["b", "float33", [], 64],
+        ["b", "dtype", [], 64],
+        ["a", "bfloat16", [], 64],
+        [7, "bfloat16", [], 64],
+        ["b", None, [], 64],
+        ["b", "bfloat16", {}, 64],
+        ["b", "bfloat16", []],
+        ["b", "bfloat16", [], 64, 1],
+        "b",
+        None,
+    ],
+    ids=repr,
+)
+def test_a_tensor_that_lies_wrong_is_refused(row):
+    with pytest.raises(StoreCorruptError):
+        Layout.decode(layout_json(tensors=[["a", "float32", [2, 3], 0], row]), end=128)
+
+
+@pytest.mark.parametrize(
+    "aliases",
+    [None, [], {"c": "x"}, {"a": "b"}, {"c": 1}, {"c": ["a"]}, {"c": "d", "d": "a"}],
+    ids=repr,
+)
+def test_wrong_aliases_are_refused(aliases):
+    with pytest.raises(StoreCorruptError):
+        Layout.decode(layout_json(aliases=aliases), end=128)
+
+
+@pytest.mark.parametrize("values", [{"extra": 1}, {"tensors": None}, {"tensors": {}}], ids=repr)
+def test_wrong_fields_are_refused(values):
+    with pytest.raises(StoreCorruptError):
+        Layout.decode(layout_json(**values), end=128)
+
+
+def test_an_unknown_format_says_so():
+    with pytest.raises(StoreFormatError):
+        Layout.decode(layout_json(format=2), end=128)
+
+
+@given(layouts(), st.data())
+def test_damaged_bytes_are_refused_or_another_good_layout(layout, data):
+    text = bytearray(layout.encode())
+    text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    end = layout.checksums_offset
+    try:
+        again = Layout.decode(bytes(text), end=end)
+    except StoreCorruptError:
+        return
+    for spec, offset in zip(again.specs, again.offsets, strict=True):
+        assert 0 <= offset <= offset + spec.num_bytes <= end

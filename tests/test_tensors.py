@@ -1,0 +1,216 @@
+"""Views of a mapped file, parallel copies and checksums."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbuffer.layout import ITEM_BYTES, Layout, TensorSpec
+from dbuffer.tensors import (
+    BLOCK_BYTES,
+    DTYPE_NAMES,
+    DTYPES,
+    Copier,
+    MappedTensors,
+    is_plain,
+    pack_checksums,
+    split_evenly,
+    unpack_checksums,
+)
+
+SIZES = (0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 17, 5)
+
+
+def random_bytes(num_bytes: int) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
+
+
+def expected_checksum(data: bytes) -> int:
+    """As the format says it, by the streaming interface of xxhash."""
+
+    def digest(piece: bytes) -> int:
+        state = xxhash.xxh3_64()
+        for start in range(0, len(piece), 1000):
+            state.update(piece[start : start + 1000])
+        return state.intdigest()
+
+    if len(data) <= 1 << 20:
+        return digest(data)
+    pieces = [data[start : start + (1 << 20)] for start in range(0, len(data), 1 << 20)]
+    return digest(b"".join(digest(piece).to_bytes(8, "little") for piece in pieces))
+
+
+@pytest.fixture
+def make_mapped(tmp_path):
+    """Map one file, made for some specs, as often as asked for."""
+    path = tmp_path / "weights"
+
+    def make(specs: list[TensorSpec], *, shared: bool = True) -> MappedTensors:
+        layout = Layout.of(specs)
+        with path.open("a+b") as file:
+            file.truncate(layout.layout_offset + 64)
+            return MappedTensors(file.fileno(), layout.layout_offset + 64, layout, shared=shared)
+
+    make.path = path
+    return make
+
+
+@pytest.fixture
+def byte_specs():
+    return [TensorSpec(f"t{size}", "uint8", (size,)) for size in SIZES]
+
+
+@pytest.fixture(params=[1, 2, 5])
+def copier(request):
+    copier = Copier(request.param)
+    yield copier
+    copier.close()
+
+
+def test_names_and_dtypes_are_one_to_one():
+    assert set(DTYPES) == set(ITEM_BYTES)
+    assert {DTYPES[name] for name in DTYPES} == set(DTYPE_NAMES)
+    assert all(DTYPE_NAMES[DTYPES[name]] == name for name in DTYPES)
+
+
+class TestSplitEvenly:
+    @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 9))
+    def test_each_index_is_in_one_slice(self, sizes, parts):
+        slices = split_evenly(sizes, parts)
+        covered = [index for first, end in slices for index in range(first, end)]
+        assert covered == list(range(len(sizes)))
+        assert 1 <= len(slices) <= parts
+
+    @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 9))
+    def test_no_slice_is_empty(self, sizes, parts):
+        # torch's functions for lists of tensors refuse an empty one.
+        assert all(first < end for first, end in split_evenly(sizes, parts))
+
+    @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 9))
+    def test_no_slice_is_much_larger_than_its_share(self, sizes, parts):
+        share = -(-sum(sizes) // parts)
+        for first, end in split_evenly(sizes, parts):
+            assert sum(sizes[first:end]) <= share + max(sizes)
+
+
+class TestMappedTensors:
+    @pytest.mark.parametrize("name", ITEM_BYTES)
+    def test_views_have_dtype_shape_and_place(self, make_mapped, name):
+        specs = [TensorSpec(str(shape), name, shape) for shape in ((), (3,), (0, 4), (2, 3, 5))]
+        mapped = make_mapped(specs)
+        for index, spec in enumerate(specs):
+            view = mapped.tensor(index)
+            assert view.dtype is DTYPES[name]
+            assert tuple(view.shape) == spec.shape
+            if view.numel():
+                assert view.data_ptr() == mapped.address + mapped.layout.offsets[index]
+
+    def test_a_writers_mapping_is_the_file(self, make_mapped):
+        mapped = make_mapped([TensorSpec("a", "uint8", (5,))])
+        mapped.tensor(0).copy_(torch.arange(5, dtype=torch.uint8))
+        assert make_mapped.path.read_bytes()[:5] == bytes(range(5))
+
+    def test_a_readers_mapping_is_its_own(self, make_mapped):
+        specs = [TensorSpec("a", "uint8", (5,))]
+        mine, others = make_mapped(specs, shared=False), make_mapped(specs, shared=False)
+        mine.tensor(0).fill_(7)
+        assert others.tensor(0).tolist() == [0] * 5
+        assert make_mapped.path.read_bytes()[:5] == bytes(5)
+
+    def test_blocks_cover_each_tensor(self, make_mapped, byte_specs):
+        mapped = make_mapped(byte_specs)
+        for index, spec in enumerate(byte_specs):
+            blocks = [block for block in mapped.blocks if block.tensor == index]
+            assert sum(block.num_bytes for block in blocks) == spec.num_bytes
+            assert [block.offset for block in blocks] == [
+                number * BLOCK_BYTES for number in range(len(blocks))
+            ]
+            assert blocks
+            assert max(block.num_bytes for block in blocks) <= BLOCK_BYTES
+
+    def test_outlives_the_descriptor_it_was_made_of(self, make_mapped):
+        mapped = make_mapped([TensorSpec("a", "uint8", (5,))])
+        assert mapped.tensor(0).sum() == 0
+
+
+class TestCopier:
+    def test_writes_and_reads(self, make_mapped, copier, byte_specs):
+        mapped = make_mapped(byte_specs)
+        sources = [random_bytes(size) for size in SIZES]
+        targets = [torch.zeros_like(source) for source in sources]
+        copier.write(mapped, sources)
+        copier.read(mapped, targets)
+        for source, view, target in zip(sources, mapped.views, targets, strict=True):
+            assert torch.equal(source, view)
+            assert torch.equal(source, target)
+
+    def test_hashes_what_it_writes_and_reads(self, make_mapped, copier, byte_specs):
+        mapped = make_mapped(byte_specs)
+        sources = [random_bytes(size) for size in SIZES]
+        targets = [torch.zeros_like(source) for source in sources]
+        expected = [expected_checksum(source.numpy().tobytes()) for source in sources]
+        assert copier.write_hashed(mapped, sources) == expected
+        assert copier.checksums(mapped) == expected
+        assert copier.read_hashed(mapped, targets) == expected
+        assert all(map(torch.equal, sources, targets))
+
+    def test_hashes_what_it_must_convert(self, make_mapped, copier):
+        kinds = {
+            "cast": (torch.randn(300, 1000), "bfloat16"),
+            "transposed": (torch.randn(1000, 300).t(), "float32"),
+            "conjugate": (torch.randn(400, dtype=torch.complex64).conj(), "complex64"),
+            "parameter": (torch.nn.Parameter(torch.randn(7)), "float32"),
+        }
+        mapped = make_mapped([TensorSpec(n, d, tuple(t.shape)) for n, (t, d) in kinds.items()])
+        checksums = copier.write_hashed(mapped, [tensor for tensor, _ in kinds.values()])
+        for view, found, (tensor, _) in zip(mapped.views, checksums, kinds.values(), strict=True):
+            wanted = tensor.detach().resolve_conj().to(view.dtype).contiguous()
+            assert torch.equal(view, wanted)
+            assert found == expected_checksum(wanted.view(torch.uint8).numpy().tobytes())
+
+    def test_a_failure_in_any_thread_is_raised(self, make_mapped, copier):
+        mapped = make_mapped([TensorSpec(str(n), "float32", (1000,)) for n in range(20)])
+        for wrong in (0, 10, 19):
+            targets = [torch.zeros(1000 if n != wrong else 999) for n in range(20)]
+            with pytest.raises(RuntimeError):
+                copier.read(mapped, targets)
+
+    def test_closing_ends_its_threads(self, make_mapped, byte_specs):
+        before = set(threading.enumerate())
+        copier = Copier(4)
+        copier.checksums(make_mapped(byte_specs))
+        assert set(threading.enumerate()) - before
+        copier.close()
+        copier.close()
+        assert set(threading.enumerate()) - before == set()
+
+    def test_one_thread_is_the_callers(self, make_mapped, byte_specs):
+        before = set(threading.enumerate())
+        copier = Copier(1)
+        copier.checksums(make_mapped(byte_specs))
+        assert set(threading.enumerate()) == before
+
+
+def test_what_can_be_copied_byte_by_byte():
+    real, complex_ = torch.zeros(4, 4), torch.zeros(4, dtype=torch.complex64)
+    assert is_plain(real, torch.float32)
+    assert is_plain(torch.nn.Parameter(real), torch.float32)
+    assert is_plain(real[1:], torch.float32)
+    assert not is_plain(real, torch.float64)
+    assert not is_plain(real[:, 1:], torch.float32)
+    assert not is_plain(real.t(), torch.float32)
+    assert not is_plain(complex_.conj(), torch.complex64)
+    assert not is_plain(complex_[:1].conj().imag, torch.float32)
+    assert not is_plain(torch.empty(4, device="meta"), torch.float32)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1)))
+def test_the_table_of_checksums_comes_back(checksums):
+    data = pack_checksums(checksums)
+    assert len(data) == 8 * len(checksums)
+    assert unpack_checksums(data) == checksums
