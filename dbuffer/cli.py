@@ -287,7 +287,7 @@ def demo(
     engine: Annotated[
         str, typer.Option(help="'vllm', or 'torch' for the same loop with a plain torch policy.")
     ] = "vllm",
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 60,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 40,
     output: Annotated[
         Path, typer.Option(help="Directory for the plot and the engine's log.")
     ] = Path("dbuffer-demo"),
@@ -307,7 +307,7 @@ def demo(
     options = package.DemoOptions(output=output, engine=engine, steps=steps, seed=seed)  # type: ignore[arg-type]  # checked by the class
     result = package.show_demo(options, errors if as_json else console)
     if as_json:
-        _print_json({**dataclasses.asdict(result), "success": result.success})
+        _print_json(result.as_dict())
     if not result.success:
         raise typer.Exit(EXIT_FAILED)
 

@@ -63,7 +63,7 @@ OTHER = Pattern(num_tensors=5, numel=700)
 
 def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
     """The version that a receiver made now reads; it must be whole, and one of the patterns."""
-    with dbuffer.WeightReceiver(store, verify=verify) as receiver:
+    with dbuffer.WeightReceiver(store, receiver_id="newest", verify=verify) as receiver:
         loaded: dict[str, torch.Tensor] = {}
 
         def load(pairs: Any) -> None:
