@@ -78,7 +78,7 @@ def _measure(directories: Sequence[Path], *, quick: bool) -> Results:
     results.fan_out_s.update(
         fan_out.publish_times_s(fanned, first, publishes=5 if quick else 20, receivers=(1, 4))
     )
-    results.flips_s.extend(flips.flip_latencies_s(first, flips=200 if quick else 500))
+    results.flips_s.extend(flips.flip_latencies_s(first, flips=200 if quick else 300))
     return results
 
 
@@ -93,8 +93,8 @@ def _cases(directories: Sequence[Path]) -> Iterator[Case]:
     for directory in others:  # smaller: a disk that cannot keep up with the writes slows them all
         narrow = ("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.5))
         few = ("Qwen3-30B-A3B, narrowed, 12 layers", models.qwen3_30b_a3b(narrowing=8, layers=12))
-        yield Case(f"dense, {directory}", *narrow, directory, budget_s=15)
-        yield Case(f"experts, {directory}", *few, directory, budget_s=15)
+        yield Case(f"dense, {directory}", *narrow, directory, budget_s=8)
+        yield Case(f"experts, {directory}", *few, directory, budget_s=8)
 
 
 def _quick_cases(directories: Sequence[Path]) -> Iterator[Case]:

@@ -13,7 +13,7 @@ from benchmarks.peers import Peer
 from benchmarks.processes import child, reply, scratch_folder
 
 _SAMPLE_INTERVAL_S = 0.001
-_PUBLISHES = 3
+_PUBLISHES = 2
 
 
 def extra_memory_bytes(shapes: Shapes, directory: Path, peer: type[Peer]) -> int:

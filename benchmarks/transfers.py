@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from benchmarks.processes import scratch_folder
 Times = dict[str, list[float]]
 
 MAX_ROUNDS = 5
+_FAST_TURNS = 2
 _TURNS_WITHOUT_SLOW = 5
 
 
@@ -35,7 +37,7 @@ class Case:
     budget_s: float
     """No round but the first starts after this time."""
     fast: Sequence[type[Peer]] = (Dbuffer,)
-    """Measured, with memcpy, before each of the slow ones: more samples at little cost."""
+    """Measured, with memcpy, twice before each of the slow ones: more samples at little cost."""
     slow: Sequence[type[Peer]] = OTHERS
 
 
@@ -96,10 +98,14 @@ def _measure(
     for round_number in range(MAX_ROUNDS):
         # Taking turns spreads the noise of a shared machine over all of them alike.
         for slow_turn in [[peer] for peer in slow] or [[]] * _TURNS_WITHOUT_SLOW:
-            for name, variant in variants.items():
-                result.memcpy[name].append(timed(variant))
-            for peer in (*fast, *slow_turn):
+            for _ in range(_FAST_TURNS):
+                for name, variant in variants.items():
+                    result.memcpy[name].append(timed(variant))
+                for peer in fast:
+                    _visit(result, peer, check=round_number == 0)
+            for peer in slow_turn:
                 _visit(result, peer, check=round_number == 0)
+                gc.collect()  # its garbage is not for the next one to clear away
         if time.monotonic() - start_s > case.budget_s:
             break
     return result

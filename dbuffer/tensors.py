@@ -243,7 +243,8 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
         if filled >= share and len(slices) < parts - 1:
             slices.append((first, index + 1))
             first, filled = index + 1, 0
-    slices.append((first, len(sizes)))
+    if first < len(sizes):
+        slices.append((first, len(sizes)))
     return slices
 
 

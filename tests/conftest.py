@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-SHARED_MEMORY = Path("/dev/shm")
+from support import SHARED_MEMORY
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ import torch
 import dbuffer
 from dbuffer import filesystem
 
+SHARED_MEMORY = Path("/dev/shm")
+
 TIMEOUT_S = 60.0
 """No child is waited for longer: a test that hangs must fail, and say where."""
 
@@ -154,6 +156,7 @@ class Child:
         """Wait until a SIGSTOP has taken effect."""
         deadline = time.monotonic() + TIMEOUT_S
         while _state_of(self.pid) != "T":
+            assert self._process.exitcode is None, "the child ended"
             assert time.monotonic() < deadline, "the child did not stop"
             time.sleep(0.001)
 

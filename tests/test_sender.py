@@ -180,7 +180,7 @@ class TestMetadata:
         try:
             sender.send(WEIGHTS, metadata={"deep": self.nested(depth)})
         except InvalidWeightsError:
-            assert depth > 400
+            assert depth > 100
         with WeightReceiver(store) as receiver, receiver.open() as snapshot:
             assert len(snapshot.tensors) == 2
 
@@ -280,6 +280,31 @@ class TestFiles:
             os.umask(before)
         for path in [store / "deep" / "down", *(store / "deep" / "down").rglob("*")]:
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+    @pytest.mark.parametrize("durable", [False, True])
+    def test_is_flushed_before_it_is_named_where_asked_for(self, store, monkeypatch, durable):
+        done = []
+        replace, fsync = os.replace, os.fsync
+
+        def note_replace(source, target):
+            done.append(Path(target).name)
+            replace(source, target)
+
+        def note_fsync(descriptor):
+            done.append(f"flush {Path(f'/proc/self/fd/{descriptor}').readlink().suffix}")
+            fsync(descriptor)
+
+        with WeightSender(store, durable=durable) as sender:
+            monkeypatch.setattr(os, "replace", note_replace)
+            monkeypatch.setattr(os, "fsync", note_fsync)
+            sender.send(WEIGHTS)
+        flush = ["flush .tmp"] if durable else []
+        sync_directory = ["flush "] if durable else []
+        marked = [*flush, "manifest.json", *sync_directory]
+        complete = [*flush, "manifest.json", *sync_directory, *flush, "CURRENT", *sync_directory]
+        weights = ["flush .td"] if durable else []
+        assert done == [*marked, *weights, *complete]
+        assert torch.equal(received(store)["a"], WEIGHTS["a"])
 
     def test_a_path_with_spaces_and_unicode(self, tmp_path):
         path = tmp_path / "a store — 重み" / "it's\nhere"

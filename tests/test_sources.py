@@ -754,8 +754,8 @@ SHARDED = """
 
     if rank == 0:
         with dbuffer.WeightSender(sys.argv[1]) as sender:
-            for weights in (model, model.state_dict()):
-                publication = sender.send(weights)
+            publication = sender.send(model)
+            sender.send(model.state_dict())
         with dbuffer.WeightReceiver(sys.argv[1]) as receiver:
             with receiver.open(timeout_s=5) as snapshot:
                 tensors = {**snapshot.tensors}

@@ -1,0 +1,167 @@
+"""Guarantee 5, nobody waits for ever: a reader that holds on is evicted, is told, and starts over.
+
+What it holds stays whole all the same: its file is replaced, not overwritten.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from support import OTHER, SMALL, assert_tidy, newest
+
+import dbuffer
+
+TIMEOUT_S = 0.1
+SOON_S = 1.0
+
+
+def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
+    for version in versions:
+        sender.send(SMALL.weights(version), version=version)
+
+
+def test_evicted_snapshot_stays_whole_and_raises_on_leaving(store: Path) -> None:
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        publish(sender, 1)
+        with (
+            pytest.raises(dbuffer.SnapshotEvictedError, match="version 1"),
+            receiver.open() as snapshot,
+        ):
+            publish(sender, 2, 3, 4, 5)
+            assert SMALL.version_of(snapshot.tensors) == snapshot.version == 1
+            sender.send(OTHER.weights(6))
+            assert SMALL.version_of(snapshot.tensors) == 1
+        with receiver.open() as snapshot:
+            assert OTHER.version_of(snapshot.tensors) == snapshot.version == 6
+        assert_tidy(store)
+
+
+def test_an_evicted_version_is_not_acknowledged(store: Path) -> None:
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        publish(sender, 1)
+        with pytest.raises(dbuffer.SnapshotEvictedError), receiver.open():
+            publish(sender, 2, 3)
+        with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+            sender.wait_applied(1, timeout_s=0)
+
+
+def test_a_snapshot_of_the_newest_version_is_never_evicted(store: Path) -> None:
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        publish(sender, 1)
+        with receiver.open() as snapshot:
+            publish(sender, 2)
+            assert SMALL.version_of(snapshot.tensors) == 1
+        sender.wait_applied(1, timeout_s=0)
+
+
+def test_publish_waits_no_longer_than_the_reader_needs(store: Path) -> None:
+    """A reader that lets go in time is waited for, and its file is used again."""
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=60) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        publish(sender, 1, 2)
+        before = sorted(store.rglob("weights-*"))
+        with receiver.open():
+            publish(sender, 3)
+        started = time.monotonic()
+        publish(sender, 4)
+        assert time.monotonic() - started < SOON_S
+        assert sorted(store.rglob("weights-*")) == before
+
+
+def test_load_into_a_function_starts_over_by_itself(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[dict[str, torch.Tensor]] = []
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        publish(sender, 1)
+
+        def load_slowly(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+            loaded = {name: tensor.clone() for name, tensor in pairs}
+            calls.append(loaded)
+            if len(calls) == 1:
+                publish(sender, 2, 3)
+
+        with caplog.at_level(logging.WARNING, "dbuffer"):
+            assert receiver.load_into(load_slowly) == 3
+        sender.wait_applied(3, timeout_s=0)
+    assert [SMALL.version_of(loaded) for loaded in calls] == [1, 3]
+    assert "version 1" in caplog.text
+
+
+def test_load_into_a_dictionary_starts_over_by_itself(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = SMALL.empty()
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        publish(sender, 1)
+        read = receiver._copier.read
+
+        def read_slowly(*args: object) -> None:
+            read(*args)
+            if sender._writer.next_version(None) == 2:
+                publish(sender, 2, 3)
+
+        monkeypatch.setattr(receiver._copier, "read", read_slowly)
+        assert receiver.load_into(target) == 3
+    assert SMALL.version_of(target) == 3
+
+
+def test_the_log_names_every_receiver_that_was_evicted(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
+        dbuffer.WeightReceiver(store, receiver_id="slow-1") as one,
+        dbuffer.WeightReceiver(store, receiver_id="slow-2") as two,
+        dbuffer.WeightReceiver(store, receiver_id="quick") as quick,
+    ):
+        publish(sender, 1)
+        with (
+            caplog.at_level(logging.WARNING, "dbuffer.writer"),
+            pytest.raises(dbuffer.SnapshotEvictedError),
+            one.open(),
+        ):
+            with pytest.raises(dbuffer.SnapshotEvictedError), two.open():
+                with quick.open():
+                    pass
+                publish(sender, 2, 3)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "slow-1" in line
+    assert "slow-2" in line
+    assert "quick" not in line
+    assert str(store) in line
+
+
+def test_a_stream_of_weights_evicts_as_well(store: Path) -> None:
+    with (
+        dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+    ):
+        publish(sender, 1, 2)
+        with pytest.raises(dbuffer.SnapshotEvictedError), receiver.open() as snapshot:
+            for version in (3, 4):
+                sender.send(iter(SMALL.weights(version).items()))
+            assert SMALL.version_of(snapshot.tensors) == 2
+        assert newest(store) == 4

@@ -1,0 +1,237 @@
+"""A disk without room: a clear error, the old version still served, and then it goes on.
+
+The stores are on a tmpfs of a few megabytes, mounted for the test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from support import SMALL, Child, Pattern, assert_tidy
+
+import dbuffer
+
+MEGABYTE = 1 << 20
+DISK_BYTES = 8 * MEGABYTE
+BIG = Pattern(num_tensors=12, numel=MEGABYTE // 32)  # 3 MB: the disk holds two, and no third
+WIDE = Pattern(num_tensors=6, numel=MEGABYTE // 16)  # as large, and of another layout
+HUGE = Pattern(num_tensors=32, numel=MEGABYTE // 32)  # 8 MB, and the disk has not even one
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small filesystem of its own."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "dbuffer-test", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+    yield path
+    # Lazily: a traceback of what the test has caught may still hold a file open.
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(disk: Path, leave_bytes: int = 0) -> Path:
+    """Leave that much room and no more; the file to remove to make room again."""
+    path = disk / "filler"
+    stats = os.statvfs(disk)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - leave_bytes)
+    return path
+
+
+def loaded(receiver: dbuffer.WeightReceiver) -> tuple[int | None, dict[str, torch.Tensor]]:
+    tensors: dict[str, torch.Tensor] = {}
+
+    def load(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
+        tensors.update((name, tensor.clone()) for name, tensor in pairs)
+
+    return receiver.load_into(load), tensors
+
+
+def assert_serves(store: Path, version: int, pattern: Pattern = BIG) -> None:
+    with dbuffer.WeightReceiver(store, receiver_id="serves") as receiver:
+        found, tensors = loaded(receiver)
+        assert found == pattern.version_of(tensors) == version
+
+
+def test_full_at_the_first_publish(disk: Path) -> None:
+    with dbuffer.WeightSender(disk / "store") as sender:
+        filler = fill(disk, leave_bytes=MEGABYTE)
+        for _ in range(3):
+            with pytest.raises(dbuffer.StoreFullError, match=f"no room left for {disk}"):
+                sender.send(BIG.weights(1), version=1)
+            with dbuffer.WeightReceiver(disk / "store") as receiver:
+                assert receiver.load_into(BIG.empty()) is None
+        filler.unlink()
+        assert sender.send(BIG.weights(1), version=1).version == 1
+        assert_serves(disk / "store", 1)
+        assert_tidy(disk / "store")
+
+
+def test_full_before_the_store_is_made(disk: Path) -> None:
+    filler = fill(disk)
+    with contextlib.suppress(dbuffer.StoreFullError), dbuffer.WeightSender(disk / "store") as one:
+        one.send(SMALL.weights(1))
+    filler.unlink()
+    with dbuffer.WeightSender(disk / "store") as sender:
+        sender.send(SMALL.weights(1), version=1)
+    assert_serves(disk / "store", 1, SMALL)
+
+
+@pytest.mark.parametrize("first", [1, 2], ids=["second buffer", "both buffers there"])
+def test_full_later(disk: Path, first: int) -> None:
+    """Without room for a byte, not even a version into a file that is there can be marked."""
+    with dbuffer.WeightSender(disk / "store") as sender:
+        for version in range(1, first + 1):
+            sender.send(BIG.weights(version))
+        filler = fill(disk)
+        for _ in range(3):
+            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
+                sender.send(BIG.weights(first + 1))
+            assert_serves(disk / "store", first)
+        filler.unlink()
+        for version in range(first + 1, first + 4):
+            assert sender.send(BIG.weights(version)).version == version
+            assert_serves(disk / "store", version)
+        assert_tidy(disk / "store")
+
+
+def test_full_at_any_page(disk: Path) -> None:
+    """Room for a few pages: whichever small file comes too late, nothing is lost."""
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    failures = 0
+    with dbuffer.WeightSender(disk / "store", checksum=True) as sender:
+        last = 0
+        for num_pages in range(8):
+            for layout in (SMALL, Pattern(num_tensors=3, numel=100 + num_pages)):
+                filler = fill(disk, leave_bytes=num_pages * page_bytes)
+                try:
+                    sender.send(layout.weights(last + 1))
+                except dbuffer.StoreFullError:
+                    failures += 1
+                else:
+                    last, pattern = last + 1, layout
+                if last:
+                    assert_serves(disk / "store", last, pattern)
+                filler.unlink()
+        assert failures > 0
+        assert last > 0
+        sender.send(SMALL.weights(last + 1))
+        assert_serves(disk / "store", last + 1, SMALL)
+        assert_tidy(disk / "store")
+
+
+def test_room_for_two_versions_is_enough_for_a_new_layout(disk: Path) -> None:
+    """The error's own words; the version that is replaced must not take up room meanwhile."""
+    with dbuffer.WeightSender(disk / "store") as sender:
+        for version in (1, 2, 3):
+            sender.send(BIG.weights(version))
+        for version in (4, 5, 6):
+            sender.send(WIDE.weights(version))
+            assert_serves(disk / "store", version, WIDE)
+        assert_tidy(disk / "store")
+
+
+def test_room_for_two_versions_is_enough_for_receivers_that_follow(disk: Path) -> None:
+    with (
+        dbuffer.WeightSender(disk / "store") as sender,
+        dbuffer.WeightReceiver(disk / "store") as receiver,
+    ):
+        target = BIG.empty()
+        for version in (1, 2, 3):
+            sender.send(BIG.weights(version))
+            assert receiver.load_into(target) == version
+        target = WIDE.empty()
+        for version in (4, 5, 6):
+            sender.send(WIDE.weights(version))
+            assert receiver.load_into(target) == version
+            assert WIDE.version_of(target) == version
+
+
+def test_full_at_a_new_layout(disk: Path) -> None:
+    with dbuffer.WeightSender(disk / "store") as sender:
+        for version in (1, 2):
+            sender.send(BIG.weights(version))
+        for _ in range(3):
+            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
+                sender.send(HUGE.weights(3))
+            assert_serves(disk / "store", 2)
+        sender.send(BIG.weights(3))
+        assert_serves(disk / "store", 3)
+        assert_tidy(disk / "store")
+    with dbuffer.WeightSender(disk / "store") as sender:
+        sender.send(BIG.weights(4))
+        assert_serves(disk / "store", 4)
+
+
+def test_full_in_the_middle_of_a_stream(disk: Path) -> None:
+    """A stream's size shows only as it comes."""
+    with dbuffer.WeightSender(disk / "store") as sender:
+        sender.send(BIG.weights(1))
+        for _ in range(3):
+            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
+                sender.send(iter(HUGE.weights(2).items()))
+            assert_serves(disk / "store", 1)
+        sender.send(iter(BIG.weights(2).items()))
+        assert_serves(disk / "store", 2)
+        assert_tidy(disk / "store")
+
+
+def hold(connection: Connection, store: Path) -> None:
+    with dbuffer.WeightReceiver(store) as receiver:
+        try:
+            with receiver.open() as snapshot:
+                connection.send(snapshot.version)
+                connection.recv()
+                connection.send(BIG.version_of(snapshot.tensors))
+        except dbuffer.SnapshotEvictedError:
+            connection.send("evicted")
+    connection.recv()
+
+
+def test_full_because_an_evicted_reader_still_has_its_file(disk: Path) -> None:
+    """Its bytes cannot be given to anyone else as long as it maps them."""
+    with (
+        dbuffer.WeightSender(disk / "store", reader_timeout_s=0.1) as sender,
+        contextlib.ExitStack() as readers,
+    ):
+        sender.send(BIG.weights(1))
+        reader = readers.enter_context(Child(hold, disk / "store"))
+        assert reader.receive() == 1
+        sender.send(BIG.weights(2))
+        for _ in range(2):
+            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
+                sender.send(BIG.weights(3))
+            assert_serves(disk / "store", 2)
+        reader.send("let go")
+        assert reader.receive() == 1, "what it held is whole"
+        assert reader.receive() == "evicted"
+        readers.close()
+        for version in (3, 4, 5):
+            sender.send(BIG.weights(version))
+            assert_serves(disk / "store", version)
+        assert_tidy(disk / "store")
+
+
+def test_receiver_acknowledges_again_when_there_is_room(disk: Path) -> None:
+    with (
+        dbuffer.WeightSender(disk / "store") as sender,
+        dbuffer.WeightReceiver(disk / "store") as receiver,
+    ):
+        target = SMALL.empty()
+        sender.send(SMALL.weights(1))
+        filler = fill(disk)
+        assert receiver.load_into(target) == 1, "a reader needs no room"
+        filler.unlink()
+        sender.send(SMALL.weights(2))
+        assert receiver.load_into(target) == 2
+        sender.wait_applied(2, timeout_s=0)

@@ -1,0 +1,260 @@
+"""One writer a store: the second is refused, and one that lost the store finds out in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from support import OTHER, SMALL, Child, Step, at_step, newest, stop
+
+import dbuffer
+from dbuffer.buffer import DoubleBuffer
+
+SOON_S = 1.0
+
+
+def send_on_request(connection: Connection, store: Path) -> None:
+    """Publish version 1, then each that is asked for; answer with its version or the error."""
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        connection.send(os.getpid())
+        while (version := connection.recv()) is not None:
+            try:
+                connection.send(sender.send(SMALL.weights(version), version=version).version)
+            except dbuffer.DBufferError as error:
+                connection.send(type(error).__name__)
+    connection.send("closed")
+
+
+def test_second_sender_is_refused_and_told_who_holds_the_store(store: Path) -> None:
+    with Child(send_on_request, store) as first:
+        pid = first.receive()
+        with pytest.raises(dbuffer.WriterActiveError, match=f"process {pid} .*{store}"):
+            dbuffer.WeightSender(store)
+        first.send(2)
+        assert first.receive() == 2, "the attempt must not disturb the one that is there"
+        first.send(None)
+        assert first.receive() == "closed"
+        with dbuffer.WeightSender(store) as second:
+            assert second.send(SMALL.weights(3)).version == 3
+    assert newest(store) == 3
+
+
+def test_second_sender_in_the_same_process_is_refused(store: Path) -> None:
+    with dbuffer.WeightSender(store):
+        with pytest.raises(dbuffer.WriterActiveError, match=f"process {os.getpid()}"):
+            dbuffer.WeightSender(store)
+
+
+def test_superseded_sender_finds_out_before_it_touches_anything(store: Path) -> None:
+    """Somebody removed the lock's file, and with it what keeps senders apart."""
+    with Child(send_on_request, store) as first:
+        first.receive()
+        (store / "writer.lock").unlink()
+        with dbuffer.WeightSender(store) as second:
+            second.send(SMALL.weights(2))
+            before = contents(store)
+            first.send(3)
+            assert first.receive() == "WriterSupersededError"
+            assert contents(store) == before
+            assert second.send(SMALL.weights(3)).version == 3
+            assert newest(store) == 3
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(store)): path.read_bytes()
+        for path in store.rglob("*")
+        if path.is_file() and path.parent.name != "receivers"
+    }
+
+
+@pytest.mark.parametrize("pattern", [SMALL, OTHER], ids=["same layout", "other layout"])
+def test_sender_superseded_while_it_publishes_does_not_undo_its_successor(
+    store: Path, pattern: object
+) -> None:
+    """Paused half way through a stream, it comes back when another has published."""
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as first:
+        first.send(SMALL.weights(1))
+
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            pairs = iter(pattern.weights(2).items())
+            yield next(pairs)
+            (store / "writer.lock").unlink()
+            with dbuffer.WeightSender(store, reader_timeout_s=0.1) as second:
+                second.send(SMALL.weights(5), version=5)
+            yield from pairs
+
+        with pytest.raises(dbuffer.WriterSupersededError, match=str(os.getpid())):
+            first.send(stream())
+        assert newest(store) == 5
+    with dbuffer.WeightSender(store) as third:
+        assert third.send(SMALL.weights(6)).version == 6
+    assert newest(store) == 6
+
+
+BEFORE_THE_FLIP = {
+    "in the copy": Step("call", "Copier.write"),
+    "after the copy": Step("return", "WeightSender._copy"),
+    "before the commit": Step("call", "BufferWriter.commit"),
+}
+
+
+def publish_and_stop(connection: Connection, store: Path, step: Step) -> None:
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+        at_step(step, stop)
+        try:
+            sender.send(SMALL.weights(4))
+        except dbuffer.DBufferError as error:
+            connection.send(type(error).__name__)
+        else:
+            connection.send("published")
+
+
+@pytest.mark.parametrize("step", BEFORE_THE_FLIP.values(), ids=BEFORE_THE_FLIP)
+def test_frozen_sender_that_was_replaced_does_not_publish_when_it_wakes(
+    store: Path, step: Step
+) -> None:
+    with Child(publish_and_stop, store, step) as first:
+        first.wait_until_stopped()
+        (store / "writer.lock").unlink()
+        with dbuffer.WeightSender(store, reader_timeout_s=0.1) as second:
+            for version in (4, 5):
+                second.send(SMALL.weights(version + 100), version=version + 100)
+            first.signal(signal.SIGCONT)
+            assert first.receive() == "WriterSupersededError"
+            assert newest(store) == 105
+            second.send(SMALL.weights(106), version=106)
+    assert newest(store) == 106
+
+
+def test_each_writer_has_an_epoch_and_a_run_of_its_own(store: Path) -> None:
+    double, seen = DoubleBuffer(store), []
+    for version in (1, 2, 3):
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(version))
+        writer, pointer = double.writer(), double.pointer()
+        assert writer is not None
+        assert pointer is not None
+        assert writer.run == pointer.run
+        seen.append((writer.epoch, writer.run))
+    assert [epoch for epoch, _ in seen] == [1, 2, 3]
+    assert len({run for _, run in seen}) == 3
+
+
+def test_sender_of_a_store_that_was_replaced_finds_out(store: Path) -> None:
+    with dbuffer.WeightSender(store) as first:
+        first.send(SMALL.weights(1))
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as second:
+            second.send(SMALL.weights(1))
+            with pytest.raises(dbuffer.WriterSupersededError):
+                first.send(SMALL.weights(2))
+    assert newest(store) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Forked children
+
+
+def fork_and_use(connection: Connection, use: Callable[[], object]) -> None:
+    """Fork a child that tries ``use``, sends the error, and then lives as long as the test."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        try:
+            use()
+        except dbuffer.ClosedError as error:
+            connection.send(str(error))
+        os.write(writing, b"!")
+        with contextlib.suppress(EOFError):
+            connection.recv()
+        os._exit(0)
+    os.read(reading, 1)
+
+
+def fork_with_a_sender(connection: Connection, store: Path, in_a_publish: bool) -> None:
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+        fork_and_use(connection, lambda: sender.send(SMALL.weights(4)))
+        if in_a_publish:
+            at_step(Step("return", "WeightSender._copy"), stop)
+            sender.send(SMALL.weights(4))
+        stop()
+
+
+@pytest.mark.parametrize("in_a_publish", [False, True], ids=["between publishes", "in a publish"])
+def test_forked_child_cannot_publish_and_keeps_no_lock(store: Path, in_a_publish: bool) -> None:
+    """A data loader's worker outlives the trainer that was killed."""
+    with Child(fork_with_a_sender, store, in_a_publish) as parent:
+        assert "fork" in parent.receive()
+        parent.wait_until_stopped()
+        parent.signal(signal.SIGKILL)
+        assert parent.wait() == -signal.SIGKILL
+        with dbuffer.WeightSender(store, reader_timeout_s=10) as sender:
+            for version in (4, 5):
+                assert sender.send(SMALL.weights(version)).duration_s < SOON_S
+        assert newest(store) == 5
+
+
+def fork_with_a_snapshot(connection: Connection, store: Path) -> None:
+    with dbuffer.WeightReceiver(store, num_threads=1) as receiver, receiver.open():
+        fork_and_use(connection, lambda: receiver.load_into(SMALL.empty()))
+        stop()
+
+
+def test_forked_child_of_a_receiver_keeps_no_lock(store: Path) -> None:
+    with dbuffer.WeightSender(store, reader_timeout_s=10) as sender:
+        sender.send(SMALL.weights(1))
+        with Child(fork_with_a_snapshot, store) as parent:
+            assert "fork" in parent.receive()
+            parent.wait_until_stopped()
+            parent.signal(signal.SIGKILL)
+            assert parent.wait() == -signal.SIGKILL
+            for version in (2, 3):
+                assert sender.send(SMALL.weights(version)).duration_s < SOON_S
+
+
+def test_forked_child_that_ends_takes_no_lock_along(store: Path) -> None:
+    """The child closes its copies of the descriptors; the parent's locks must hold."""
+    with Child(fork_and_reap, store) as parent:
+        parent.receive()
+        with pytest.raises(dbuffer.WriterActiveError):
+            dbuffer.WeightSender(store)
+        parent.send("go on")
+        assert parent.receive() == 2
+
+
+def fork_and_reap(connection: Connection, store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        connection.send("reaped")
+        connection.recv()
+        connection.send(sender.send(SMALL.weights(2)).version)
+
+
+def test_closed_sender_says_so(store: Path) -> None:
+    sender = dbuffer.WeightSender(store)
+    sender.send(SMALL.weights(1))
+    sender.close()
+    sender.close()
+    started = time.monotonic()
+    with pytest.raises(dbuffer.ClosedError, match="closed"):
+        sender.send(SMALL.weights(2))
+    with dbuffer.WeightSender(store) as again:
+        assert again.send(SMALL.weights(2)).version == 2
+    assert time.monotonic() - started < SOON_S

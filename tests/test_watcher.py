@@ -1,0 +1,292 @@
+"""The watcher: events wake at once, and everything works without them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dbuffer import WeightReceiver, WeightSender, filesystem, watcher
+from dbuffer.watcher import Watcher
+
+LONG_S = 30.0
+"""A poll interval that no test waits for."""
+
+SOON_S = 2.0
+
+
+@pytest.fixture
+def directory(tmp_path):
+    path = tmp_path / "store"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def watch():
+    """Make watchers that are closed at the end."""
+    made = []
+
+    def make(path: Path) -> Watcher:
+        made.append(Watcher(path))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def settle(watcher: Watcher) -> None:
+    """Wait until no event is left: the first wait after a watch was set never lasts."""
+    for _ in range(10):
+        started = time.monotonic()
+        watcher.wait(0.15)
+        if time.monotonic() - started >= 0.15:
+            return
+    raise AssertionError("the watcher does not come to rest")
+
+
+def replace(path: Path, text: str = "new") -> None:
+    scratch = path.parent.parent / "scratch"
+    scratch.mkdir(exist_ok=True)
+    filesystem.replace_file(path, text.encode(), scratch=scratch)
+
+
+def waited_s(watcher: Watcher, timeout_s: float = LONG_S) -> float:
+    started = time.monotonic()
+    watcher.wait(timeout_s)
+    return time.monotonic() - started
+
+
+def test_wakes_when_the_file_is_replaced(directory, watch):
+    watcher = watch(directory / "CURRENT")
+    settle(watcher)
+    for number in range(5):
+        timer = threading.Timer(0.1, replace, [directory / "CURRENT", str(number)])
+        timer.start()
+        assert waited_s(watcher) < SOON_S
+        timer.join()
+        settle(watcher)
+
+
+def test_what_happened_before_the_wait_counts(directory, watch):
+    watcher = watch(directory / "CURRENT")
+    settle(watcher)
+    replace(directory / "CURRENT")
+    time.sleep(0.1)
+    assert waited_s(watcher) < SOON_S
+
+
+def test_does_not_wake_for_other_files(directory, watch):
+    watcher = watch(directory / "CURRENT")
+    settle(watcher)
+    for name in ("CURRENT.tmp", "writer.json", ".CURRENT", "xCURRENT"):
+        replace(directory / name)
+        (directory / name).unlink()
+    (directory / "A").mkdir()
+    (directory / "A" / "CURRENT").touch()
+    assert waited_s(watcher, 0.3) >= 0.3
+
+
+def test_wakes_by_itself(directory, watch):
+    watcher = watch(directory / "CURRENT")
+    settle(watcher)
+    assert 0.2 <= waited_s(watcher, 0.2) < SOON_S
+
+
+def test_can_be_woken(directory, watch):
+    watcher = watch(directory / "CURRENT")
+    settle(watcher)
+    threading.Timer(0.1, watcher.wake).start()
+    assert waited_s(watcher) < SOON_S
+
+
+def test_closing_ends_its_threads(directory):
+    before = set(threading.enumerate())
+    watcher = Watcher(directory / "CURRENT")
+    watcher.wait(0.01)
+    assert set(threading.enumerate()) - before
+    watcher.close()
+    watcher.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_the_directory_may_come_later(directory, watch):
+    directory.rmdir()
+    watcher = watch(directory / "CURRENT")
+    assert 0.1 <= waited_s(watcher, 0.1) < SOON_S
+    directory.mkdir()
+    settle(watcher)
+    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
+    assert waited_s(watcher) < SOON_S
+
+
+@pytest.mark.parametrize("waits_between", [False, True], ids=["unseen", "seen"])
+def test_the_directory_may_be_removed_and_made_again(directory, watch, waits_between):
+    # On ext4 the new directory gets the inode number of the old one.
+    watcher = watch(directory / "CURRENT")
+    settle(watcher)
+    shutil.rmtree(directory)
+    if waits_between:
+        watcher.wait(0.05)
+    directory.mkdir()
+    settle(watcher)
+    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
+    assert waited_s(watcher) < SOON_S
+
+
+def test_the_directory_may_be_replaced_by_another(directory, watch, tmp_path):
+    watcher = watch(directory / "CURRENT")
+    settle(watcher)
+    directory.rename(tmp_path / "old")
+    directory.mkdir()
+    settle(watcher)
+    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
+    assert waited_s(watcher) < SOON_S
+
+
+def test_the_directory_may_vanish_while_it_is_looked_at(directory, watch, monkeypatch):
+    fail_to_observe(monkeypatch, errno.ENOENT)
+    watcher = watch(directory / "CURRENT")
+    for _ in range(3):
+        watcher.wait(0.01)
+    monkeypatch.undo()
+    settle(watcher)
+    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
+    assert waited_s(watcher) < SOON_S
+
+
+def fail_to_observe(monkeypatch, number: int, at: str = "start") -> None:
+    """Let watchdog find inotify in a bad state."""
+
+    class BrokenObserver(watcher.Observer):  # type: ignore[misc, valid-type]
+        def schedule(self, *args, **options):
+            if at == "schedule":
+                raise OSError(number, os.strerror(number))
+            return super().schedule(*args, **options)
+
+        def start(self):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(watcher, "Observer", BrokenObserver)
+
+
+OUT_OF_INOTIFY = (errno.EMFILE, errno.ENOSPC, errno.ENFILE)
+
+
+@pytest.mark.parametrize("at", ["start", "schedule"])
+@pytest.mark.parametrize("number", OUT_OF_INOTIFY, ids=errno.errorcode.get)
+def test_without_inotify_it_sleeps_and_says_so_once(
+    directory, watch, monkeypatch, caplog, number, at
+):
+    fail_to_observe(monkeypatch, number, at)
+    before = set(threading.enumerate())
+    waiting = watch(directory / "CURRENT")
+    with caplog.at_level(logging.DEBUG, "dbuffer"):
+        for _ in range(5):
+            waiting.wait(0.01)
+            replace(directory / "CURRENT")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(directory) in caplog.text
+    assert os.strerror(number) in caplog.text
+    assert 0.1 <= waited_s(waiting, 0.1) < SOON_S
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_error_of_another_kind_is_raised(directory, watch, monkeypatch):
+    fail_to_observe(monkeypatch, errno.EACCES)
+    with pytest.raises(PermissionError):
+        watch(directory / "CURRENT").wait(0.01)
+
+
+def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
+    network = filesystem.Mount("nfs4", is_network=True, can_rewrite_in_place=False)
+    monkeypatch.setattr(filesystem, "mount_of", lambda path: network)
+    before = set(threading.enumerate())
+    waiting = watch(directory / "CURRENT")
+    with caplog.at_level(logging.DEBUG, "dbuffer"):
+        for _ in range(3):
+            waiting.wait(0.01)
+    assert 0.1 <= waited_s(waiting, 0.1) < SOON_S
+    assert set(threading.enumerate()) <= before
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+
+
+WEIGHTS = {"a": torch.ones(3), "b": torch.zeros(2)}
+
+
+def test_a_receiver_sees_a_flip_long_before_it_would_look(directory):
+    with (
+        WeightSender(directory) as sender,
+        WeightReceiver(directory, poll_interval_s=LONG_S) as receiver,
+    ):
+        for version in range(1, 6):
+            timer = threading.Timer(0.1, sender.send, [WEIGHTS])
+            timer.start()
+            started = time.monotonic()
+            assert receiver.wait_for_version(version - 1, timeout_s=LONG_S) == version
+            assert time.monotonic() - started < SOON_S
+            timer.join()
+
+
+def test_a_receiver_made_before_the_store_sees_its_first_version(tmp_path):
+    with WeightReceiver(tmp_path / "store", poll_interval_s=0.1) as receiver:
+        made = []
+
+        def publish():
+            made.append(WeightSender(tmp_path / "store"))
+            made[0].send(WEIGHTS)
+
+        timer = threading.Timer(0.3, publish)
+        timer.start()
+        assert receiver.wait_for_version(timeout_s=LONG_S) == 1
+        timer.join()
+        made[0].close()
+
+
+@pytest.mark.parametrize("number", OUT_OF_INOTIFY, ids=errno.errorcode.get)
+def test_a_receiver_without_inotify_follows_all_the_same(directory, monkeypatch, caplog, number):
+    fail_to_observe(monkeypatch, number)
+    stop = threading.Event()
+    seen = []
+    with (
+        caplog.at_level(logging.INFO, "dbuffer"),
+        WeightSender(directory) as sender,
+        WeightReceiver(directory, poll_interval_s=0.02) as receiver,
+    ):
+
+        def publish():
+            for _ in range(5):
+                version = sender.send(WEIGHTS).version
+                sender.wait_applied(version, timeout_s=10)
+            stop.set()
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        seen.extend(snapshot.version for snapshot in receiver.follow(stop_event=stop))
+        thread.join()
+    assert seen == [1, 2, 3, 4, 5]
+    assert len(caplog.records) == 1
+
+
+def test_a_receiver_whose_store_is_made_anew_before_its_first_version(tmp_path):
+    store = tmp_path / "store"
+    with WeightReceiver(store, poll_interval_s=LONG_S) as receiver:
+        WeightSender(store).close()
+        assert receiver.wait_for_version(timeout_s=0.1) is None
+        shutil.rmtree(store)
+        with WeightSender(store) as sender:
+            assert receiver.wait_for_version(timeout_s=0.1) is None
+            timer = threading.Timer(0.1, sender.send, [WEIGHTS])
+            timer.start()
+            started = time.monotonic()
+            assert receiver.wait_for_version(timeout_s=LONG_S) == 1
+            assert time.monotonic() - started < SOON_S
+            timer.join()
