@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.measure import median
-from benchmarks.peers import Dbuffer
 from benchmarks.targets import Check, Results
-from benchmarks.transfers import Transfer
+from benchmarks.transfers import Times, Transfer
 
 _PACKAGES = ("dbuffer", "torch", "tensordict", "torchrl", "safetensors", "xxhash", "watchdog")
 
@@ -130,9 +129,13 @@ def _transfer_as_json(transfer: Transfer) -> Any:
         "memcpy_s": transfer.memcpy,
         "publish_s": transfer.publish,
         "receive_s": transfer.receive,
-        "publish_of_memcpy": transfer.limit_s / median(transfer.publish[Dbuffer.name]),
-        "receive_of_memcpy": transfer.limit_s / median(transfer.receive[Dbuffer.name]),
+        "publish_of_memcpy": _ratios(transfer, transfer.publish),
+        "receive_of_memcpy": _ratios(transfer, transfer.receive),
     }
+
+
+def _ratios(transfer: Transfer, times: Times) -> dict[str, float]:
+    return {peer: transfer.limit_s / median(times_s) for peer, times_s in times.items()}
 
 
 def _cpu_model() -> str:

@@ -22,7 +22,8 @@ from benchmarks.processes import scratch_folder
 Times = dict[str, list[float]]
 
 MAX_ROUNDS = 5
-_FAST_TURNS = 2
+_BUFFERS = 2
+"""dbuffer writes to one, then to the other."""
 _TURNS_WITHOUT_SLOW = 5
 
 
@@ -90,28 +91,42 @@ def run(case: Case) -> Transfer:
 def _measure(
     case: Case, fast: list[Peer], slow: list[Peer], variants: dict[str, Callable[[], object]]
 ) -> Transfer:
+    """Take turns, which spreads the noise of a shared machine over all of them alike.
+
+    Whoever's turn it is first goes untimed: hosts of virtual machines take memory away that was
+    not touched for some seconds, and to give it back can cost ten times the copy.
+    """
     result = Transfer(case)
-    warm_up = Transfer(case)
-    for peer in [*fast, *fast, *(peer for peer in slow if peer.keeps_files)]:
-        _visit(warm_up, peer, check=False)
     start_s = time.monotonic()
     for round_number in range(MAX_ROUNDS):
-        # Taking turns spreads the noise of a shared machine over all of them alike.
+        is_first = round_number == 0
         for slow_turn in [[peer] for peer in slow] or [[]] * _TURNS_WITHOUT_SLOW:
-            for _ in range(_FAST_TURNS):
-                for name, variant in variants.items():
-                    result.memcpy[name].append(timed(variant))
-                for peer in fast:
-                    _visit(result, peer, check=round_number == 0)
+            _fast_turn(Transfer(case), fast, variants, check=is_first)
+            _fast_turn(result, fast, variants)
             for peer in slow_turn:
-                _visit(result, peer, check=round_number == 0)
+                _visit(Transfer(case), peer, check=is_first)
+                _visit(result, peer)
                 gc.collect()  # its garbage is not for the next one to clear away
         if time.monotonic() - start_s > case.budget_s:
             break
     return result
 
 
-def _visit(into: Transfer, peer: Peer, *, check: bool) -> None:
+def _fast_turn(
+    into: Transfer,
+    fast: list[Peer],
+    variants: dict[str, Callable[[], object]],
+    *,
+    check: bool = False,
+) -> None:
+    for _ in range(_BUFFERS):
+        for name, variant in variants.items():
+            into.memcpy[name].append(timed(variant))
+        for peer in fast:
+            _visit(into, peer, check=check)
+
+
+def _visit(into: Transfer, peer: Peer, *, check: bool = False) -> None:
     """Let a peer publish and receive once; look whether the data came over, if ``check``."""
     if check:
         for tensor in peer.destination.values():

@@ -11,6 +11,7 @@ the last byte was read tells whether a writer has begun since.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from dbuffer import filesystem
 from dbuffer.errors import StoreCorruptError, StoreNotFoundError, VersionRegressedError
-from dbuffer.filesystem import Descriptor
+from dbuffer.filesystem import Descriptor, os_errors
 from dbuffer.layout import Layout, digest
 from dbuffer.manifest import (
     BUFFERS,
@@ -59,10 +60,6 @@ class HeldBuffer:
 
     def release(self) -> None:
         """Drop the lock."""
-        if self.file.is_open:
-            # Closing alone would not do: a mapping holds a duplicate of the descriptor, and the
-            # lock lives until the last duplicate goes.
-            filesystem.unlock(self.file.number)
         self.file.close()
 
     def read_layout(self) -> Layout:
@@ -87,18 +84,22 @@ class DoubleBuffer:
     def __init__(self, root: str | os.PathLike[str], *, allow_shared_store: bool = False) -> None:
         self.root = Path(root)
         self.allow_shared_store = allow_shared_store
+        self._owner_only = not allow_shared_store
 
     def check(self) -> None:
         """Refuse a store that is not there, or in which others could put weights."""
-        if self.allow_shared_store:
-            if not self.root.is_dir():
-                raise StoreNotFoundError(f"there is no store at {self.root}")
-        else:
+        if not self.exists():
+            raise StoreNotFoundError(f"there is no store at {self.root}")
+        if not self.allow_shared_store:
             filesystem.check_trust(self.root)
+            for buffer in BUFFERS:
+                with contextlib.suppress(StoreNotFoundError):  # a sender is making them
+                    filesystem.check_trust(self.root / buffer)
 
     def exists(self) -> bool:
         """Whether there is a directory, published to or not."""
-        return self.root.is_dir()
+        with os_errors("look for a store", self.root):
+            return self.root.is_dir()
 
     def pointer(self) -> Pointer | None:
         """What ``CURRENT`` says; None before the first publish."""
@@ -193,8 +194,11 @@ class DoubleBuffer:
             return None, f"buffer {pointer.buffer} does not hold version {pointer.version}"
         path = self.root / pointer.buffer / manifest.file
         try:
-            file = Descriptor(filesystem.open_regular(path, os.O_RDONLY))
-        except FileNotFoundError:
+            with os_errors("read", path):
+                file = Descriptor(
+                    filesystem.open_regular(path, os.O_RDONLY, owner_only=self._owner_only)
+                )
+        except StoreNotFoundError:
             return None, f"{path} is not there"
         if not filesystem.try_lock(file.number, exclusive=False):
             file.close()
@@ -212,8 +216,9 @@ class DoubleBuffer:
 
     def _read(self, kind: type[RecordT], path: Path) -> RecordT | None:
         try:
-            data = filesystem.read_small(path, MAX_RECORD_BYTES)
-        except FileNotFoundError:
+            with os_errors("read", path):
+                data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self._owner_only)
+        except StoreNotFoundError:
             return None
         try:
             return decode(kind, data)

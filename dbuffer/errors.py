@@ -18,11 +18,11 @@ class StoreInsecureError(DBufferError, PermissionError):
     """The store belongs to someone else, or others can write to it."""
 
 
-class StoreWriteError(DBufferError, OSError):
-    """The filesystem refused a write, a flush or a lock that the store needs."""
+class StoreAccessError(DBufferError, OSError):
+    """The filesystem refused a read, a write, a flush or a lock that the store needs."""
 
 
-class StoreFullError(StoreWriteError):
+class StoreFullError(StoreAccessError):
     """The filesystem has no room for another version. The last one stays readable."""
 
 

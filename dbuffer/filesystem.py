@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dbuffer.errors import (
+    DBufferError,
+    StoreAccessError,
     StoreCorruptError,
     StoreFullError,
     StoreInsecureError,
     StoreNotFoundError,
-    StoreWriteError,
 )
 
 REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"})
@@ -88,6 +89,8 @@ def os_errors(action: str, path: Path) -> Iterator[None]:
     """Turn an OSError into ours, which says what was being done, where, and what to do."""
     try:
         yield
+    except DBufferError:
+        raise
     except FileNotFoundError as error:
         raise StoreNotFoundError(f"cannot {action}: no {error.filename or path}") from error
     except OSError as error:
@@ -96,7 +99,7 @@ def os_errors(action: str, path: Path) -> Iterator[None]:
                 f"cannot {action}: no room left for {path}; the last published version stays "
                 "readable, and publishing works again once there is room for two versions"
             ) from error
-        raise StoreWriteError(f"cannot {action} at {path}: {error.strerror}") from error
+        raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}") from error
 
 
 def make_directory(path: Path, *, parents: bool = False) -> None:
@@ -112,12 +115,14 @@ def check_trust(path: Path) -> None:
         StoreNotFoundError: there is no directory.
         StoreInsecureError: it has another owner, or its mode lets others write.
     """
-    try:
+    with os_errors("look at a store", path):
         found = path.stat()
-    except FileNotFoundError:
-        raise StoreNotFoundError(f"there is no store at {path}") from None
     if not stat.S_ISDIR(found.st_mode):
         raise StoreInsecureError(f"{path} is not a directory, so not a store")
+    _check_trusted(found, path)
+
+
+def _check_trusted(found: os.stat_result, path: Path) -> None:
     if found.st_uid != os.geteuid():
         raise StoreInsecureError(
             f"{path} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}; "
@@ -130,12 +135,18 @@ def check_trust(path: Path) -> None:
         )
 
 
-def open_regular(path: Path, flags: int) -> int:
+def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> int:
     """Open a file for reading or writing, never through a link, never anything but a file.
+
+    Args:
+        path: where it is.
+        flags: as for `os.open`.
+        owner_only: refuse a file that someone else could have written.
 
     Raises:
         FileNotFoundError: it is not there.
         StoreCorruptError: it is a link, a directory, a pipe.
+        StoreInsecureError: it has another owner, or its mode lets others write.
     """
     try:
         # O_NONBLOCK: a pipe put in the file's place must not hang whoever opens it.
@@ -144,20 +155,26 @@ def open_regular(path: Path, flags: int) -> int:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise StoreCorruptError(f"{path} is not a plain file") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreCorruptError(f"{path} is not a plain file")
+        if owner_only:
+            _check_trusted(found, path)
+    except BaseException:
         os.close(descriptor)
-        raise StoreCorruptError(f"{path} is not a plain file")
+        raise
     return descriptor
 
 
-def read_small(path: Path, max_bytes: int) -> bytes:
+def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
     """The whole of a small file.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError, StoreInsecureError: as :func:`open_regular`.
         StoreCorruptError: it is no plain file, or larger than ``max_bytes``.
     """
-    descriptor = open_regular(path, os.O_RDONLY)
+    descriptor = open_regular(path, os.O_RDONLY, owner_only=owner_only)
     try:
         data = os.read(descriptor, max_bytes + 1)
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from dbuffer.errors import StoreCorruptError, StoreFormatError
@@ -199,7 +199,8 @@ def is_receiver_id(text: str) -> bool:
 
 def encode(record: Record) -> bytes:
     """One line of JSON, ASCII only."""
-    data = {"format": FORMAT, **asdict(record)}  # type: ignore[call-overload]
+    names = [item.name for item in fields(record)]  # type: ignore[arg-type]
+    data = {"format": FORMAT, **{name: getattr(record, name) for name in names}}
     return json.dumps(data, separators=(",", ":")).encode("ascii") + b"\n"
 
 

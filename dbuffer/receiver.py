@@ -25,8 +25,8 @@ from dbuffer.errors import (
     ChecksumError,
     ClosedError,
     SnapshotEvictedError,
+    StoreAccessError,
     StoreNotFoundError,
-    StoreWriteError,
     VersionTimeoutError,
 )
 from dbuffer.layout import Layout
@@ -397,7 +397,7 @@ class WeightReceiver:
                 filesystem.replace_file(
                     directory / f"{self.receiver_id}.json", encode(record), scratch=directory
                 )
-        except (StoreWriteError, StoreNotFoundError) as error:
+        except (StoreAccessError, StoreNotFoundError) as error:
             self._can_record = False
             logger.warning("receiver %s cannot acknowledge: %s", self.receiver_id, error)
 

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,10 +27,10 @@ from dbuffer.manifest import MAX_RECORD_BYTES, Manifest
 from dbuffer.sources import Describer, Rename, Source, Weights
 from dbuffer.tensors import (
     BLOCK_BYTES,
-    DTYPE_NAMES,
     DTYPES,
     Copier,
     MappedTensors,
+    can_cast_to,
     copy_one,
     join_digests,
     pack_checksums,
@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
 """Metadata is read with every look at a manifest; large things belong in a tensor."""
+
+MAX_METADATA_DEPTH = 100
+"""Nesting that any reader can parse, however deep its stack is already."""
 
 _POLL_MIN_S = 0.001
 _POLL_MAX_S = 0.05
@@ -109,7 +112,7 @@ class WeightSender:
     Raises:
         WriterActiveError: another sender has this store.
         StoreInsecureError: the directory is not ours alone.
-        StoreWriteError: the directory cannot be made or written.
+        StoreAccessError: the directory cannot be made or written.
         ValueError: an option is not what it may be.
     """
 
@@ -125,7 +128,7 @@ class WeightSender:
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
     ) -> None:
-        if dtype is not None and (dtype not in DTYPE_NAMES or not dtype.is_floating_point):
+        if dtype is not None and not can_cast_to(dtype):
             raise InvalidWeightsError(f"weights cannot be cast to {dtype}")
         if checksum not in (True, False, "auto"):
             raise ValueError(f"checksum is {checksum!r}, and may be True, False or 'auto'")
@@ -170,7 +173,7 @@ class WeightSender:
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.
             VersionError: ``version`` is not above the last one.
-            StoreFullError, StoreWriteError: the filesystem refused. The last version stays.
+            StoreFullError, StoreAccessError: the filesystem refused. The last version stays.
             WriterSupersededError: another sender took the store over.
             ClosedError: the sender was closed, or this is a forked child.
         """
@@ -391,7 +394,18 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             f"metadata of {len(text)} bytes is above the limit of {MAX_METADATA_BYTES}"
         )
     checked: dict[str, Any] = json.loads(text)
+    level: list[Any] = [checked]
+    for _ in range(MAX_METADATA_DEPTH):
+        level = [child for value in level for child in _children(value)]
+    if level:
+        raise InvalidWeightsError(f"metadata is nested more than {MAX_METADATA_DEPTH} levels deep")
     return checked
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:

@@ -21,7 +21,7 @@ from torch import nn
 from dbuffer.checkpoint import LazyTensor, read_checkpoint
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.layout import TensorSpec
-from dbuffer.tensors import DTYPE_NAMES, DTYPES
+from dbuffer.tensors import DTYPE_NAMES, can_cast_to
 
 WRAPPER_PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 """What torch.compile, FSDP and activation checkpointing put into the middle of names."""
@@ -215,7 +215,7 @@ def spec_of(
 ) -> TensorSpec:
     """A tensor's spec as it will be published, with floating-point tensors in ``dtype``."""
     kept = tensor.dtype
-    if dtype is not None and kept.is_floating_point and kept is not DTYPES.get("float4_e2m1fn_x2"):
+    if dtype is not None and can_cast_to(kept):
         kept = dtype
     try:
         return TensorSpec(name, DTYPE_NAMES[kept], tuple(tensor.shape))

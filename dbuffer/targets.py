@@ -138,8 +138,19 @@ def _problems(name: str, tensor: Any, expected: str) -> list[str]:
         return [str(error)]
     if found != expected:
         return [f"published {expected}, target {found}"]
-    if any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
-        return [f"{name!r} of the target is an expanded view"]
+    if tensor.is_conj() or tensor.is_neg():
+        return [f"{name!r} of the target is a lazily conjugated or negated view"]
+    if _overlaps_itself(tensor):
+        return [f"{name!r} of the target is an expanded or overlapping view"]
     return []
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements may lie in one place, so that a copy into it has no meaning."""
+    reach = 0
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(step for step in steps if step[1] > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

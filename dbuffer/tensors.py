@@ -48,9 +48,8 @@ class MappedTensors:
     """
 
     def __init__(self, file: int, file_bytes: int, layout: Layout, *, shared: bool) -> None:
-        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
         self.layout = layout
-        self._map = mmap.mmap(file, file_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map = _map(file, file_bytes, shared=shared)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.raw = memoryview(self._map)
         self.address = self._bytes.data_ptr()
@@ -95,6 +94,17 @@ class MappedTensors:
         """The digest of one block's bytes."""
         start = self.layout.offsets[block.tensor] + block.offset
         return xxhash.xxh3_64_intdigest(self.raw[start : start + block.num_bytes])
+
+
+def _map(file: int, file_bytes: int, *, shared: bool) -> mmap.mmap:
+    # A map keeps a duplicate of its descriptor, and with it the lock of whatever it was opened
+    # as; forked children keep it too. So the file is opened once more, with no lock.
+    own = os.open(f"/proc/self/fd/{file}", (os.O_RDWR if shared else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        return mmap.mmap(own, file_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(own)
 
 
 class Copier:
@@ -220,6 +230,12 @@ def copy_one(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a single tensor, casting if dtypes differ."""
     with torch.inference_mode():
         destination.copy_(source)
+
+
+def can_cast_to(dtype: torch.dtype) -> bool:
+    """Whether floating-point tensors can be published in this dtype."""
+    is_packed = DTYPE_NAMES.get(dtype) == "float4_e2m1fn_x2"  # two numbers an element
+    return dtype in DTYPE_NAMES and dtype.is_floating_point and not is_packed
 
 
 def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

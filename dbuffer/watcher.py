@@ -66,7 +66,9 @@ class Watcher:
         except FileNotFoundError:
             return
         identity = (found.st_dev, found.st_ino)
-        if self._can_watch and identity != self._watched:
+        # A new directory may get the number of the one that was removed; the emitter ends with
+        # the old one.
+        if self._can_watch and (identity != self._watched or self._has_ended()):
             self._stop()
             self._watched = identity if self._start() else None
             # What was replaced before the watch stood will send no event.
@@ -80,6 +82,7 @@ class Watcher:
             logger.info("%s is on %s: polling, no inotify", directory, mount.filesystem)
             self._can_watch = False
             return False
+        observer: BaseObserver | None = None
         try:
             observer = Observer()
             observer.schedule(
@@ -88,16 +91,22 @@ class Watcher:
                 event_filter=[FileCreatedEvent, FileMovedEvent],
             )
             observer.start()
-        except FileNotFoundError:  # it was removed since we looked
-            return False
         except OSError as error:
-            if error.errno not in _OUT_OF_INOTIFY:
+            if observer is not None:
+                observer.stop()  # ends the thread that it began with
+            if error.errno in _OUT_OF_INOTIFY:
+                logger.warning("no inotify for %s (%s): polling", directory, error)
+                self._can_watch = False
+            elif error.errno != errno.ENOENT:  # that: it was removed since we looked
                 raise
-            logger.warning("no inotify for %s (%s): polling", directory, error)
-            self._can_watch = False
             return False
         self._observer = observer
         return True
+
+    def _has_ended(self) -> bool:
+        return self._observer is not None and not all(
+            emitter.is_alive() for emitter in self._observer.emitters
+        )
 
     def _stop(self) -> None:
         if self._observer is not None:

@@ -62,7 +62,7 @@ class BufferWriter:
 
     Raises:
         WriterActiveError: another writer has the store.
-        StoreInsecureError, StoreWriteError: the directory cannot be used.
+        StoreInsecureError, StoreAccessError: the directory cannot be used.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class BufferWriter:
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.root = self.store.root
         self._reader_timeout_s = reader_timeout_s
+        self._owner_only = not allow_shared_store
         filesystem.make_directory(self.root, parents=True)
         self.store.check()
         for name in (*BUFFERS, RECEIVERS_DIRECTORY):
@@ -111,7 +112,7 @@ class BufferWriter:
         """
         last = self._last_version()
         if version is None:
-            return last + 1
+            version = last + 1
         if isinstance(version, bool) or not isinstance(version, int) or version > MAX_INTEGER:
             raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
         if version <= last:
@@ -161,7 +162,7 @@ class BufferWriter:
 
         Raises:
             WriterSupersededError: another writer took the store over. Nothing was published.
-            StoreFullError, StoreWriteError: a flush or write failed. Nothing was published.
+            StoreFullError, StoreAccessError: a flush or write failed. Nothing was published.
         """
         if self._sync:
             filesystem.sync_file(claim.file.number, claim.path)
@@ -169,9 +170,11 @@ class BufferWriter:
             complete, state="complete", generation=claim.marked.generation + 1, run=self.record.run
         )
         directory = self.root / claim.buffer
+        # A writer that was paused or cut off learns here that it has a successor, before it
+        # writes over that one's manifest, and once more before the flip. A successor that comes
+        # between a check and the line after it is not seen.
+        self._check_not_superseded()
         self._put(directory / MANIFEST_FILE, complete, scratch=directory)
-        # A writer that was paused or cut off learns here that it has a successor. A successor
-        # that comes between this line and the next is not seen.
         self._check_not_superseded()
         pointer = Pointer(
             version=complete.version,
@@ -322,7 +325,7 @@ class BufferWriter:
                 return known
             if known is not None:
                 self._forget(known)
-            file = Descriptor(filesystem.open_regular(path, os.O_RDWR))
+            file = Descriptor(filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only))
         except FileNotFoundError:
             return None
         self._files[path] = file
@@ -345,9 +348,6 @@ class BufferWriter:
 
     def _forget(self, file: Descriptor) -> None:
         self._files = {path: known for path, known in self._files.items() if known is not file}
-        if file.is_open:
-            # A mapping's duplicate of the descriptor would keep the lock past the close.
-            filesystem.unlock(file.number)
         file.close()
 
     def _remove_unnamed_files(self, buffer: str, *, keep: str | None) -> None:

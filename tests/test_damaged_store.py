@@ -398,7 +398,7 @@ def test_something_else_in_the_place_of_a_file(
     assert_read_or_refused(damaged, verify=True)
     if put is put_directory or path.name == "writer.lock":
         # What is inside may be somebody's: it is named, and left for a person to remove.
-        with contextlib.suppress(dbuffer.StoreWriteError, dbuffer.StoreCorruptError):
+        with contextlib.suppress(dbuffer.StoreAccessError, dbuffer.StoreCorruptError):
             assert_repaired_by_publishing(damaged)
     else:
         assert_repaired_by_publishing(damaged)
@@ -412,7 +412,7 @@ def test_a_directory_that_is_none(damaged: Path, directory: str, is_there: bool)
     if is_there:
         (damaged / directory).write_text("no directory")
         assert_read_or_refused(damaged, verify=True)
-        with pytest.raises(dbuffer.StoreWriteError, match=f"{damaged / directory}"):
+        with pytest.raises(dbuffer.StoreAccessError, match=f"{damaged / directory}"):
             dbuffer.WeightSender(damaged)
     else:
         assert_read_or_refused(damaged, verify=True)
@@ -700,7 +700,7 @@ def test_read_only_store_can_be_read_and_not_written(
         assert receiver.load_into(target) is None
     [line] = [r.getMessage() for r in caplog.records if "acknowledge" in r.getMessage()]
     assert str(read_only) in line
-    with pytest.raises(dbuffer.StoreWriteError, match=str(read_only)):
+    with pytest.raises(dbuffer.StoreAccessError, match=str(read_only)):
         dbuffer.WeightSender(read_only)
 
 

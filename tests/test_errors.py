@@ -21,7 +21,7 @@ STANDARD_TYPES = {
     "StoreFullError": OSError,
     "StoreInsecureError": PermissionError,
     "StoreNotFoundError": FileNotFoundError,
-    "StoreWriteError": OSError,
+    "StoreAccessError": OSError,
     "VersionError": ValueError,
     "VersionRegressedError": RuntimeError,
     "VersionTimeoutError": TimeoutError,

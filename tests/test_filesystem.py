@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from dbuffer import filesystem
 from dbuffer.errors import (
+    StoreAccessError,
     StoreCorruptError,
     StoreFullError,
     StoreInsecureError,
     StoreNotFoundError,
-    StoreWriteError,
 )
 
 
@@ -84,7 +84,7 @@ class TestReplaceFile:
             raise OSError(errno.EIO, "Input/output error")
 
         monkeypatch.setattr(os, "replace", fail)
-        with pytest.raises(StoreWriteError, match="Input/output error"):
+        with pytest.raises(StoreAccessError, match="Input/output error"):
             filesystem.replace_file(path, b"new", scratch=scratch)
         assert path.read_bytes() == b"old"
         assert list(scratch.iterdir()) == []
@@ -238,9 +238,9 @@ def test_allocated_space_is_real(tmp_path):
     [
         (errno.ENOSPC, StoreFullError),
         (errno.EDQUOT, StoreFullError),
-        (errno.EIO, StoreWriteError),
-        (errno.EROFS, StoreWriteError),
-        (errno.EACCES, StoreWriteError),
+        (errno.EIO, StoreAccessError),
+        (errno.EROFS, StoreAccessError),
+        (errno.EACCES, StoreAccessError),
         (errno.ENOENT, StoreNotFoundError),
     ],
 )

@@ -106,7 +106,7 @@ def test_what_is_no_directory_is_refused(shm_path: Path, way_in: Callable[..., N
     path = shm_path / "file"
     path.write_text("not a store")
     if way_in is open_sender:
-        with pytest.raises(dbuffer.StoreWriteError, match=str(path)):
+        with pytest.raises(dbuffer.StoreAccessError, match=str(path)):
             way_in(path)
     else:
         with dbuffer.WeightReceiver(path) as receiver:
