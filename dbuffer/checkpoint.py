@@ -28,7 +28,10 @@ SAFETENSORS_DTYPES = {
     "F32": "float32",
     "F64": "float64",
     "C64": "complex64",
+    "F4": "float4_e2m1fn_x2",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E5M2": "float8_e5m2",
     "F8_E8M0": "float8_e8m0fnu",
 }
@@ -41,6 +44,8 @@ class LazyTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     fetch: Callable[[], torch.Tensor]
+    identity: int = 0
+    """The same for two names of one tensor; 0 where that is not known."""
 
 
 def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
@@ -81,7 +86,7 @@ def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:
             wanted = files_of.setdefault(path / file, [])
             if wanted is not None:
                 wanted.append(name)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidWeightsError(f"{index} is no index of a checkpoint ({error})") from None
     return files_of
 
@@ -99,9 +104,12 @@ def _open_safetensors(
         handle: Any = safe_open(file, framework="pt")
         for name in wanted if wanted is not None else handle.keys():
             part = handle.get_slice(name)
-            dtype = DTYPES[SAFETENSORS_DTYPES[part.get_dtype()]]
+            dtype = SAFETENSORS_DTYPES[part.get_dtype()]
+            shape = list(part.get_shape())
+            if dtype == "float4_e2m1fn_x2":
+                shape[-1] //= 2  # safetensors counts numbers, torch the bytes that hold two
             # Each reader keeps the file open; it is closed when the last of them is dropped.
-            yield name, LazyTensor(dtype, tuple(part.get_shape()), _reader(handle, name))
+            yield name, LazyTensor(DTYPES[dtype], tuple(shape), _reader(handle, name))
     except (SafetensorError, OSError) as error:
         raise InvalidWeightsError(f"cannot read {file}: {error}") from None
     except KeyError as error:

@@ -368,6 +368,7 @@ class WeightSender:
                 end = align(end + spec.num_bytes)
                 if progress is not None:
                     progress(end, 0)
+                del tensor, data  # before the next one is made
             if not specs:
                 raise InvalidWeightsError("there is no tensor in the weights to publish")
             footer = Footer.of(Layout.of(specs))

@@ -7,8 +7,10 @@ has not yet produced.
 
 from __future__ import annotations
 
+import json
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +25,10 @@ from dbuffer.errors import InvalidWeightsError
 from dbuffer.layout import TensorSpec
 from dbuffer.tensors import DTYPE_NAMES, can_cast_to
 
-WRAPPER_PARTS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What torch.compile, FSDP and activation checkpointing put into the middle of names."""
+
+_wrapper_parts = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPER_PARTS)})\.")
 
 WRAPPER_PREFIX = "module."
 """What DDP, DataParallel and DeepSpeed put before every name."""
@@ -74,6 +78,7 @@ class Outline:
         return (
             list(named) == self.names
             and {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
+            and {tensor.layout for tensor in tensors} == {torch.strided}
             and all(map(operator.eq, map(_get_shape, tensors), self.shapes))
             and all(map(operator.is_, map(_get_dtype, tensors), self.dtypes))
         )
@@ -147,17 +152,17 @@ class Describer:
             if has_prefix is None:
                 has_prefix = name.startswith(WRAPPER_PREFIX)
             name = _renamed(name.removeprefix(WRAPPER_PREFIX) if has_prefix else name, self.rename)
+            _check_name(name)
             if name in seen:
                 raise InvalidWeightsError(f"the name {name!r} comes twice")
             seen.add(name)
             checked = _gatherable(name, tensor)
             yield spec_of(name, checked, self.dtype), fetch(checked)
+            del pair, tensor, checked  # before the next one is made
 
     def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
         names = [_renamed(name, self.rename) for name in clean_names(names)]
-        if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})[:5]
-            raise InvalidWeightsError(f"several tensors have one name after renaming: {twice}")
+        _check_names(names)
         names, tensors, aliases = _without_ties(names, tensors)
         if not names:
             raise InvalidWeightsError("there is no tensor in the weights to publish")
@@ -199,15 +204,14 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by clean name, tied ones under each of their names."""
     state = module.state_dict(keep_vars=True)
     kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    return dict(zip(clean_names(kept), kept.values(), strict=True))
+    return _by_name(clean_names(kept), kept.values())
 
 
 def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
     """The leaves of a TensorDict, nested keys joined by dots."""
-    return {
-        key if isinstance(key, str) else ".".join(key): value
-        for key, value in weights.items(include_nested=True, leaves_only=True)
-    }
+    leaves = dict(weights.items(include_nested=True, leaves_only=True))
+    names = [key if isinstance(key, str) else ".".join(key) for key in leaves]
+    return _by_name(names, leaves.values())
 
 
 def spec_of(
@@ -221,6 +225,24 @@ def spec_of(
         return TensorSpec(name, DTYPE_NAMES[kept], tuple(tensor.shape))
     except KeyError:
         raise InvalidWeightsError(f"no format for dtype {kept} of tensor {name!r}") from None
+
+
+def _by_name(names: list[str], tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+    _check_names(names)
+    return dict(zip(names, tensors, strict=True))
+
+
+def _check_names(names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})[:5]
+        raise InvalidWeightsError(f"several tensors have one name after cleaning: {twice}")
+    for name in names:
+        _check_name(name)
+
+
+def _check_name(name: str) -> None:
+    if not name.isascii() and json.loads(json.dumps(name)) != name:
+        raise InvalidWeightsError(f"the name {name!r:.80} has a broken character in it")
 
 
 def _as_mapping(weights: Any) -> Mapping[str, torch.Tensor] | None:
@@ -271,7 +293,9 @@ def _gatherable(name: str, tensor: torch.Tensor) -> torch.Tensor | LazyTensor:
         )
     if hasattr(tensor, "full_tensor"):
         sharded: Any = tensor.detach()
-        return LazyTensor(tensor.dtype, tuple(tensor.shape), sharded.full_tensor)
+        # Ties are told by the object, on all ranks alike: a rank's own part may be empty. The sign
+        # keeps it apart from addresses.
+        return LazyTensor(tensor.dtype, tuple(tensor.shape), sharded.full_tensor, -id(tensor))
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidWeightsError(
             f"tensor {name!r} is sparse, nested or of a quantized dtype; publish its parts "
@@ -281,10 +305,7 @@ def _gatherable(name: str, tensor: torch.Tensor) -> torch.Tensor | LazyTensor:
 
 
 def _without_parts(name: str) -> str:
-    for part in WRAPPER_PARTS:
-        if part in name:
-            name = name.replace(part, "")
-    return name
+    return _wrapper_parts.sub("", name)
 
 
 def _renamed(name: str, rename: Rename | None) -> str:
@@ -300,15 +321,20 @@ def _without_ties(
     names: list[str], tensors: list[torch.Tensor | LazyTensor]
 ) -> tuple[list[str], list[torch.Tensor | LazyTensor], dict[str, str]]:
     """Keep the first of several names of one tensor; the others become aliases of it."""
-    first_at: dict[int, int] = {}
+    seen_at: dict[int, list[int]] = {}
     tied: dict[int, int] = {}
     for index, tensor in enumerate(tensors):
-        address = tensor.data_ptr() if isinstance(tensor, torch.Tensor) else 0
-        if not address:  # empty or lazy: nothing to share
+        is_lazy = isinstance(tensor, LazyTensor)
+        place = tensor.identity if isinstance(tensor, LazyTensor) else tensor.data_ptr()
+        if not place:  # empty, or read from a file: nothing to share
             continue
-        first = first_at.setdefault(address, index)
-        if first != index and is_same_memory(tensors[first], tensor):
-            tied[index] = first
+        others = seen_at.setdefault(place, [])
+        for other in others:
+            if is_lazy or is_same_memory(tensors[other], tensor):
+                tied[index] = other
+                break
+        else:
+            others.append(index)
     if not tied:
         return names, tensors, {}
     kept = [index for index in range(len(names)) if index not in tied]
@@ -324,4 +350,6 @@ def is_same_memory(one: Any, other: Any) -> bool:
         and one.stride() == other.stride()
         and one.dtype == other.dtype
         and one.device == other.device
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
     )
