@@ -62,6 +62,14 @@ class AcknowledgementTimeoutError(DBufferError, TimeoutError):
     """Too few receivers acknowledged a version in time."""
 
 
+class OptionError(DBufferError, ValueError):
+    """An option of a sender or receiver has a value that it cannot have."""
+
+
+class TargetTypeError(DBufferError, TypeError):
+    """What weights were to be loaded into is nothing that can hold them."""
+
+
 class InvalidWeightsError(DBufferError, ValueError):
     """What was given to publish cannot be published. Nothing was written."""
 

@@ -24,6 +24,7 @@ from dbuffer.buffer import POINTER_FILE, RECEIVERS_DIRECTORY, DoubleBuffer, Held
 from dbuffer.errors import (
     ChecksumError,
     ClosedError,
+    OptionError,
     SnapshotEvictedError,
     StoreAccessError,
     StoreNotFoundError,
@@ -67,7 +68,7 @@ class WeightReceiver:
             write to.
 
     Raises:
-        ValueError: an option is not what it may be.
+        OptionError: an option is not what it may be.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class WeightReceiver:
         if receiver_id is None:
             receiver_id = _default_id()
         if not is_receiver_id(receiver_id):
-            raise ValueError(
+            raise OptionError(
                 f"receiver_id {receiver_id!r:.200} is not 1 to 128 letters, digits, '.', '_', '-'"
             )
         if verify not in (True, False, "auto"):
-            raise ValueError(f"verify is {verify!r}, and may be True, False or 'auto'")
+            raise OptionError(f"verify is {verify!r}, and may be True, False or 'auto'")
         if poll_interval_s <= 0:
-            raise ValueError(f"poll_interval_s is {poll_interval_s}, and must be above 0")
+            raise OptionError(f"poll_interval_s is {poll_interval_s}, and must be above 0")
         self.receiver_id = receiver_id
         self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
         self._poll_interval_s = poll_interval_s

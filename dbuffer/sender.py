@@ -21,6 +21,7 @@ from dbuffer.errors import (
     AcknowledgementTimeoutError,
     ClosedError,
     InvalidWeightsError,
+    OptionError,
 )
 from dbuffer.layout import Layout, TensorSpec, align, digest
 from dbuffer.manifest import MAX_RECORD_BYTES, Manifest
@@ -113,7 +114,7 @@ class WeightSender:
         WriterActiveError: another sender has this store.
         StoreInsecureError: the directory is not ours alone.
         StoreAccessError: the directory cannot be made or written.
-        ValueError: an option is not what it may be.
+        OptionError: an option is not what it may be.
     """
 
     def __init__(
@@ -129,9 +130,9 @@ class WeightSender:
         allow_shared_store: bool = False,
     ) -> None:
         if dtype is not None and not can_cast_to(dtype):
-            raise InvalidWeightsError(f"weights cannot be cast to {dtype}")
+            raise OptionError(f"weights cannot be cast to {dtype}: dtype is a floating-point one")
         if checksum not in (True, False, "auto"):
-            raise ValueError(f"checksum is {checksum!r}, and may be True, False or 'auto'")
+            raise OptionError(f"checksum is {checksum!r}, and may be True, False or 'auto'")
         self._send_lock = threading.Lock()
         self._copier = Copier(num_threads)
         self._writer = BufferWriter(
@@ -368,7 +369,6 @@ class WeightSender:
                 end = align(end + spec.num_bytes)
                 if progress is not None:
                     progress(end, 0)
-                del tensor, data  # before the next one is made
             if not specs:
                 raise InvalidWeightsError("there is no tensor in the weights to publish")
             footer = Footer.of(Layout.of(specs))

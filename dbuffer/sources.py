@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
-from tensordict import TensorDictBase, is_tensor_collection
+from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import nn
 
 from dbuffer.checkpoint import LazyTensor, read_checkpoint
@@ -144,21 +144,20 @@ class Describer:
         Ties are not looked for: a tensor that is gone by now may have had the same address.
         A wrapper's leading ``module.`` goes when the first name has it.
         """
-        has_prefix: bool | None = None
+        prefix: str | None = None
         seen = set()
         for position, pair in enumerate(weights):
             name, tensor = _checked_pair(pair, position)
             name = _without_parts(name)
-            if has_prefix is None:
-                has_prefix = name.startswith(WRAPPER_PREFIX)
-            name = _renamed(name.removeprefix(WRAPPER_PREFIX) if has_prefix else name, self.rename)
+            if prefix is None:
+                prefix = name.removesuffix(clean_names([name])[0])
+            name = _renamed(name.removeprefix(prefix), self.rename)
             _check_name(name)
             if name in seen:
                 raise InvalidWeightsError(f"the name {name!r} comes twice")
             seen.add(name)
             checked = _gatherable(name, tensor)
             yield spec_of(name, checked, self.dtype), fetch(checked)
-            del pair, tensor, checked  # before the next one is made
 
     def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
         names = [_renamed(name, self.rename) for name in clean_names(names)]
@@ -209,9 +208,15 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
     """The leaves of a TensorDict, nested keys joined by dots."""
-    leaves = dict(weights.items(include_nested=True, leaves_only=True))
-    names = [key if isinstance(key, str) else ".".join(key) for key in leaves]
-    return _by_name(names, leaves.values())
+    names, tensors = [], []
+    for key, value in weights.items(include_nested=True):
+        name = key if isinstance(key, str) else ".".join(key)
+        if is_non_tensor(value):
+            raise InvalidWeightsError(f"{name!r} is not a tensor; put it into the metadata")
+        if isinstance(value, torch.Tensor):
+            names.append(name)
+            tensors.append(value)
+    return _by_name(names, tensors)
 
 
 def spec_of(

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
+from dbuffer.errors import InvalidWeightsError, TargetTypeError, WeightsMismatchError
 from dbuffer.layout import Layout
 from dbuffer.sources import (
     Outline,
@@ -43,6 +43,7 @@ class Matcher:
         """Match all of a target's tensors with all of a layout's.
 
         Raises:
+            TargetTypeError: the target holds no named tensors.
             WeightsMismatchError: a name is missing or left over, a shape or dtype differs, or a
                 tensor of the target cannot be written. All differences are listed.
         """
@@ -118,7 +119,7 @@ def _tensors_of(target: Any) -> Mapping[str, torch.Tensor]:
         return module_tensors(target)
     if isinstance(target, Mapping):
         return target
-    raise TypeError(
+    raise TargetTypeError(
         f"cannot load into a {type(target).__name__}: give a module, a dictionary of tensors or "
         "a function that takes (name, tensor) pairs"
     )

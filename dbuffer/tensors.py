@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from dbuffer.errors import OptionError
 from dbuffer.layout import ITEM_BYTES, Layout
 
 BLOCK_BYTES = 1 << 20
@@ -114,7 +115,7 @@ class Copier:
         if num_threads is None:
             num_threads = min(MAX_DEFAULT_THREADS, os.cpu_count() or 1)
         if num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}, and must be at least 1")
+            raise OptionError(f"num_threads is {num_threads}, and must be at least 1")
         self.num_threads = num_threads
         self._pool: ThreadPoolExecutor | None = None
 

@@ -141,12 +141,11 @@ def test_the_log_names_every_receiver_that_was_evicted(
         with (
             caplog.at_level(logging.WARNING, "dbuffer.writer"),
             pytest.raises(dbuffer.SnapshotEvictedError),
-            one.open(),
+            one.open(),pytest.raises(dbuffer.SnapshotEvictedError), two.open()
         ):
-            with pytest.raises(dbuffer.SnapshotEvictedError), two.open():
-                with quick.open():
-                    pass
-                publish(sender, 2, 3)
+            with quick.open():
+                pass
+            publish(sender, 2, 3)
     [line] = [record.getMessage() for record in caplog.records]
     assert "slow-1" in line
     assert "slow-2" in line

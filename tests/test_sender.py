@@ -24,6 +24,7 @@ from dbuffer import (
     AcknowledgementTimeoutError,
     ClosedError,
     InvalidWeightsError,
+    OptionError,
     StoreInsecureError,
     VersionError,
     WeightReceiver,
@@ -443,11 +444,11 @@ class TestDtype:
         "dtype", [torch.int32, torch.complex64, torch.bool, torch.qint8, "bf16"]
     )
     def test_is_a_floating_point_one(self, store, dtype):
-        with pytest.raises(InvalidWeightsError, match="cast"):
+        with pytest.raises(OptionError, match="cast"):
             WeightSender(store, dtype=dtype)
 
     def test_is_not_one_that_torch_cannot_cast_to(self, store):
-        with pytest.raises(InvalidWeightsError, match="cast"):
+        with pytest.raises(OptionError, match="cast"):
             WeightSender(store, dtype=torch.float4_e2m1fn_x2)
 
 
