@@ -11,9 +11,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import fan_out, flips, gpu, memory, models, plot, report, targets, transfers
-from benchmarks.peers import Dbuffer, DbufferChecksums, TorchRL
+from benchmarks.peers import (
+    Dbuffer,
+    DbufferChecksums,
+    DistributedCheckpoint,
+    Safetensors,
+    TensorDictMemmap,
+    TorchRL,
+    TorchSave,
+)
 from benchmarks.targets import Results
 from benchmarks.transfers import Case
+
+_PLAIN = (Dbuffer,)
+_BOTH = (Dbuffer, DbufferChecksums)
+_PEERS_FOR_EXPERTS = (TorchRL, TensorDictMemmap, Safetensors, TorchSave)
+# DCP takes half a minute for so many tensors.
+_PEERS = (*_PEERS_FOR_EXPERTS, DistributedCheckpoint)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,14 +85,12 @@ def _measure(directories: Sequence[Path], *, quick: bool) -> Results:
         results.transfers[case.key] = transfer = transfers.run(case)
         print(f"\n{report.transfer_table(transfer)}", flush=True)
     sent = results.transfers["dense"].case.shapes
-    for peer in (Dbuffer,) if quick else (Dbuffer, TorchRL):
-        results.extra_memory_bytes[peer.name] = memory.extra_memory_bytes(sent, first, peer)
-    print(f"\n{report.memory_table(results.extra_memory_bytes)}", flush=True)
+    results.extra_memory_bytes = memory.extra_memory_bytes(sent, first)
     fanned = models.qwen2_0_5b(width=0.25 if quick else 0.5)
-    results.fan_out_s.update(
-        fan_out.publish_times_s(fanned, first, publishes=5 if quick else 20, receivers=(1, 4))
+    results.fan_out_s = fan_out.publish_times_s(
+        fanned, first, publishes=5 if quick else 20, receivers=(1, 4)
     )
-    results.flips_s.extend(flips.flip_latencies_s(first, flips=200 if quick else 300))
+    results.flips_s = flips.flip_latencies_s(first, flips=200 if quick else 300)
     return results
 
 
@@ -86,25 +98,25 @@ def _cases(directories: Sequence[Path]) -> Iterator[Case]:
     first, *others = directories
     wide = ("Qwen2.5-0.5B, widened", models.qwen2_0_5b(width=1.5))
     many = ("Qwen3-30B-A3B, narrowed", models.qwen3_30b_a3b(narrowing=8))
-    yield Case("dense", *wide, first, budget_s=40)
-    yield Case("checksums", *wide, first, budget_s=10, fast=(DbufferChecksums,), slow=())
-    yield Case("experts", *many, first, budget_s=30)
+    yield Case("dense", *wide, first, _BOTH, _PEERS, slow_samples=3)
+    yield Case("experts", *many, first, _PLAIN, _PEERS_FOR_EXPERTS, slow_samples=1)
     for directory in others:  # smaller: a disk that cannot keep up with the writes slows them all
         narrow = ("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.5))
         few = ("Qwen3-30B-A3B, narrowed, 12 layers", models.qwen3_30b_a3b(narrowing=8, layers=12))
-        yield Case(f"dense, {directory}", *narrow, directory, budget_s=8)
-        yield Case(f"experts, {directory}", *few, directory, budget_s=8)
+        yield Case(f"dense, {directory}", *narrow, directory, _BOTH, _PEERS, slow_samples=2)
+        yield Case(
+            f"experts, {directory}", *few, directory, _PLAIN, _PEERS_FOR_EXPERTS, slow_samples=1
+        )
 
 
 def _quick_cases(directories: Sequence[Path]) -> Iterator[Case]:
     first, *others = directories
     dense = ("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.25))
     many = ("Qwen3-30B-A3B, 4 layers", models.qwen3_30b_a3b(narrowing=16, layers=4))
-    yield Case("dense", *dense, first, budget_s=0)
-    yield Case("checksums", *dense, first, budget_s=0, fast=(DbufferChecksums,), slow=())
-    yield Case("experts", *many, first, budget_s=0)
+    yield Case("dense", *dense, first, _BOTH, _PEERS, slow_samples=1)
+    yield Case("experts", *many, first, _PLAIN, _PEERS_FOR_EXPERTS, slow_samples=1)
     for directory in others:
-        yield Case(f"dense, {directory}", *dense, directory, budget_s=0)
+        yield Case(f"dense, {directory}", *dense, directory, _PLAIN, _PEERS, slow_samples=1)
 
 
 if __name__ == "__main__":

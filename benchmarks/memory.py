@@ -6,22 +6,24 @@ import os
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import dbuffer
 from benchmarks import models
-from benchmarks.copying import HalvesCopy
 from benchmarks.models import Shapes
-from benchmarks.peers import Peer
 from benchmarks.processes import child, reply, scratch_folder
 
 _SAMPLE_INTERVAL_S = 0.001
 _PUBLISHES = 2
 
 
-def extra_memory_bytes(shapes: Shapes, directory: Path, peer: type[Peer]) -> int:
+def extra_memory_bytes(shapes: Shapes, directory: Path) -> int:
     """How far publishing raises a process's anonymous memory above that with the model in it.
 
-    The files' own pages are not anonymous, and so not counted.
+    The store's own pages are not anonymous, and so not counted.
     """
-    with scratch_folder(directory) as folder, child(_publish, shapes, folder, peer) as publisher:
+    with (
+        scratch_folder(directory) as folder,
+        child(_publish, shapes, folder / "store") as publisher,
+    ):
         pid = reply(publisher)
         before = peak = _anonymous_bytes(pid)
         publisher.send("go")
@@ -31,14 +33,15 @@ def extra_memory_bytes(shapes: Shapes, directory: Path, peer: type[Peer]) -> int
         return peak - before
 
 
-def _publish(connection: Connection, shapes: Shapes, folder: Path, kind: type[Peer]) -> None:
-    peer = kind(models.random_weights(shapes), HalvesCopy({}), folder / "store")
-    connection.send(os.getpid())
-    connection.recv()
-    for _ in range(_PUBLISHES):
-        peer.publish()
-    connection.send(0)
-    connection.recv()  # stay, so that there is a process to look at until the end
+def _publish(connection: Connection, shapes: Shapes, store: Path) -> None:
+    weights = models.random_weights(shapes)
+    with dbuffer.WeightSender(store) as sender:
+        connection.send(os.getpid())
+        connection.recv()
+        for _ in range(_PUBLISHES):
+            sender.send(weights)
+        connection.send(0)
+        connection.recv()  # stay, so that there is a process to look at until the end
 
 
 def _anonymous_bytes(pid: int) -> int:

@@ -30,9 +30,9 @@ class Peer(ABC):
 
     name: ClassVar[str]
 
-    keeps_files: ClassVar[bool] = True
+    rewrites_files: ClassVar[bool] = True
     """Whether a publish writes into the files of the one before. The others start each file from
-    nothing, so deleting it in between, untimed, costs them nothing and saves memory."""
+    nothing; deleting it in between, untimed, spares them that."""
 
     def __init__(self, weights: Weights, copy: HalvesCopy, path: Path) -> None:
         self.weights = weights
@@ -49,7 +49,7 @@ class Peer(ABC):
         """Read them into the destination."""
 
     def discard(self) -> None:
-        """Delete what the next publish would not use."""
+        """Delete the files."""
         if self.path.is_dir():
             shutil.rmtree(self.path)
         else:
@@ -134,7 +134,7 @@ class Safetensors(Peer):
     """One safetensors file."""
 
     name = "safetensors"
-    keeps_files = False
+    rewrites_files = False
 
     def publish(self) -> None:
         """Save the file."""
@@ -149,7 +149,7 @@ class TorchSave(Peer):
     """torch.save, and torch.load with the file mapped, which is the faster way to load."""
 
     name = "torch.save"
-    keeps_files = False
+    rewrites_files = False
 
     def publish(self) -> None:
         """Save the file."""
@@ -164,7 +164,7 @@ class DistributedCheckpoint(Peer):
     """torch.distributed.checkpoint in a single process, without the fsync that is its default."""
 
     name = "torch DCP"
-    keeps_files = False
+    rewrites_files = False
 
     def publish(self) -> None:
         """Save with a thread a core."""
@@ -178,12 +178,3 @@ class DistributedCheckpoint(Peer):
             load_distributed(
                 self.destination, storage_reader=FileSystemReader(self.path), no_dist=True
             )
-
-
-OTHERS: tuple[type[Peer], ...] = (
-    TorchRL,
-    TensorDictMemmap,
-    Safetensors,
-    TorchSave,
-    DistributedCheckpoint,
-)

@@ -13,7 +13,7 @@ REPLY_TIMEOUT_S = 120.0
 
 # The fork server imports torch once for all children.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["benchmarks.peers"])
+_CONTEXT.set_forkserver_preload(["dbuffer"])
 
 
 @contextmanager

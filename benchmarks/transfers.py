@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,15 +15,13 @@ from benchmarks import models
 from benchmarks.copying import HalvesCopy, memcpy_variants
 from benchmarks.measure import median, timed
 from benchmarks.models import Shapes
-from benchmarks.peers import OTHERS, Dbuffer, Peer
+from benchmarks.peers import Peer
 from benchmarks.processes import scratch_folder
 
 Times = dict[str, list[float]]
 
-MAX_ROUNDS = 5
 _BUFFERS = 2
 """dbuffer writes to one, then to the other."""
-_TURNS_WITHOUT_SLOW = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +32,10 @@ class Case:
     model: str
     shapes: Shapes
     directory: Path
-    budget_s: float
-    """No round but the first starts after this time."""
-    fast: Sequence[type[Peer]] = (Dbuffer,)
+    fast: Sequence[type[Peer]]
     """Measured, with memcpy, twice before each of the slow ones: more samples at little cost."""
-    slow: Sequence[type[Peer]] = OTHERS
+    slow: Sequence[type[Peer]]
+    slow_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +62,6 @@ class Transfer:
         """Its median time."""
         return median(self.memcpy[self.limit])
 
-    def publish_speedup(self, peer: str) -> float:
-        """How many times as fast as ``peer`` dbuffer publishes."""
-        return median(self.publish[peer]) / median(self.publish[Dbuffer.name])
-
-    def receive_speedup(self, peer: str) -> float:
-        """How many times as fast as ``peer`` dbuffer receives."""
-        return median(self.receive[peer]) / median(self.receive[Dbuffer.name])
-
 
 def run(case: Case) -> Transfer:
     """Measure one case; its files are gone afterwards."""
@@ -97,46 +85,46 @@ def _measure(
     not touched for some seconds, and to give it back can cost ten times the copy.
     """
     result = Transfer(case)
-    start_s = time.monotonic()
-    for round_number in range(MAX_ROUNDS):
-        is_first = round_number == 0
-        for slow_turn in [[peer] for peer in slow] or [[]] * _TURNS_WITHOUT_SLOW:
-            _fast_turn(Transfer(case), fast, variants, check=is_first)
-            _fast_turn(result, fast, variants)
-            for peer in slow_turn:
-                _visit(Transfer(case), peer, check=is_first)
-                _visit(result, peer)
-                gc.collect()  # its garbage is not for the next one to clear away
-        if time.monotonic() - start_s > case.budget_s:
-            break
+    for turn, peer in enumerate(slow):
+        _fast_turn(result, fast, variants, check=turn == 0)
+        _slow_turn(result, peer)
     return result
 
 
 def _fast_turn(
-    into: Transfer,
-    fast: list[Peer],
-    variants: dict[str, Callable[[], object]],
-    *,
-    check: bool = False,
+    into: Transfer, fast: list[Peer], variants: dict[str, Callable[[], object]], *, check: bool
 ) -> None:
+    for _ in range(_BUFFERS):  # this touches memcpy's memory, too
+        for peer in fast:
+            _visit(peer, None, check=check)
     for _ in range(_BUFFERS):
         for name, variant in variants.items():
             into.memcpy[name].append(timed(variant))
         for peer in fast:
-            _visit(into, peer, check=check)
+            _visit(peer, into)
 
 
-def _visit(into: Transfer, peer: Peer, *, check: bool = False) -> None:
+def _slow_turn(into: Transfer, peer: Peer) -> None:
+    _visit(peer, None, check=True)
+    for _ in range(into.case.slow_samples):
+        if not peer.rewrites_files:
+            peer.discard()
+        _visit(peer, into)
+    peer.discard()  # room for the next one's files, and memory
+    gc.collect()  # nor is its garbage for the next one to clear away
+
+
+def _visit(peer: Peer, into: Transfer | None, *, check: bool = False) -> None:
     """Let a peer publish and receive once; look whether the data came over, if ``check``."""
     if check:
         for tensor in peer.destination.values():
             tensor.zero_()
-    into.publish[peer.name].append(timed(peer.publish))
-    into.receive[peer.name].append(timed(peer.receive))
+    published_s, received_s = timed(peer.publish), timed(peer.receive)
+    if into is not None:
+        into.publish[peer.name].append(published_s)
+        into.receive[peer.name].append(received_s)
     if check:
         _require_equal(peer)
-    if not peer.keeps_files:
-        peer.discard()
 
 
 def _require_equal(peer: Peer) -> None:

@@ -8,7 +8,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import SHARED_MEMORY
+from hypothesis import HealthCheck, Phase, settings
+
+pytest.register_assert_rewrite("damage", "support")
+
+from support import SHARED_MEMORY, SMALL  # noqa: E402
+
+import dbuffer  # noqa: E402
+
+settings.register_profile(
+    "dbuffer",
+    deadline=None,  # a machine that is busy with other things is no failure
+    database=None,
+    # Explaining a failure traces every line, and a store's examples are slow to shrink already.
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+    # Each example works on its own copy of what a fixture gives.
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("dbuffer")
 
 
 @pytest.fixture
@@ -34,3 +51,31 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         return tmp_path / "store"
     path: Path = request.getfixturevalue("store")
     return path
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A store that holds versions 2 and 3, with checksums; not to be changed."""
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else tmp_path_factory.getbasetemp()
+    directory = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))
+    path = directory / "template"
+    with dbuffer.WeightSender(path, checksum=True) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version), metadata={"step": version})
+    with dbuffer.WeightReceiver(path, receiver_id="old") as receiver:
+        receiver.load_into(SMALL.empty())
+    yield path
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def damaged(template: Path, store: Path) -> Path:
+    """A copy of the template, to be damaged."""
+    shutil.copytree(template, store)
+    return store
+
+
+@pytest.fixture
+def settle_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait two seconds to see whether a damaged store is only being written."""
+    monkeypatch.setattr("dbuffer.buffer._SETTLE_S", 0.01)

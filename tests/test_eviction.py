@@ -5,6 +5,7 @@ What it holds stays whole all the same: its file is replaced, not overwritten.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable
@@ -25,20 +26,25 @@ def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
         sender.send(SMALL.weights(version), version=version)
 
 
+def hold(receiver: dbuffer.WeightReceiver) -> tuple[dbuffer.Snapshot, contextlib.ExitStack]:
+    """A snapshot, and what to close to leave it."""
+    leave = contextlib.ExitStack()
+    return leave.enter_context(receiver.open(timeout_s=5)), leave
+
+
 def test_evicted_snapshot_stays_whole_and_raises_on_leaving(store: Path) -> None:
     with (
         dbuffer.WeightSender(store, reader_timeout_s=TIMEOUT_S) as sender,
         dbuffer.WeightReceiver(store) as receiver,
     ):
         publish(sender, 1)
-        with (
-            pytest.raises(dbuffer.SnapshotEvictedError, match="version 1"),
-            receiver.open() as snapshot,
-        ):
-            publish(sender, 2, 3, 4, 5)
-            assert SMALL.version_of(snapshot.tensors) == snapshot.version == 1
-            sender.send(OTHER.weights(6))
-            assert SMALL.version_of(snapshot.tensors) == 1
+        snapshot, leave = hold(receiver)
+        publish(sender, 2, 3, 4, 5)
+        assert SMALL.version_of(snapshot.tensors) == snapshot.version == 1
+        sender.send(OTHER.weights(6))
+        assert SMALL.version_of(snapshot.tensors) == 1
+        with pytest.raises(dbuffer.SnapshotEvictedError, match="version 1"):
+            leave.close()
         with receiver.open() as snapshot:
             assert OTHER.version_of(snapshot.tensors) == snapshot.version == 6
         assert_tidy(store)
@@ -50,8 +56,10 @@ def test_an_evicted_version_is_not_acknowledged(store: Path) -> None:
         dbuffer.WeightReceiver(store) as receiver,
     ):
         publish(sender, 1)
-        with pytest.raises(dbuffer.SnapshotEvictedError), receiver.open():
-            publish(sender, 2, 3)
+        _, leave = hold(receiver)
+        publish(sender, 2, 3)
+        with pytest.raises(dbuffer.SnapshotEvictedError):
+            leave.close()
         with pytest.raises(dbuffer.AcknowledgementTimeoutError):
             sender.wait_applied(1, timeout_s=0)
 
@@ -138,14 +146,13 @@ def test_the_log_names_every_receiver_that_was_evicted(
         dbuffer.WeightReceiver(store, receiver_id="quick") as quick,
     ):
         publish(sender, 1)
-        with (
-            caplog.at_level(logging.WARNING, "dbuffer.writer"),
-            pytest.raises(dbuffer.SnapshotEvictedError),
-            one.open(),pytest.raises(dbuffer.SnapshotEvictedError), two.open()
-        ):
-            with quick.open():
-                pass
+        leaves = [hold(one)[1], hold(two)[1]]
+        hold(quick)[1].close()
+        with caplog.at_level(logging.WARNING, "dbuffer.writer"):
             publish(sender, 2, 3)
+        for leave in leaves:
+            with pytest.raises(dbuffer.SnapshotEvictedError):
+                leave.close()
     [line] = [record.getMessage() for record in caplog.records]
     assert "slow-1" in line
     assert "slow-2" in line
@@ -159,8 +166,10 @@ def test_a_stream_of_weights_evicts_as_well(store: Path) -> None:
         dbuffer.WeightReceiver(store) as receiver,
     ):
         publish(sender, 1, 2)
-        with pytest.raises(dbuffer.SnapshotEvictedError), receiver.open() as snapshot:
-            for version in (3, 4):
-                sender.send(iter(SMALL.weights(version).items()))
-            assert SMALL.version_of(snapshot.tensors) == 2
+        snapshot, leave = hold(receiver)
+        for version in (3, 4):
+            sender.send(iter(SMALL.weights(version).items()))
+        assert SMALL.version_of(snapshot.tensors) == 2
+        with pytest.raises(dbuffer.SnapshotEvictedError):
+            leave.close()
         assert newest(store) == 4

@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -222,14 +222,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(layout=st.integers(0, 3), seed=st.integers(0, 99), step=st.integers(1, 12))
     def crash_while_publishing(self, layout: int, seed: int, step: int) -> None:
-        tensors, version = tensors_of(layout, seed), self.newest + 2
+        tensors = tensors_of(layout, seed)
         with dying_at(step), contextlib.suppress(CrashError):
-            self.sender.send(tensors, version=version)
+            self.sender.send(tensors)
         self.sender.close()
         self.note_claim_if_it_came_to_that()
         pointer = DoubleBuffer(self.store).pointer()
-        if pointer is not None and pointer.version == version:
-            self.note_publication(version, tensors, {})
+        if pointer is not None and pointer.version > self.newest:
+            self.note_publication(pointer.version, tensors, {})
         self.sender = self.make_sender()
 
     def note_claim_if_it_came_to_that(self) -> None:
@@ -374,11 +374,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(
-    max_examples=60,
-    stateful_step_count=30,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+TestStore.settings = settings(max_examples=60, stateful_step_count=30, report_multiple_bugs=False)
 TestStore.pytestmark = [pytest.mark.slow]

@@ -49,9 +49,10 @@ def test_second_sender_is_refused_and_told_who_holds_the_store(store: Path) -> N
 
 
 def test_second_sender_in_the_same_process_is_refused(store: Path) -> None:
-    with dbuffer.WeightSender(store):
-        with pytest.raises(dbuffer.WriterActiveError, match=f"process {os.getpid()}"):
-            dbuffer.WeightSender(store)
+    first = dbuffer.WeightSender(store)
+    with pytest.raises(dbuffer.WriterActiveError, match=f"process {os.getpid()}"):
+        dbuffer.WeightSender(store)
+    first.close()
 
 
 def test_superseded_sender_finds_out_before_it_touches_anything(store: Path) -> None:
