@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 
 from dbuffer import filesystem, sources
-from dbuffer.checkpoint import LazyTensor
 from dbuffer.errors import (
     AcknowledgementTimeoutError,
     ClosedError,
@@ -298,8 +297,8 @@ class WeightSender:
         self, mapped: MappedTensors, source: Source, progress: Progress | None
     ) -> list[int] | None:
         """Copy everything into the file; the checksums, if they are wanted."""
-        if not any(isinstance(tensor, LazyTensor) for tensor in source.tensors):
-            tensors = [sources.fetch(tensor) for tensor in source.tensors]
+        if not source.is_lazy:
+            tensors = cast("list[torch.Tensor]", source.tensors)
             if self._checksum:
                 return self._copier.write_hashed(mapped, tensors)
             self._copier.write(mapped, tensors)

@@ -89,9 +89,11 @@ class Source:
     """Weights whose layout is known before any of them is fetched."""
 
     specs: tuple[TensorSpec, ...]
-    tensors: list[torch.Tensor | LazyTensor]
+    tensors: list[torch.Tensor] | list[torch.Tensor | LazyTensor]
     aliases: dict[str, str]
     """Other names of tied tensors."""
+    is_lazy: bool
+    """Whether there are lazy ones among the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +131,10 @@ class Describer:
             tensors = list(named.values())
             addresses = {tensor.data_ptr() for tensor in tensors}
             if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
-                return Source(self._known.specs, [*tensors], {})
+                return Source(self._known.specs, tensors, {}, is_lazy=False)
         source = self._describe_pairs(*_checked_pairs(named.items()))
         self._known = None
-        if not source.aliases and not any(isinstance(t, LazyTensor) for t in source.tensors):
+        if not source.aliases and not source.is_lazy:
             self._known = Known(Outline.of(named), source.specs)
         return source
 
@@ -166,7 +168,12 @@ class Describer:
         if not names:
             raise InvalidWeightsError("there is no tensor in the weights to publish")
         pairs = zip(names, tensors, strict=True)
-        return Source(tuple(spec_of(*pair, self.dtype) for pair in pairs), tensors, aliases)
+        return Source(
+            specs=tuple(spec_of(*pair, self.dtype) for pair in pairs),
+            tensors=tensors,
+            aliases=aliases,
+            is_lazy=any(isinstance(tensor, LazyTensor) for tensor in tensors),
+        )
 
 
 def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor]]]:
