@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,8 @@ _PEERS = (*_PEERS_FOR_EXPERTS, DistributedCheckpoint)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for."""
     options = _parse(arguments)
+    # Unwinding deletes gigabytes of files in shared memory.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if options.device == "gpu":
         return gpu.main(options.dir[0])
     start_s = time.monotonic()

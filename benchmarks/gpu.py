@@ -64,7 +64,23 @@ def _measure(weights: Weights, directory: Path) -> dict[str, list[float]]:
         for _ in range(_WARM_UPS + _ROUNDS):
             for way, action in ways.items():
                 times_s[way].append(timed(lambda: _finished(action)))  # noqa: B023 - called at once
+        _require_equal(sender, receiver, weights, on_device)
     return {way: samples[_WARM_UPS:] for way, samples in times_s.items()}
+
+
+def _require_equal(
+    sender: dbuffer.WeightSender,
+    receiver: dbuffer.WeightReceiver,
+    weights: Weights,
+    on_device: Weights,
+) -> None:
+    for tensor in on_device.values():
+        tensor.zero_()
+    sender.send(weights)
+    receiver.load_into(on_device)
+    for name, tensor in weights.items():
+        if not torch.equal(tensor, on_device[name]):
+            raise RuntimeError(f"dbuffer did not bring {name} over")
 
 
 def _copy(destination: Weights, source: Weights) -> None:

@@ -72,7 +72,10 @@ class HeldBuffer:
         data = filesystem.read_at(self.file.number, manifest.layout_offset, manifest.layout_bytes)
         if digest(data) != manifest.layout_xxh3:
             raise StoreCorruptError(f"{self.path}: its layout was damaged after it was published")
-        layout = Layout.decode(data, end=manifest.checksums_offset)
+        try:
+            layout = Layout.decode(data, end=manifest.checksums_offset)
+        except StoreCorruptError as error:
+            raise type(error)(f"{self.path}: {error}") from None
         if len(layout.specs) != manifest.num_tensors:
             raise StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
         return layout
@@ -82,7 +85,8 @@ class DoubleBuffer:
     """A store's directory, read-only: what is newest, and holding it still while it is read."""
 
     def __init__(self, root: str | os.PathLike[str], *, allow_shared_store: bool = False) -> None:
-        self.root = Path(root)
+        # Absolute: the store stays where it is when the process changes its directory.
+        self.root = Path(root).absolute()
         self.allow_shared_store = allow_shared_store
         self._owner_only = not allow_shared_store
 

@@ -267,6 +267,12 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def identity_of(descriptor: int) -> tuple[int, int]:
+    """What tells an open file from another that took its name: device and inode."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
     """Lock an open file against other openings of it; False if another holds it.
 

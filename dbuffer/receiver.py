@@ -196,6 +196,7 @@ class WeightReceiver:
             with self.open(newer_than) as snapshot:
                 yield snapshot
             newer_than = snapshot.version
+            del snapshot  # and its mapping, while the next version is waited for
 
     def wait_for_version(
         self,
@@ -318,9 +319,12 @@ class WeightReceiver:
         What a publish does not change, the layout, the views and the page tables, is made once.
         """
         mapped = self._kept.get(held.path)
-        if mapped is None:
+        if mapped is None or mapped.identity != filesystem.identity_of(held.file.number):
+            # A mapping keeps an unlinked file's room: what is gone is let go of.
             self._kept = {
-                path: kept for path, kept in self._kept.items() if path.parent.name != held.buffer
+                path: kept
+                for path, kept in self._kept.items()
+                if path.parent.name != held.buffer and path.exists()
             }
             mapped = self._kept[held.path] = self._map(held)
         return mapped
@@ -382,8 +386,6 @@ class WeightReceiver:
 
     def _record(self, *, held_version: int | None) -> None:
         """Leave word in the store, for the sender and for ``dbuffer status``."""
-        if not self._can_record:
-            return
         record = ReceiverRecord(
             receiver=self.receiver_id,
             host=socket.gethostname(),
@@ -399,8 +401,11 @@ class WeightReceiver:
                     directory / f"{self.receiver_id}.json", encode(record), scratch=directory
                 )
         except (StoreAccessError, StoreNotFoundError) as error:
+            if self._can_record:
+                logger.warning("receiver %s cannot acknowledge: %s", self.receiver_id, error)
             self._can_record = False
-            logger.warning("receiver %s cannot acknowledge: %s", self.receiver_id, error)
+        else:
+            self._can_record = True
 
 
 def _default_id() -> str:

@@ -256,9 +256,11 @@ class WeightSender:
         self, source: Source, version: int, metadata: dict[str, Any], progress: Progress | None
     ) -> Layout:
         footer = self._footer_of(source)
-        claim = self._writer.claim(
-            version, layout_xxh3=footer.layout_xxh3, file_bytes=footer.file_bytes
-        )
+        # A mapping keeps an unlinked file's room, which the new file may need.
+        self._mapped = {
+            path: mapped for path, mapped in self._mapped.items() if mapped.layout is footer.layout
+        }
+        claim = self._claim(version, footer.layout_xxh3, footer.file_bytes)
         try:
             if claim.is_new:
                 footer.write(claim)
@@ -269,6 +271,13 @@ class WeightSender:
             self._writer.abandon(claim)
             raise
         return footer.layout
+
+    def _claim(self, version: int, layout_xxh3: str | None, file_bytes: int) -> Claim:
+        try:
+            return self._writer.claim(version, layout_xxh3=layout_xxh3, file_bytes=file_bytes)
+        except BaseException:
+            self._mapped.clear()
+            raise
 
     def _footer_of(self, source: Source) -> Footer:
         """The footer of a source's file; that of the last publish, where nothing changed."""
@@ -282,8 +291,9 @@ class WeightSender:
 
     def _map(self, claim: Claim, footer: Footer) -> MappedTensors:
         """The claimed file in memory, mapped once for as long as the file lives."""
+        identity = filesystem.identity_of(claim.file.number)
         mapped = self._mapped.get(claim.path)
-        if mapped is None or claim.is_new:
+        if mapped is None or mapped.identity != identity:
             self._mapped = {
                 path: known
                 for path, known in self._mapped.items()
@@ -353,7 +363,8 @@ class WeightSender:
         progress: Progress | None,
     ) -> Layout:
         """Append tensors to a new file as they come; the layout is known when all have."""
-        claim = self._writer.claim(version, layout_xxh3=None, file_bytes=0)
+        self._mapped.clear()
+        claim = self._claim(version, None, 0)
         try:
             specs: list[TensorSpec] = []
             checksums: list[int] = []

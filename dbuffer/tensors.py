@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from dbuffer import filesystem
 from dbuffer.errors import OptionError
 from dbuffer.layout import ITEM_BYTES, Layout
 
@@ -50,6 +51,8 @@ class MappedTensors:
 
     def __init__(self, file: int, file_bytes: int, layout: Layout, *, shared: bool) -> None:
         self.layout = layout
+        self.identity = filesystem.identity_of(file)
+        """Of the file, which may be replaced by another of its name."""
         self._map = _map(file, file_bytes, shared=shared)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self.raw = memoryview(self._map)

@@ -31,6 +31,7 @@ from dbuffer.buffer import (
 )
 from dbuffer.errors import (
     StoreCorruptError,
+    StoreFormatError,
     StoreNotFoundError,
     VersionError,
     WriterActiveError,
@@ -85,6 +86,7 @@ class BufferWriter:
         # Other hosts see what was flushed, and nothing else.
         self._sync = durable or self.mount.is_network
         self._files: dict[Path, Descriptor] = {}
+        self._generation = 0
         self._lock = self._take_writer_lock()
         try:
             self.record = self._recover()
@@ -140,7 +142,8 @@ class BufferWriter:
         if file is not None and not self._can_rewrite(file, old, layout_xxh3, file_bytes):
             self._forget(file)
             file = None
-        generation = self._next_generation()
+        # Counted on from our own last one too: the record that held it may be damaged by now.
+        self._generation = generation = max(self._generation, self._last_generation()) + 2
         name = f"weights-{self.record.run}-{generation}.td"
         if file is not None and old is not None:
             name = old.file
@@ -189,6 +192,7 @@ class BufferWriter:
     def abandon(self, claim: Claim) -> None:
         """Drop a claim that failed. Its buffer stays marked, and is started anew next time."""
         self._forget(claim.file)
+        claim.path.unlink(missing_ok=True)  # half a version takes room and is of no use
 
     def _take_writer_lock(self) -> Descriptor:
         path = self.root / WRITER_LOCK_FILE
@@ -209,6 +213,7 @@ class BufferWriter:
     def _recover(self) -> WriterRecord:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""
         before = self._readable_writer()
+        self._generation = self._last_generation()
         record = WriterRecord(
             epoch=before.epoch + 1 if before else 1,
             run=secrets.token_hex(8),
@@ -250,19 +255,26 @@ class BufferWriter:
         pointer = self._readable_pointer()
         if pointer is not None:
             return pointer.version
-        return max(self._version_in(buffer) for buffer in BUFFERS)
+        manifests = [self._readable_manifest(buffer) for buffer in BUFFERS]
+        complete = [found.version for found in manifests if found and found.state == "complete"]
+        if None in manifests and not (self.root / POINTER_FILE).exists():
+            # The first version of all: its writer died before it moved the pointer.
+            return max(complete, default=1) - 1
+        return max(complete, default=0)
 
     def _version_in(self, buffer: str) -> int:
         manifest = self._readable_manifest(buffer)
         return manifest.version if manifest and manifest.state == "complete" else 0
 
-    def _next_generation(self) -> int:
+    def _last_generation(self) -> int:
         records = [self._readable_pointer(), *map(self._readable_manifest, BUFFERS)]
-        return max((record.generation for record in records if record), default=0) + 1
+        return max((record.generation for record in records if record), default=0)
 
     def _readable_pointer(self) -> Pointer | None:
         try:
             return self.store.pointer()
+        except StoreFormatError:
+            raise  # a newer dbuffer wrote it: not damage, and not ours to replace
         except StoreCorruptError as error:
             logger.warning("ignoring a damaged pointer, the next publish replaces it: %s", error)
             return None
@@ -270,6 +282,8 @@ class BufferWriter:
     def _readable_manifest(self, buffer: str) -> Manifest | None:
         try:
             return self.store.manifest(buffer)
+        except StoreFormatError:
+            raise
         except StoreCorruptError as error:
             logger.warning("ignoring a damaged manifest, the next publish replaces it: %s", error)
             return None
@@ -277,6 +291,8 @@ class BufferWriter:
     def _readable_writer(self) -> WriterRecord | None:
         try:
             return self.store.writer()
+        except StoreFormatError:
+            raise
         except StoreCorruptError as error:
             logger.warning("ignoring a damaged writer record: %s", error)
             return None
@@ -328,6 +344,9 @@ class BufferWriter:
             file = Descriptor(filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only))
         except FileNotFoundError:
             return None
+        except StoreCorruptError as error:
+            logger.warning("making a new weights file: %s", error)
+            return None
         self._files[path] = file
         return file
 
@@ -352,7 +371,8 @@ class BufferWriter:
 
     def _remove_unnamed_files(self, buffer: str, *, keep: str | None) -> None:
         for path in (self.root / buffer).glob("weights-*.td"):
-            if path.name != keep:
+            is_ours = path.is_symlink() or not path.is_dir()  # we make no directories here
+            if path.name != keep and is_ours:
                 if path in self._files:
                     self._forget(self._files[path])
                 with contextlib.suppress(FileNotFoundError):
