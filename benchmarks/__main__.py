@@ -89,9 +89,9 @@ def _measure(directories: Sequence[Path], *, quick: bool) -> Results:
         print(f"\n{report.transfer_table(transfer)}", flush=True)
     sent = results.transfers["dense"].case.shapes
     results.extra_memory_bytes = memory.extra_memory_bytes(sent, first)
-    fanned = models.qwen2_0_5b(width=0.25 if quick else 1.0)
+    fanned = models.qwen2_0_5b(width=0.25 if quick else 0.75)
     results.fan_out_s = fan_out.publish_times_s(
-        fanned, first, publishes=5 if quick else 15, receivers=(1, 4)
+        fanned, first, publishes=5 if quick else 12, receivers=(1, 4)
     )
     results.flips_s = flips.flip_latencies_s(first, flips=200 if quick else 300)
     return results

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,20 +77,23 @@ def test_a_snapshot_of_the_newest_version_is_never_evicted(store: Path) -> None:
         sender.wait_applied(1, timeout_s=0)
 
 
-def test_publish_waits_no_longer_than_the_reader_needs(store: Path) -> None:
-    """A reader that lets go in time is waited for, and its file is used again."""
+def test_a_reader_that_lets_go_in_time_is_waited_for_and_no_longer(store: Path) -> None:
     with (
         dbuffer.WeightSender(store, reader_timeout_s=60) as sender,
         dbuffer.WeightReceiver(store) as receiver,
+        ThreadPoolExecutor(1) as thread,
     ):
         publish(sender, 1, 2)
-        before = sorted(store.rglob("weights-*"))
-        with receiver.open():
-            publish(sender, 3)
-        started = time.monotonic()
-        publish(sender, 4)
-        assert time.monotonic() - started < SOON_S
-        assert sorted(store.rglob("weights-*")) == before
+        files = sorted(store.rglob("weights-*"))
+        _, leave = hold(receiver)
+        publish(sender, 3)
+        publishing = thread.submit(publish, sender, 4)
+        time.sleep(0.2)
+        assert not publishing.done(), "the writer must wait"
+        leave.close()
+        publishing.result(timeout=SOON_S)
+        assert newest(store) == 4
+        assert sorted(store.rglob("weights-*")) == files, "the file is used again"
 
 
 def test_load_into_a_function_starts_over_by_itself(
