@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,9 @@ Times = dict[str, list[float]]
 _BUFFERS = 2
 """dbuffer writes to one, then to the other."""
 
+_MEMORY_IN_MODELS = 9
+"""Source, destination, two stores of two buffers, and a peer's files and buffers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -33,7 +37,7 @@ class Case:
     shapes: Shapes
     directory: Path
     fast: Sequence[type[Peer]]
-    """Measured, with memcpy, twice before each of the slow ones: more samples at little cost."""
+    """Measured, with memcpy, twice before each time that a slow one is."""
     slow: Sequence[type[Peer]]
     slow_samples: int
 
@@ -65,6 +69,7 @@ class Transfer:
 
 def run(case: Case) -> Transfer:
     """Measure one case; its files are gone afterwards."""
+    _require_memory(_MEMORY_IN_MODELS * models.num_bytes(case.shapes))
     weights = models.random_weights(case.shapes)
     copy = HalvesCopy(models.warm_destination(case.shapes))
     with ExitStack() as stack:
@@ -76,42 +81,54 @@ def run(case: Case) -> Transfer:
         return _measure(case, fast, slow, memcpy_variants(weights, copy))
 
 
+def _require_memory(num_bytes: int) -> None:
+    """End the program, rather than have the kernel end it and leave files in shared memory."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available_bytes = 1024 * int(fields["MemAvailable"].split()[0])
+    if available_bytes < num_bytes:
+        sys.exit(
+            f"the next benchmark needs {num_bytes / 1e9:.0f} GB of memory, and "
+            f"{available_bytes / 1e9:.0f} GB are available; try --quick"
+        )
+
+
 def _measure(
     case: Case, fast: list[Peer], slow: list[Peer], variants: dict[str, Callable[[], object]]
 ) -> Transfer:
     """Take turns, which spreads the noise of a shared machine over all of them alike.
 
-    Whoever's turn it is first goes untimed: hosts of virtual machines take memory away that was
-    not touched for some seconds, and to give it back can cost ten times the copy.
+    Memcpy and the fast ones have theirs between any two of a slow one's. It takes seconds, as a
+    trainer's step does between two publishes: what stays from one to the next is warm, and what
+    a peer allocates anew for each it must get from the system.
     """
     result = Transfer(case)
-    for turn, peer in enumerate(slow):
-        _fast_turn(result, fast, variants, check=turn == 0)
-        _slow_turn(result, peer)
+    for peer in fast * _BUFFERS:
+        _visit(peer, None, check=True)
+    for peer in slow:
+        _visit(peer, None, check=True)
+        for _ in range(case.slow_samples):
+            gc.collect()  # one's garbage is not for the next one to clear away
+            _fast_turn(result, fast, variants)
+            if not peer.rewrites_files:
+                peer.discard()
+            _visit(peer, result)
+        peer.discard()
     return result
 
 
-def _fast_turn(
-    into: Transfer, fast: list[Peer], variants: dict[str, Callable[[], object]], *, check: bool
-) -> None:
-    for _ in range(_BUFFERS):  # this touches memcpy's memory, too
-        for peer in fast:
-            _visit(peer, None, check=check)
+def _fast_turn(into: Transfer, fast: list[Peer], variants: dict[str, Callable[[], object]]) -> None:
+    """Warm everything up, then measure.
+
+    Hosts of virtual machines take memory away that was not touched for ten seconds; the first
+    touch after that costs ten times the copy.
+    """
+    for peer in fast * _BUFFERS:  # this touches memcpy's memory, too
+        _visit(peer, None)
     for _ in range(_BUFFERS):
         for name, variant in variants.items():
             into.memcpy[name].append(timed(variant))
         for peer in fast:
             _visit(peer, into)
-
-
-def _slow_turn(into: Transfer, peer: Peer) -> None:
-    _visit(peer, None, check=True)
-    for _ in range(into.case.slow_samples):
-        if not peer.rewrites_files:
-            peer.discard()
-        _visit(peer, into)
-    peer.discard()  # room for the next one's files, and memory
-    gc.collect()  # nor is its garbage for the next one to clear away
 
 
 def _visit(peer: Peer, into: Transfer | None, *, check: bool = False) -> None:

@@ -30,6 +30,7 @@ from dbuffer.buffer import (
     other_buffer,
 )
 from dbuffer.errors import (
+    DBufferError,
     StoreCorruptError,
     StoreFormatError,
     StoreNotFoundError,
@@ -192,7 +193,11 @@ class BufferWriter:
     def abandon(self, claim: Claim) -> None:
         """Drop a claim that failed. Its buffer stays marked, and is started anew next time."""
         self._forget(claim.file)
-        claim.path.unlink(missing_ok=True)  # half a version takes room and is of no use
+        # Half a version takes room and is of no use. One that failed in the commit is whole, and
+        # may be published already.
+        with contextlib.suppress(DBufferError, OSError):
+            if self.store.manifest(claim.buffer) == claim.marked:
+                claim.path.unlink()
 
     def _take_writer_lock(self) -> Descriptor:
         path = self.root / WRITER_LOCK_FILE
