@@ -1,1 +1,1 @@
-"""One module for each system that takes weights. Each imports its system; nothing imports them."""
+"""One module for each system that takes weights. Each imports its system; the core imports none."""
