@@ -106,7 +106,7 @@ def _cases(directories: Sequence[Path]) -> Iterator[Case]:
     for directory in others:  # smaller: a disk that cannot keep up with the writes slows them all
         narrow = ("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.5))
         few = ("Qwen3-30B-A3B, narrowed, 8 layers", models.qwen3_30b_a3b(narrowing=8, layers=8))
-        yield Case(f"dense, {directory}", *narrow, directory, _BOTH, _PEERS, slow_samples=3)
+        yield Case(f"dense, {directory}", *narrow, directory, _BOTH, _PEERS, slow_samples=2)
         yield Case(
             f"experts, {directory}", *few, directory, _PLAIN, _PEERS_FOR_EXPERTS, slow_samples=1
         )
