@@ -45,8 +45,9 @@ def _panel(axis: Any, transfer: Transfer, times: Times, *, names: bool) -> None:
     colors = [_OURS if peer.startswith("dbuffer") else _OTHERS for peer in ratios]
     bars = axis.barh(list(ratios), list(ratios.values()), color=colors, height=0.72)
     labels = [f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}" for ratio in ratios.values()]
-    axis.bar_label(bars, labels, padding=3, fontsize=8, color=_TEXT)
     axis.axvline(1, color=_TEXT, linewidth=0.8, linestyle=":")
+    plain = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the line at 1
+    axis.bar_label(bars, labels, padding=3, fontsize=8, color=_TEXT, bbox=plain)
     axis.invert_yaxis()
     axis.tick_params(labelsize=8, length=0, labelleft=names)
     axis.spines[["top", "right", "bottom"]].set_visible(False)

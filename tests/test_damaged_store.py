@@ -31,6 +31,7 @@ from damage import (
     nested,
     opening_only_files_in,
     read,
+    weights_file,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +78,43 @@ def test_pointer_and_manifest_that_lie_together(template: Path, data: st.DataObj
             read(store, verify=data.draw(st.booleans()), pattern=None)
         assert time.monotonic() - started < SOON_S
         assert_repaired_by_publishing(store)
+
+
+@pytest.mark.parametrize("place", ["../../aside.td", "../aside.td", "{}/aside.td", "./{}"])
+def test_manifest_that_names_a_file_elsewhere(damaged: Path, place: str) -> None:
+    """What it names has the right size and bytes, and is not the buffer's own file."""
+    path, manifest = weights_file(damaged)
+    for directory in (damaged.parent, damaged):
+        shutil.copyfile(path, directory / "aside.td")
+    named = place.format(path.name if place.startswith(".") else damaged.parent)
+    assert (path.parent / named).is_file()
+    (path.parent / "manifest.json").write_text(json.dumps(manifest | {"file": named}))
+    with (
+        opening_only_files_in(damaged),
+        pytest.raises(dbuffer.StoreCorruptError, match=f"{path.parent}/manifest.json.*file"),
+    ):
+        read(damaged, verify=True)
+    assert_repaired_by_publishing(damaged)
+    assert (damaged.parent / "aside.td").is_file()
+
+
+@pytest.mark.parametrize("record", ["CURRENT", f"{NEWEST}/manifest.json"])
+@pytest.mark.parametrize("field", ["version", "generation", "run", "a new one"])
+def test_record_with_a_field_too_few_or_too_many(damaged: Path, record: str, field: str) -> None:
+    values = json.loads((damaged / record).read_bytes())
+    if values.pop(field, None) is None:
+        values[field] = 1
+    (damaged / record).write_text(json.dumps(values))
+    with pytest.raises(dbuffer.StoreCorruptError, match=f"{damaged / record}.*{field}"):
+        read(damaged, verify=False)
+
+
+@pytest.mark.parametrize("record", ["CURRENT", f"{NEWEST}/manifest.json"])
+def test_record_of_more_bytes_than_any_has(damaged: Path, record: str) -> None:
+    with (damaged / record).open("ab") as file:
+        file.write(b" " * (2 << 20))
+    with pytest.raises(dbuffer.StoreCorruptError, match=f"{damaged / record}.*larger"):
+        read(damaged, verify=False)
 
 
 @pytest.mark.parametrize("name", ["version", "generation"])
