@@ -38,6 +38,7 @@ from hypothesis import strategies as st
 from support import SMALL, newest
 
 import dbuffer
+from dbuffer.buffer import DoubleBuffer
 
 pytestmark = pytest.mark.usefixtures("settle_quickly")
 
@@ -179,6 +180,23 @@ def test_a_live_sender_goes_on_over_a_damaged_idle_buffer(store: Path) -> None:
             (store / idle / "manifest.json").write_bytes(b"")
             assert sender.send(iter(SMALL.weights(version).items())).version == version
             assert newest(store) == version
+
+
+def test_a_generation_is_never_used_twice(store: Path) -> None:
+    """A reader compares generations, so one that came back would hide a rewrite from it."""
+    double = DoubleBuffer(store)
+    with dbuffer.WeightSender(store) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+        pointer = double.pointer()
+        assert pointer is not None
+        (store / "CURRENT").unlink()
+        (store / pointer.buffer / "manifest.json").write_bytes(b"")
+        with pytest.raises(dbuffer.InvalidWeightsError):
+            sender.send(iter([("a", torch.ones(1)), ("a", torch.ones(1))]))
+        manifest = double.manifest(pointer.buffer)
+        assert manifest is not None
+        assert manifest.generation > pointer.generation
 
 
 def test_a_damaged_acknowledgement_does_not_hide_the_others(damaged: Path) -> None:
