@@ -132,6 +132,10 @@ class DoubleBuffer:
         """Who writes the store, or wrote it last."""
         return self._read(WriterRecord, self.root / WRITER_FILE)
 
+    def receiver(self, receiver_id: str) -> ReceiverRecord | None:
+        """What one receiver says of itself; None if it never came, or has gone."""
+        return self._read(ReceiverRecord, self.root / RECEIVERS_DIRECTORY / f"{receiver_id}.json")
+
     def receivers(self) -> Iterator[ReceiverRecord]:
         """What each receiver that ever came says of itself; a damaged record is passed over."""
         for path in sorted((self.root / RECEIVERS_DIRECTORY).glob("[!.]*.json")):
@@ -183,6 +187,19 @@ class DoubleBuffer:
         if held is None and self.manifest(buffer) == manifest:
             raise StoreCorruptError(f"{self.root}: {reason}")
         return held
+
+    def hold_version(self, version: int) -> HeldBuffer | None:
+        """Lock this version for reading; None if neither buffer holds it (any more, or yet)."""
+        self.check()
+        for buffer in BUFFERS:
+            manifest = self.manifest(buffer)
+            if manifest is not None and manifest.version == version:
+                held = self.hold_buffer(buffer)
+                if held is not None and held.manifest.version == version:
+                    return held
+                if held is not None:
+                    held.release()
+        return None
 
     def is_unchanged(self, held: HeldBuffer) -> bool:
         """Whether no writer has begun to rewrite the buffer since it was held."""

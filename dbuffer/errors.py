@@ -84,3 +84,23 @@ class SnapshotEvictedError(DBufferError, RuntimeError):
 
 class ClosedError(DBufferError, ValueError):
     """A sender or receiver was used after it was closed, or in a forked child."""
+
+
+class EngineBusyError(DBufferError, RuntimeError):
+    """The engine has requests in flight. Its weights were not touched."""
+
+
+class EngineUnsupportedError(DBufferError, NotImplementedError):
+    """The engine was not started in a way that lets it take weights from a store."""
+
+
+class EngineUpdateError(DBufferError, RuntimeError):
+    """An engine could not switch to a version. It serves on with the weights that it had."""
+
+
+class EngineBrokenError(DBufferError, RuntimeError):
+    """An engine's weights are half loaded and could not be repaired. It refuses to serve."""
+
+
+class EngineUnreachableError(DBufferError, ConnectionError):
+    """An engine's server does not answer, or not as a vLLM in development mode does."""

@@ -177,6 +177,10 @@ class ReceiverRecord(Record):
         "applied_version": (int, type(None)),
         "held_version": (int, type(None)),
         "updated_at": (float,),
+        "part_of": (str, type(None)),
+        "staged_version": (int, type(None)),
+        "problem": (str, type(None)),
+        "stats": (dict,),
     }
 
     receiver: str
@@ -185,11 +189,22 @@ class ReceiverRecord(Record):
     applied_version: int | None
     held_version: int | None
     updated_at: float
+    part_of: str | None = None
+    """For one rank of an engine: the engine's receiver, the one that acknowledges."""
+    staged_version: int | None = None
+    """What it has ready, checked and not yet applied."""
+    problem: str | None = None
+    """Why it cannot have the newest version ready."""
+    stats: dict[str, float] = field(default_factory=dict)
+    """Counts and durations since it started."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
         Record.__post_init__(self)
         self._matches("receiver", _RECEIVER_ID)
+        self._matches("part_of", _RECEIVER_ID)
+        if not all(type(value) in (int, float) for value in self.stats.values()):
+            raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 
 
 def is_receiver_id(text: str) -> bool:

@@ -20,18 +20,19 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from dbuffer import filesystem
-from dbuffer.buffer import POINTER_FILE, RECEIVERS_DIRECTORY, DoubleBuffer, HeldBuffer
+from dbuffer.buffer import POINTER_FILE, DoubleBuffer, HeldBuffer
 from dbuffer.errors import (
     ChecksumError,
     ClosedError,
     OptionError,
     SnapshotEvictedError,
-    StoreAccessError,
     StoreNotFoundError,
+    VersionError,
     VersionTimeoutError,
 )
 from dbuffer.layout import Layout
-from dbuffer.manifest import ReceiverRecord, encode, is_receiver_id
+from dbuffer.manifest import is_receiver_id
+from dbuffer.records import RecordFile
 from dbuffer.snapshot import Snapshot, SnapshotTensors, wrong_tensors
 from dbuffer.targets import Matcher
 from dbuffer.tensors import Copier, MappedTensors, copy_one
@@ -82,7 +83,7 @@ class WeightReceiver:
         allow_shared_store: bool = False,
     ) -> None:
         if receiver_id is None:
-            receiver_id = _default_id()
+            receiver_id = default_receiver_id("receiver")
         if not is_receiver_id(receiver_id):
             raise OptionError(
                 f"receiver_id {receiver_id!r:.200} is not 1 to 128 letters, digits, '.', '_', '-'"
@@ -99,11 +100,9 @@ class WeightReceiver:
         self._watcher = Watcher(self._store.root / POINTER_FILE)
         self._pid = os.getpid()
         self._is_closed = False
-        self._record_lock = threading.Lock()
-        self._can_record = True
+        self.record = RecordFile(self._store.root, receiver_id)
         self._seen = 0
         self._loaded: int | None = None
-        self._applied: int | None = None
         self._kept: dict[Path, MappedTensors] = {}
         self._matcher = Matcher()
 
@@ -118,6 +117,7 @@ class WeightReceiver:
         newer_than: int | None = None,
         timeout_s: float = 60.0,
         *,
+        version: int | None = None,
         acknowledge: bool = True,
     ) -> Iterator[Snapshot]:
         """Hold the newest version for the length of a ``with`` block.
@@ -127,16 +127,18 @@ class WeightReceiver:
         Args:
             newer_than: wait for a version above this one. None: any version will do.
             timeout_s: how long to wait for it.
+            version: exactly this version, and no other.
             acknowledge: whether to acknowledge.
 
         Raises:
             VersionTimeoutError: no such version came in time.
+            VersionError: ``version`` is no longer in the store.
             SnapshotEvictedError: on leaving: the block took longer than the sender waits, and
                 what was read in it must not be used.
             StoreCorruptError, ChecksumError, StoreInsecureError: nothing was read.
         """
         self._check_open()
-        with self._hold_whole(newer_than, timeout_s) as (held, mapped):
+        with self._hold_whole(newer_than, timeout_s, version) as (held, mapped):
             yield Snapshot(held, mapped, self._copier)
             if not self._store.is_unchanged(held):
                 raise SnapshotEvictedError(
@@ -144,7 +146,7 @@ class WeightReceiver:
                     "the sender waits, and its buffer was taken; open the newest and start over"
                 )
             if acknowledge:
-                self._applied = held.manifest.version
+                self.record.set(applied_version=held.manifest.version)
 
     def load_into(self, target: Target) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
@@ -170,7 +172,8 @@ class WeightReceiver:
                 return None
             with self._released(held):
                 if self._load(held, target) and self._store.is_unchanged(held):
-                    self._loaded = self._applied = held.manifest.version
+                    self._loaded = held.manifest.version
+                    self.record.set(applied_version=self._loaded)
                     return self._loaded
                 logger.warning(
                     "version %d of %s was overwritten while it was loaded; loading the newest",
@@ -226,8 +229,12 @@ class WeightReceiver:
 
     def acknowledge(self, version: int) -> None:
         """Say in the store that this receiver has applied ``version``."""
-        self._applied = version
-        self._record(held_version=None)
+        self.record.set(applied_version=version, held_version=None)
+        self.record.write()
+
+    def wake(self) -> None:
+        """Let a :meth:`wait_for_version` in another thread look at once: its stop event is set."""
+        self._watcher.wake()
 
     def close(self) -> None:
         """Stop watching. What was acknowledged stays in the store."""
@@ -282,17 +289,35 @@ class WeightReceiver:
         held = self._store.hold_newest(newer_than=newer_than, not_below=self._seen)
         if held is not None:
             self._seen = held.manifest.version
-            self._record(held_version=self._seen)
+            self._record_hold(held.manifest.version)
         return held
+
+    def _wait_and_hold_exactly(self, version: int, timeout_s: float, deadline: float) -> HeldBuffer:
+        self._wait_and_hold(version - 1, timeout_s, deadline).release()
+        held = self._store.hold_version(version)
+        if held is None:
+            raise VersionError(
+                f"version {version} is no longer in {self.store}: version {self._seen} and the "
+                "one before it are"
+            )
+        self._record_hold(version)
+        return held
+
+    def _record_hold(self, version: int | None) -> None:
+        self.record.set(held_version=version)
+        self.record.write()
 
     @contextlib.contextmanager
     def _hold_whole(
-        self, newer_than: int | None, timeout_s: float
+        self, newer_than: int | None, timeout_s: float, version: int | None
     ) -> Iterator[tuple[HeldBuffer, MappedTensors]]:
-        """Hold and map the newest version, checked if it must be."""
+        """Hold and map the newest version, or exactly the one asked for; checked if it must be."""
         deadline = time.monotonic() + timeout_s
         while True:
-            held = self._wait_and_hold(newer_than, timeout_s, deadline)
+            if version is None:
+                held = self._wait_and_hold(newer_than, timeout_s, deadline)
+            else:
+                held = self._wait_and_hold_exactly(version, timeout_s, deadline)
             with self._released(held):
                 mapped = self._map(held)
                 if self._is_whole(held, mapped):
@@ -305,7 +330,7 @@ class WeightReceiver:
             yield
         finally:
             held.release()
-            self._record(held_version=None)
+            self._record_hold(None)
 
     def _map(self, held: HeldBuffer) -> MappedTensors:
         """A mapping of its own for a snapshot: whoever writes into it spoils no other."""
@@ -335,7 +360,7 @@ class WeightReceiver:
             mapped = self._map(held)
             if not self._is_whole(held, mapped):
                 return False
-            target(iter(SnapshotTensors(mapped).items()))
+            target(iter(SnapshotTensors(mapped.data, mapped.layout).items()))
             return True
         mapped = self._map_kept(held)
         match = self._matcher.match(target, mapped.layout)
@@ -384,30 +409,8 @@ class WeightReceiver:
             )
         return False
 
-    def _record(self, *, held_version: int | None) -> None:
-        """Leave word in the store, for the sender and for ``dbuffer status``."""
-        record = ReceiverRecord(
-            receiver=self.receiver_id,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            applied_version=self._applied,
-            held_version=held_version,
-            updated_at=time.time(),
-        )
-        directory = self.store / RECEIVERS_DIRECTORY
-        try:
-            with self._record_lock:
-                filesystem.replace_file(
-                    directory / f"{self.receiver_id}.json", encode(record), scratch=directory
-                )
-        except (StoreAccessError, StoreNotFoundError) as error:
-            if self._can_record:
-                logger.warning("receiver %s cannot acknowledge: %s", self.receiver_id, error)
-            self._can_record = False
-        else:
-            self._can_record = True
 
-
-def _default_id() -> str:
+def default_receiver_id(kind: str) -> str:
+    """An id that no other receiver has: what it is, its host and process, and a random part."""
     host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
-    return f"receiver-{host[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{kind}-{host[:64]}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -13,18 +13,19 @@ from dbuffer import filesystem
 from dbuffer.buffer import HeldBuffer
 from dbuffer.errors import ChecksumError
 from dbuffer.layout import Layout, TensorSpec, digest
-from dbuffer.tensors import Copier, MappedTensors, unpack_checksums
+from dbuffer.tensors import Copier, MappedTensors, unpack_checksums, view_tensor
 
 
 class SnapshotTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a snapshot by name; each view is made when it is asked for."""
+    """The tensors of a version by name; each view is made when it is asked for."""
 
-    def __init__(self, mapped: MappedTensors) -> None:
-        self._mapped = mapped
-        self._indices = {spec.name: index for index, spec in enumerate(mapped.layout.specs)}
+    def __init__(self, data: torch.Tensor, layout: Layout) -> None:
+        self._data = data
+        self._layout = layout
+        self._indices = {spec.name: index for index, spec in enumerate(layout.specs)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._mapped.tensor(self._indices[name])
+        return view_tensor(self._data, self._layout, self._indices[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._indices)
@@ -47,7 +48,7 @@ class Snapshot:
         self._held = held
         self._mapped = mapped
         self._copier = copier
-        self.tensors = SnapshotTensors(mapped)
+        self.tensors = SnapshotTensors(mapped.data, mapped.layout)
 
     @property
     def version(self) -> int:
@@ -82,6 +83,20 @@ class Snapshot:
         """
         checksums = self._copier.checksums(self._mapped)
         return wrong_tensors(self._held, self._mapped.layout, checksums)
+
+    def read_ahead(self) -> None:
+        """Bring every page of it into this process's page table, so that reading waits for none."""
+        self._mapped.read_ahead()
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes from the beginning of the first tensor to the end of the last, gaps included."""
+        return self._mapped.data.numel()
+
+    def copy_into(self, memory: torch.Tensor) -> SnapshotTensors:
+        """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; where they are there."""
+        self._copier.copy_bytes(memory, self._mapped.data)
+        return SnapshotTensors(memory, self._mapped.layout)
 
     @property
     def aliases(self) -> dict[str, str]:

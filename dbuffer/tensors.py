@@ -62,10 +62,16 @@ class MappedTensors:
 
     def tensor(self, index: int) -> torch.Tensor:
         """A view of one tensor."""
-        spec = self.layout.specs[index]
-        start = self.layout.offsets[index]
-        data = self._bytes[start : start + spec.num_bytes]
-        return data.view(DTYPES[spec.dtype]).view(spec.shape)
+        return view_tensor(self._bytes, self.layout, index)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The bytes of all tensors, one after another."""
+        return self._bytes[: self.layout.checksums_offset]
+
+    def read_ahead(self) -> None:
+        """Touch every page, with the interpreter's lock let go."""
+        self._bytes[:: mmap.PAGESIZE].amax()
 
     @functools.cached_property
     def views(self) -> list[torch.Tensor]:
@@ -98,6 +104,14 @@ class MappedTensors:
         """The digest of one block's bytes."""
         start = self.layout.offsets[block.tensor] + block.offset
         return xxhash.xxh3_64_intdigest(self.raw[start : start + block.num_bytes])
+
+
+def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
+    """One of a layout's tensors, in the bytes that the layout describes."""
+    spec = layout.specs[index]
+    start = layout.offsets[index]
+    flat = data[start : start + spec.num_bytes]
+    return flat.view(DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _map(file: int, file_bytes: int, *, shared: bool) -> mmap.mmap:
@@ -135,6 +149,16 @@ class Copier:
     def read(self, mapped: MappedTensors, targets: list[torch.Tensor]) -> None:
         """Copy each tensor of the file into its target."""
         self._copy(mapped, targets, mapped.views)
+
+    def copy_bytes(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy one flat run of bytes."""
+
+        def work(first: int, end: int) -> None:
+            destination[first:end].copy_(source[first:end])
+
+        share = -(-source.numel() // self.num_threads)
+        starts = range(0, source.numel(), share)
+        self._in_parallel(work, [(at, min(at + share, source.numel())) for at in starts])
 
     def write_hashed(self, mapped: MappedTensors, sources: list[torch.Tensor]) -> list[int]:
         """Copy into the file; the checksum of each tensor, of the bytes that are there now."""

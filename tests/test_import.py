@@ -24,7 +24,8 @@ MAX_IMPORT_S = 0.3
 
 LAYERS = (
     *("errors", "manifest", "layout", "filesystem", "buffer", "writer", "tensors"),
-    *("checkpoint", "sources", "targets", "snapshot", "watcher", "sender", "receiver"),
+    *("checkpoint", "sources", "targets", "snapshot", "watcher", "sender", "records"),
+    *("receiver", "stager"),
 )
 """Imports point from right to left."""
 

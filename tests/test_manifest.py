@@ -71,6 +71,10 @@ any_record = st.one_of(
         applied_version=st.none() | integers,
         held_version=st.none() | integers,
         updated_at=times,
+        part_of=st.none() | st.just("engine"),
+        staged_version=st.none() | integers,
+        problem=st.none() | texts,
+        stats=st.dictionaries(texts, integers | times, max_size=4),
     ),
     st.builds(
         Manifest,
@@ -126,7 +130,13 @@ def test_no_field_takes_what_it_should_not(record, value):
 
 def refused(name: str, value: object) -> bool:
     """Whether a value of a field's own type must be refused."""
-    return isinstance(value, int) or (value == "\x00" and name not in ("host",))
+    return isinstance(value, int) or (value == "\x00" and name not in ("host", "problem"))
+
+
+@pytest.mark.parametrize("value", ["1", None, True, [1], {}], ids=repr)
+def test_stats_are_numbers(value):
+    with pytest.raises(StoreCorruptError, match="stats"):
+        decode(ReceiverRecord, changed(RECEIVER, stats={"stage_s": value}))
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=IDS)

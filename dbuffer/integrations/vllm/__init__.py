@@ -1,0 +1,57 @@
+"""A dbuffer store as vLLM's source of weights: offline, asynchronous, as a server, any TP size.
+
+* ``backend="dbuffer"`` in vLLM's own weight transfer configuration (:mod:`.backend`), and the
+  trainer's half of it (:mod:`.trainer`);
+* :class:`WorkerExtension` for engines that were started without one (:mod:`.extension`);
+* :func:`follow`, for an ``LLM``, an ``AsyncLLM`` or a server's URL (:mod:`.follower`);
+* :class:`FollowStore`, a middleware that makes a server follow by itself (:mod:`.middleware`).
+
+vLLM imports this package in every one of its processes, before it is ready itself; so nothing of
+it, and nothing of vLLM, is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dbuffer.integrations.vllm.backend import DBufferWeightTransferEngine
+    from dbuffer.integrations.vllm.extension import WorkerExtension
+    from dbuffer.integrations.vllm.follower import BackgroundFollower, Follower, follow
+    from dbuffer.integrations.vllm.middleware import FollowStore
+    from dbuffer.integrations.vllm.options import EngineOptions
+    from dbuffer.integrations.vllm.trainer import (
+        DBufferTrainerInitInfo,
+        DBufferTrainerWeightTransferEngine,
+    )
+
+_MODULES = {
+    "BackgroundFollower": "follower",
+    "DBufferTrainerInitInfo": "trainer",
+    "DBufferTrainerWeightTransferEngine": "trainer",
+    "DBufferWeightTransferEngine": "backend",
+    "EngineOptions": "options",
+    "FollowStore": "middleware",
+    "Follower": "follower",
+    "WorkerExtension": "extension",
+    "follow": "follower",
+}
+
+__all__ = [
+    "BackgroundFollower",
+    "DBufferTrainerInitInfo",
+    "DBufferTrainerWeightTransferEngine",
+    "DBufferWeightTransferEngine",
+    "EngineOptions",
+    "FollowStore",
+    "Follower",
+    "WorkerExtension",
+    "follow",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,334 @@
+"""The engines that can follow a store, each behind the same few calls.
+
+All calls block, whatever the engine: an ``AsyncLLM`` is called in its own event loop from another
+thread, a server over HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, Self, TypeVar
+
+from dbuffer.errors import EngineBusyError, EngineUnreachableError, EngineUnsupportedError
+from dbuffer.integrations.vllm.options import BACKEND, default_engine_id, engine_settings
+
+ResultT = TypeVar("ResultT")
+
+PauseMode = Literal["keep", "wait", "abort"]
+"""What becomes of requests in flight: they are kept and go on with the new weights, their caches
+computed anew; or waited for; or aborted."""
+
+EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
+
+_RESUME_TRIES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """How an engine was started, as far as it matters here."""
+
+    instance_id: str
+    num_ranks: int
+    has_extension: bool
+    """Its workers have the methods of :class:`WorkerExtension`."""
+    has_backend: bool
+    """It was started with ``backend="dbuffer"``."""
+    additional_config: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """From a ``VllmConfig``, or from what one looks like in JSON.
+
+        Raises:
+            EngineUnsupportedError: it cannot take weights from a store.
+        """
+        parallel = _get(config, "parallel_config")
+        transfer = _get(config, "weight_transfer_config")
+        facts = cls(
+            instance_id=_get(config, "instance_id"),
+            num_ranks=_get(parallel, "world_size"),
+            has_extension=_is_extension(_get(parallel, "worker_extension_cls")),
+            has_backend=transfer is not None and _get(transfer, "backend") == BACKEND,
+            additional_config=_get(config, "additional_config") or {},
+        )
+        if not (facts.has_extension or facts.has_backend):
+            raise EngineUnsupportedError(
+                "this engine takes no weights from a store: start it with weight_transfer_config="
+                f"WeightTransferConfig(backend={BACKEND!r}), or with worker_extension_cls="
+                f"{EXTENSION!r}"
+            )
+        if _get(parallel, "data_parallel_size") > 1:
+            raise EngineUnsupportedError(
+                "an engine with data_parallel_size above 1 cannot be followed as one: start one "
+                "engine for each replica, and let each follow the store"
+            )
+        return facts
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name)
+
+
+def _is_extension(qualified_name: str) -> bool:
+    from dbuffer.integrations.vllm.extension import WorkerExtension
+
+    if qualified_name in ("", None, EXTENSION):
+        return qualified_name == EXTENSION
+    module, _, name = qualified_name.rpartition(".")
+    with contextlib.suppress(ImportError, AttributeError):
+        return issubclass(getattr(__import__(module, fromlist=[name]), name), WorkerExtension)
+    return False
+
+
+class Engine(Protocol):
+    """What following needs of an engine."""
+
+    def facts(self) -> EngineFacts:
+        """How it was started."""
+        ...
+
+    def default_id(self, facts: EngineFacts) -> str:
+        """Its name among a store's receivers, where nobody gave it one."""
+        ...
+
+    def rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of all its workers."""
+        ...
+
+    def is_paused(self) -> bool:
+        """Whether somebody has paused it."""
+        ...
+
+    def pause(self, mode: PauseMode) -> None:
+        """Let no step begin, and forget whatever was computed with the weights it has."""
+        ...
+
+    def resume(self) -> None:
+        """Let it go on."""
+        ...
+
+    def weight_version(self) -> str:
+        """What it reports with its responses."""
+        ...
+
+    def set_weight_version(self, version: str) -> None:
+        """Let it report this with its responses."""
+        ...
+
+
+class OfflineEngine:
+    """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._engine = llm.llm_engine
+
+    def facts(self) -> EngineFacts:
+        """How it was started."""
+        return EngineFacts.of(self._engine.vllm_config)
+
+    def default_id(self, facts: EngineFacts) -> str:
+        """From vLLM's name for it."""
+        return default_engine_id(facts.instance_id)
+
+    def rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of all its workers."""
+        self._llm.collective_rpc(method, kwargs=arguments)
+
+    def is_paused(self) -> bool:
+        """Nobody else can have."""
+        return False
+
+    def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
+        """Forget its caches.
+
+        Raises:
+            EngineBusyError: it has unfinished requests.
+        """
+        if self._engine.has_unfinished_requests() or not self._llm.reset_prefix_cache():
+            raise EngineBusyError("the engine is generating: wait for its requests, then sync")
+        self._engine.reset_mm_cache()
+        self._engine.reset_encoder_cache()
+
+    def resume(self) -> None:
+        """There is nothing to resume."""
+
+    def weight_version(self) -> str:
+        """What it reports."""
+        return str(self._engine.get_weight_version())
+
+    def set_weight_version(self, version: str) -> None:
+        """Let it report this."""
+        self._engine.set_weight_version(version)
+
+
+class AsyncEngine:
+    """An ``AsyncLLM``, called from any thread but that of its event loop."""
+
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+
+    def facts(self) -> EngineFacts:
+        """How it was started."""
+        return EngineFacts.of(self._engine.vllm_config)
+
+    def default_id(self, facts: EngineFacts) -> str:
+        """From vLLM's name for it."""
+        return default_engine_id(facts.instance_id)
+
+    def rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of all its workers."""
+        self._call(self._engine.collective_rpc(method, kwargs=arguments))
+
+    def is_paused(self) -> bool:
+        """Whether somebody has paused it."""
+        return bool(self._call(self._engine.is_paused()))
+
+    def pause(self, mode: PauseMode) -> None:
+        """Let no step begin, and forget whatever was computed with the weights it has."""
+        self._call(self._pause(mode))
+
+    async def _pause(self, mode: PauseMode) -> None:
+        # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
+        await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+        # Requests that are kept lose what was computed with the old weights too: it is computed
+        # anew, so that no token comes from two versions.
+        await asyncio.gather(
+            self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
+            self._engine.reset_mm_cache(),
+            self._engine.reset_encoder_cache(),
+        )
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._call(self._engine.resume_generation())
+
+    def weight_version(self) -> str:
+        """What it reports with its responses."""
+        return str(self._call(self._engine.get_weight_version()))
+
+    def set_weight_version(self, version: str) -> None:
+        """Let it report this with its responses."""
+        self._call(self._engine.update_weight_version(version))
+
+    def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        if self._loop.is_closed():
+            call.close()
+            raise EngineUnreachableError("the engine's event loop has ended")
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+class ServerEngine:
+    """A vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``).
+
+    Args:
+        url: as ``http://host:8000``.
+        api_key: sent as a bearer token.
+        timeout_s: for one call; draining requests before a pause is one.
+
+    Raises:
+        EngineUnreachableError: (a ``ConnectionError``) from any call: no or no such server.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        import httpx
+
+        self._httpx = httpx
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeouts = httpx.Timeout(timeout_s, connect=5.0)
+        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeouts)
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._client.close()
+
+    def is_ready(self) -> bool:
+        """Whether it answers, and says that it is well."""
+        with contextlib.suppress(EngineUnreachableError):
+            self._request("GET", "/health")
+            return True
+        return False
+
+    def facts(self) -> EngineFacts:
+        """How it was started."""
+        return EngineFacts.of(self._get("/server_info", "vllm_config", config_format="json"))
+
+    def default_id(self, facts: EngineFacts) -> str:
+        """From its address, so that it is the same after a restart; unless it has told its own."""
+        if engine_settings(facts):
+            return default_engine_id(facts.instance_id)
+        url = self._httpx.URL(self.url)
+        return f"vllm-{re.sub('[^A-Za-z0-9.-]', '-', url.host):.64}-{url.port or url.scheme}"
+
+    def rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of all its workers."""
+        self._request("POST", "/collective_rpc", json={"method": method, "kwargs": arguments})
+
+    def is_paused(self) -> bool:
+        """Whether somebody has paused it."""
+        return bool(self._get("/is_paused", "is_paused"))
+
+    def pause(self, mode: PauseMode) -> None:
+        """Let no step begin, and forget whatever was computed with the weights it has."""
+        self._request("POST", "/pause", params={"mode": mode, "clear_cache": "false"})
+        caches = {"reset_running_requests": "true", "reset_external": "true"}
+        self._request("POST", "/reset_prefix_cache", params=caches)
+        self._request("POST", "/reset_mm_cache")
+        self._request("POST", "/reset_encoder_cache")
+
+    def resume(self) -> None:
+        """Let it go on; a network that loses one answer must not leave it paused."""
+        for left in reversed(range(_RESUME_TRIES)):
+            try:
+                self._request("POST", "/resume")
+            except EngineUnreachableError:
+                if not left:
+                    raise
+                time.sleep(0.2)
+            else:
+                return
+
+    def weight_version(self) -> str:
+        """What it reports with its responses."""
+        return str(self._get("/weight_info", "weight_version"))
+
+    def set_weight_version(self, version: str) -> None:
+        """Let it report this with its responses."""
+        self._request("POST", "/update_weight_version", json={"new_version": version})
+
+    def _get(self, path: str, key: str, **params: Any) -> Any:
+        body = self._request("GET", path, params=params).json()
+        if not isinstance(body, dict) or key not in body:
+            raise EngineUnreachableError(f"{self.url}{path} answers without {key!r}: {body!r:.200}")
+        return body[key]
+
+    def _request(self, method: str, path: str, **more: Any) -> Any:
+        try:
+            response = self._client.request(method, path, **more)
+        except self._httpx.HTTPError as error:
+            raise EngineUnreachableError(
+                f"{self.url} does not answer: {type(error).__name__} {error}"
+            ) from error
+        if response.status_code in (404, 405):
+            raise EngineUnreachableError(
+                f"{self.url} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1, or let it "
+                "follow by itself with --middleware dbuffer.integrations.vllm.FollowStore"
+            )
+        if response.is_error:
+            raise ServerCallError(f"{method} {self.url}{path}: {_reason(response)}")
+        return response
+
+
+class ServerCallError(RuntimeError):
+    """A server could not do what it was asked to."""
+
+
+def _reason(response: Any) -> str:
+    return f"{response.status_code} {response.text:.2000}"

@@ -1,0 +1,57 @@
+"""`WorkerExtension`: the same for engines that were started without a weight transfer backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dbuffer.errors import EngineUnsupportedError
+from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.vllm.ranks import Ranks
+from dbuffer.integrations.vllm.worker import raising_once, start_on_all_ranks
+
+
+class WorkerExtension:
+    """Methods for ``collective_rpc``, on all ranks; vLLM adds them to its worker.
+
+    Start the engine with ``worker_extension_cls="dbuffer.integrations.vllm.WorkerExtension"``.
+    """
+
+    def dbuffer_init(self: Any, init_info: dict[str, Any]) -> None:
+        """Begin to follow a store.
+
+        Args:
+            init_info: see :class:`EngineOptions`.
+
+        Raises:
+            OptionError: (a ``ValueError``) it is not what it may be.
+        """
+        self.dbuffer_shutdown()
+        with raising_once(Ranks(self.vllm_config).may_raise):
+            options = EngineOptions.parse(init_info)
+            self._dbuffer_receiver = start_on_all_ranks(
+                self.vllm_config, self.get_model(), self.device, options
+            )
+
+    def dbuffer_update(self: Any, update_info: dict[str, Any] | None = None) -> None:
+        """Switch to a version. Nothing may be generating.
+
+        Args:
+            update_info: see :class:`UpdateRequest`. None: the newest.
+
+        Raises:
+            EngineUpdateError, EngineBrokenError: see :meth:`RankReceiver.update`.
+        """
+        with raising_once(Ranks(self.vllm_config).may_raise):
+            request = UpdateRequest.parse(update_info or {})
+            receiver = getattr(self, "_dbuffer_receiver", None)
+            if receiver is None:
+                raise EngineUnsupportedError("this engine follows no store yet: call dbuffer_init")
+            receiver.update(request)
+            self.model_runner.reset_lora_state()
+
+    def dbuffer_shutdown(self: Any) -> None:
+        """Stop following."""
+        receiver = getattr(self, "_dbuffer_receiver", None)
+        if receiver is not None:
+            receiver.close()
+            self._dbuffer_receiver = None

@@ -1,0 +1,531 @@
+"""`follow`: keep an engine on a store's newest version.
+
+One switch is: wait until every rank has the version ready, which costs the engine nothing; pause;
+forget all caches; let the ranks agree and load; tell the engine which version it reports; resume.
+Caches go first, because that can fail, and a failure must come before the weights change; nothing
+fills them while the engine is paused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dbuffer.buffer import DoubleBuffer
+from dbuffer.errors import (
+    DBufferError,
+    EngineBrokenError,
+    EngineUnreachableError,
+    EngineUpdateError,
+    OptionError,
+    VersionTimeoutError,
+)
+from dbuffer.integrations.vllm.engines import (
+    AsyncEngine,
+    Engine,
+    EngineFacts,
+    OfflineEngine,
+    PauseMode,
+    ServerEngine,
+)
+from dbuffer.integrations.vllm.metrics import EngineMetrics
+from dbuffer.integrations.vllm.options import (
+    BACKEND,
+    HALF_LOADED,
+    PAUSE_MODES,
+    EngineOptions,
+)
+from dbuffer.manifest import BUFFERS, ReceiverRecord
+from dbuffer.receiver import WeightReceiver
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.002
+"""How often to look whether all ranks have a version ready: a few small files, in memory mostly."""
+_BACKOFF_MIN_S = 0.5
+_BACKOFF_MAX_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """An engine has switched."""
+
+    version: int
+    stage_s: float
+    """Making it ready on the slowest rank, while the engine served."""
+    wait_s: float
+    """From seeing it in the store to its being ready on all ranks."""
+    pause_s: float
+    """From the order to pause to the engine's going on; draining requests included."""
+    load_s: float
+    """The part of the pause in which ranks agree and load."""
+    num_bytes: int
+
+
+class Follower:
+    """Switches one engine when told to. Made by :func:`follow`.
+
+    It serves one thread. The engine must not be followed by anyone else.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: EngineOptions | None = None,
+        *,
+        pause: PauseMode = "keep",
+    ) -> None:
+        if pause not in PAUSE_MODES:
+            raise OptionError(f"pause is {pause!r}, and may be {', '.join(PAUSE_MODES)}")
+        self._engine = engine
+        self._given = options
+        self._pause_mode: PauseMode = pause
+        self._session: _Session | None = None
+        self.applied: int | None = None
+        """The version that the engine serves; None: what it was started with."""
+
+    @property
+    def engine_id(self) -> str:
+        """The engine's name among the store's receivers; known from :meth:`start` on."""
+        return self._session.engine_id if self._session is not None else "the engine"
+
+    def start(self) -> None:
+        """Let the engine's workers follow; again, after the engine has been started again.
+
+        Raises:
+            OptionError: (a ``ValueError``) neither this nor the engine names a store.
+            EngineUnsupportedError: the engine was not started in a way that lets it follow.
+            EngineUnreachableError: (a server) it does not answer.
+        """
+        facts = self._engine.facts()
+        was_paused = self._engine.is_paused()
+        configured = EngineOptions.of_engine(facts)
+        options = self._given or configured
+        if options is None:
+            raise OptionError(
+                "which store? Give one, or start the engine with "
+                f"additional_config={{{BACKEND!r}: {{'store': directory}}}}"
+            )
+        if self._session is not None:
+            self._session.close()
+        engine_id = options.engine_id or self._engine.default_id(facts)
+        self._session = session = _Session(facts, options, engine_id)
+        if options != configured:
+            self._start_workers(session, was_paused)
+        record = session.record(engine_id)
+        self.applied = record.applied_version if record is not None else None
+        if self.applied is not None:
+            self._report(self.applied)
+        if was_paused and isinstance(self._engine, ServerEngine):
+            # Left over by a follower that was killed in a switch; nobody else would end it.
+            logger.warning("the server was paused when following began: resuming it")
+            self._engine.resume()
+
+    def sync(self, *, timeout_s: float | None = None) -> Switch | None:
+        """Switch to the newest version, if the engine does not have it; else None.
+
+        Args:
+            timeout_s: how long ranks may take to have it ready. Default: the option's.
+
+        Raises:
+            EngineBusyError: (an ``LLM``) it has unfinished requests; it was not touched.
+            EngineUpdateError: it serves on with the weights that it had; the message says why.
+            EngineBrokenError: its weights are half loaded, and it refuses to serve.
+            EngineUnreachableError: (a server) it does not answer.
+            VersionTimeoutError: some rank did not have it ready in time.
+        """
+        session = self._started()
+        version = session.newer_than(self.applied)
+        if version is None:
+            return None
+        timeout_s = session.options.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        try:
+            session.wait_ready(version, self.applied, timeout_s)
+            return self._switch(session, version, time.monotonic() - started)
+        except DBufferError:
+            session.metrics.add("failures")
+            raise
+
+    def wait_for_version(self, stop_event: threading.Event | None = None) -> int | None:
+        """Wait a poll interval for a version that the engine does not have; None: there is none."""
+        session = self._started()
+        return session.receiver.wait_for_version(
+            self.applied, session.options.poll_interval_s, stop_event
+        )
+
+    def has_restarted(self) -> bool:
+        """Whether the engine is another one than the one that was switched last."""
+        return (
+            isinstance(self._engine, ServerEngine)
+            and self.applied is not None
+            and self._engine.weight_version() != str(self.applied)
+        )
+
+    def count_retry(self) -> None:
+        """For the metrics: what failed is tried again."""
+        if self._session is not None:
+            self._session.metrics.add("retries")
+
+    def close(self) -> None:
+        """Stop following. The engine keeps its weights; its workers go on looking at the store."""
+        if self._session is not None:
+            self._session.close()
+        if isinstance(self._engine, ServerEngine):
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _started(self) -> _Session:
+        if self._session is None:
+            self.start()
+        assert self._session is not None  # noqa: S101 - by start()
+        return self._session
+
+    def _start_workers(self, session: _Session, was_paused: bool) -> None:
+        if was_paused and not session.facts.has_extension and session.facts.num_ranks > 1:
+            raise EngineUpdateError(
+                "the engine is paused, maybe in the middle of a weight update, and with several "
+                "ranks vLLM's own session cannot be told to end: resume it if you paused it, or "
+                "restart it; with the worker extension instead of the backend this cannot happen"
+            )
+        info = asdict(session.options) | {"engine_id": session.engine_id}
+        name = "dbuffer_init" if session.facts.has_extension else "init_weight_transfer_engine"
+        self._call("follow the store", name, init_info=info)
+
+    def _switch(self, session: _Session, version: int, wait_s: float) -> Switch:
+        is_ours = not self._engine.is_paused()
+        started = time.monotonic()
+        try:
+            self._engine.pause(self._pause_mode)
+            loading = time.monotonic()
+            self._update(session, version)
+            load_s = time.monotonic() - loading
+            record = session.applied_record(version)
+            self.applied = record.applied_version
+            self._report(record.applied_version)
+        finally:
+            # In any case, but for a pause that somebody else began and will end.
+            if is_ours:
+                self._engine.resume()
+        switch = Switch(
+            version=record.applied_version or version,
+            stage_s=record.stats.get("stage_s", 0.0),
+            wait_s=wait_s,
+            pause_s=time.monotonic() - started,
+            load_s=load_s,
+            num_bytes=int(record.stats.get("bytes", 0)),
+        )
+        session.count_switch(switch)
+        return switch
+
+    def _update(self, session: _Session, version: int) -> None:
+        info = {"at_least": version}
+        what = f"switch to version {version}"
+        if session.facts.has_extension:
+            self._call(what, "dbuffer_update", update_info=info)
+            return
+        self._call(what, "start_weight_update")
+        try:
+            self._call(what, "update_weights", update_info=info)
+        except DBufferError:
+            # Ends vLLM's session on the ranks that had no reason to raise; the others have none.
+            with contextlib.suppress(DBufferError):
+                self._call(what, "finish_weight_update")
+            raise
+        self._call(what, "finish_weight_update")
+
+    def _call(self, what: str, method: str, **arguments: Any) -> None:
+        try:
+            self._engine.rpc(method, **arguments)
+        except DBufferError:  # raised in this process, or by the connection: it says enough
+            raise
+        # From other processes comes whatever vLLM raises, with the worker's message in it.
+        except Exception as error:
+            kind = EngineBrokenError if HALF_LOADED in str(error) else EngineUpdateError
+            raise kind(f"{self.engine_id} could not {what}: {error}") from error
+
+    def _report(self, version: int | None) -> None:
+        if self._engine.weight_version() != str(version):
+            self._engine.set_weight_version(str(version))
+
+
+class _Session:
+    """What is known of an engine from one start of it to the next, and of its store."""
+
+    def __init__(self, facts: EngineFacts, options: EngineOptions, engine_id: str) -> None:
+        self.facts = facts
+        self.options = options
+        self.engine_id = engine_id
+        self.metrics = EngineMetrics(engine_id)
+        self._store = DoubleBuffer(options.store, allow_shared_store=options.allow_shared_store)
+        # It only waits for the pointer, holds nothing, and so leaves no record.
+        self.receiver = WeightReceiver(
+            options.store,
+            poll_interval_s=options.poll_interval_s,
+            allow_shared_store=options.allow_shared_store,
+        )
+        self._seen_stats: dict[str, dict[str, float]] = {}
+
+    def close(self) -> None:
+        """Stop watching the store."""
+        self.receiver.close()
+
+    def record(self, receiver_id: str) -> ReceiverRecord | None:
+        """What a receiver says of itself."""
+        return self._store.receiver(receiver_id)
+
+    def applied_record(self, version: int) -> ReceiverRecord:
+        """The engine's own record, which must tell of ``version`` or a later one."""
+        record = self.record(self.engine_id)
+        if record is None or (record.applied_version or 0) < version:
+            raise EngineUpdateError(
+                f"{self.engine_id} says nothing of version {version} in {self.options.store}: do "
+                "its workers see the same directory, and may they write there?"
+            )
+        return record
+
+    def newer_than(self, applied: int | None) -> int | None:
+        """The newest version, if it is above the one applied."""
+        version = self.receiver.wait_for_version(applied, 0.0)
+        self._measure_lag(version, applied)
+        return version
+
+    def wait_ready(self, version: int, applied: int | None, timeout_s: float) -> None:
+        """Wait until every rank has this version ready, or a later one.
+
+        Raises:
+            EngineUpdateError: some rank says that it cannot.
+            VersionTimeoutError: some rank says nothing for so long.
+        """
+        deadline = time.monotonic() + timeout_s
+        ids = [f"{self.engine_id}.rank-{rank}" for rank in range(self.facts.num_ranks)]
+        serves_on = f"the engine serves on with version {applied}"
+        while True:
+            records = [self.record(receiver_id) for receiver_id in ids]
+            ready = [r for r in records if r is not None and (r.staged_version or 0) >= version]
+            if len(ready) == len(ids):
+                self._measure_ranks(ready)
+                return
+            for record in records:
+                if record is not None and record.problem is not None:
+                    raise EngineUpdateError(
+                        f"{record.receiver} cannot get ready: {record.problem}; {serves_on}"
+                    )
+            if time.monotonic() > deadline:
+                behind = set(ids) - {record.receiver for record in ready}
+                raise VersionTimeoutError(
+                    f"version {version} of {self.options.store} was not ready within "
+                    f"{timeout_s:g} s on {', '.join(sorted(behind))}; {serves_on}"
+                )
+            time.sleep(_LOOK_S)
+
+    def count_switch(self, switch: Switch) -> None:
+        """For the metrics, and the log."""
+        logger.info("%s: %s", self.engine_id, switch)
+        self.metrics.observe("pause_seconds", switch.pause_s)
+        self.metrics.add("bytes", switch.num_bytes)
+        self.newer_than(switch.version)
+
+    def _measure_lag(self, newer: int | None, applied: int | None) -> None:
+        available = newer or applied or 0
+        age_s = 0.0
+        if newer is not None:
+            manifests = [self._store.manifest(buffer) for buffer in BUFFERS]
+            published = [m.published_at for m in manifests if m is not None and m.version == newer]
+            age_s = max(0.0, time.time() - max(published, default=time.time()))
+        self.metrics.set("version_available", available)
+        self.metrics.set("version_applied", applied or 0)
+        self.metrics.set("lag_versions", available - (applied or 0))
+        self.metrics.set("lag_seconds", age_s)
+
+    def _measure_ranks(self, records: list[ReceiverRecord]) -> None:
+        """Carry what ranks count over into this process's metrics."""
+        for record in records:
+            before = self._seen_stats.get(record.receiver, {})
+            self._seen_stats[record.receiver] = record.stats
+            gained = {name: value - before.get(name, 0) for name, value in record.stats.items()}
+            self.metrics.add("evictions", gained.get("evictions", 0))
+            self.metrics.add("failures", gained.get("failures", 0))
+            if gained.get("staged", 0) > 0:
+                self.metrics.observe("stage_seconds", gained["stage_s"] / gained["staged"])
+
+
+class BackgroundFollower:
+    """Follows in a thread of its own, until it is closed. Made by :func:`follow`.
+
+    Whatever fails is logged and counted, the engine serves on with what it has, and the next
+    attempt follows: after a while, or when something newer is there.
+    """
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._stop = threading.Event()
+        self._condition = threading.Condition()
+        self._has_begun = threading.Event()
+        self.error: Exception | None = None
+        """Why the last attempt failed; None if it did not."""
+        self._thread = threading.Thread(target=self._run, name="dbuffer-follower", daemon=True)
+        self._thread.start()
+
+    @property
+    def engine_id(self) -> str:
+        """The engine's name among the store's receivers."""
+        return self._follower.engine_id
+
+    @property
+    def applied(self) -> int | None:
+        """The version that the engine serves; None: what it was started with."""
+        return self._follower.applied
+
+    def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
+        """Wait until the engine serves this version or a later one; which one.
+
+        Raises:
+            VersionTimeoutError: it does not, in time; the message says what went wrong last.
+        """
+        with self._condition:
+            done = self._condition.wait_for(
+                lambda: (self.applied or 0) >= version or not self._thread.is_alive(), timeout_s
+            )
+        if not done or self.applied is None or self.applied < version:
+            raise VersionTimeoutError(
+                f"{self.engine_id} has version {self.applied}, and not {version} within "
+                f"{timeout_s:g} s; last problem: {self.error or 'none'}"
+            )
+        return self.applied
+
+    async def wait_applied_async(self, version: int, timeout_s: float = 60.0) -> int:
+        """The same, in an event loop."""
+        return await asyncio.to_thread(self.wait_applied, version, timeout_s)
+
+    def close(self) -> None:
+        """Stop following, after the switch that is under way. Not for the engine's event loop."""
+        self._stop.set()
+        self._thread.join()
+        self._follower.close()
+
+    async def aclose(self) -> None:
+        """The same, in an event loop: a switch needs that loop to end."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def wait_started_async(self) -> None:
+        """Wait until the engine serves what was there when following began.
+
+        Raises:
+            DBufferError: what hinders it.
+        """
+        await asyncio.to_thread(self._has_begun.wait)
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            for outcome in follow_for_ever(self._follower, self._stop):
+                with self._condition:
+                    self.error = outcome if isinstance(outcome, DBufferError) else None
+                    self._condition.notify_all()
+                self._has_begun.set()
+        except Exception as error:
+            self.error = error
+            raise
+        finally:
+            self._has_begun.set()
+            with self._condition:
+                self._condition.notify_all()
+
+
+def follow_for_ever(
+    follower: Follower, stop_event: threading.Event
+) -> Iterator[Switch | DBufferError | None]:
+    """Switch whenever there is something newer; every switch, every failure, None when up to date.
+
+    Ends when ``stop_event`` is set. After a failure it waits, for longer and longer, and tries
+    again; a server that was restarted is told again to follow, and switched at once.
+    """
+    backoff_s = _BACKOFF_MIN_S
+    is_lost = True
+    while not stop_event.is_set():
+        try:
+            if is_lost or follower.has_restarted():
+                follower.start()
+                is_lost = False
+            switch = follower.sync()
+        except DBufferError as error:
+            is_lost = isinstance(error, EngineUnreachableError)
+            logger.error("%s; trying again in %g s", error, backoff_s)
+            yield error
+            stop_event.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
+            follower.count_retry()
+            continue
+        backoff_s = _BACKOFF_MIN_S
+        yield switch
+        if switch is None:
+            follower.wait_for_version(stop_event)
+
+
+def follow(
+    engine: Any,
+    store: str | os.PathLike[str] | None = None,
+    *,
+    pause: PauseMode = "keep",
+    api_key: str | None = None,
+    **options: Any,
+) -> Follower | BackgroundFollower:
+    """Keep an engine on a store's newest version.
+
+    Args:
+        engine: a ``vllm.LLM``: call ``sync()`` of what is returned between generations. An
+            ``AsyncLLM``, in its event loop: it is followed in the background, until ``aclose()``.
+            The URL of a server in development mode: followed in the background, until ``close()``.
+        store: the store's directory, as the engine's workers and this process see it. Default:
+            the one in the engine's ``additional_config``.
+        pause: what becomes of requests in flight during a switch: ``"keep"``, ``"wait"`` or
+            ``"abort"``. An ``LLM`` has none.
+        api_key: for a server.
+        **options: more of :class:`EngineOptions`.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be, or there is no store.
+        EngineUnsupportedError: the engine was not started in a way that lets it follow.
+        EngineUnreachableError: (a server) it does not answer, or is not in development mode.
+    """
+    chosen = None
+    if store is not None:
+        chosen = EngineOptions.parse({"store": os.fspath(Path(store).absolute()), **options})
+    elif options:
+        raise OptionError(f"{', '.join(options)} given without a store")
+    if isinstance(engine, str):
+        server = ServerEngine(engine, api_key=api_key)
+        return BackgroundFollower(Follower(server, chosen, pause=pause))
+    if hasattr(engine, "llm_engine"):
+        follower = Follower(OfflineEngine(engine), chosen, pause=pause)
+        follower.start()
+        return follower
+    asynchronous = AsyncEngine(engine, asyncio.get_running_loop())
+    return BackgroundFollower(Follower(asynchronous, chosen, pause=pause))

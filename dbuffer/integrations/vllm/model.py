@@ -1,0 +1,229 @@
+"""One rank's model: whether weights fit it, loading them, and refusing to serve when that failed.
+
+:class:`ShapeCheck` loads weights without data into a copy of the model without data, through the
+model's own loaders; the model that serves is not touched. :class:`EngineModel` swaps weights in,
+through vLLM's layerwise reload, which serves packed, quantised and plain layers alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from dbuffer.errors import EngineBrokenError, EngineUnsupportedError, WeightsMismatchError
+from dbuffer.layout import TensorSpec
+from dbuffer.tensors import DTYPES
+
+
+class EngineModel:
+    """The model of one rank, as it serves.
+
+    All methods are for the worker's main thread, between two steps of the engine.
+    """
+
+    def __init__(self, vllm_config: Any, model: Any) -> None:
+        self._vllm_config = vllm_config
+        self._model = model
+        self._hook: Any = None
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once."""
+        self._load(tensors.items())
+
+    def load_checkpoint(self) -> None:
+        """Swap in the weights that the engine was started with, from where it read them.
+
+        Raises:
+            EngineUnsupportedError: it was started in a way that cannot be read again.
+        """
+        config = self._vllm_config
+        loader = get_model_loader(config.load_config)
+        if not hasattr(loader, "get_all_weights"):
+            raise EngineUnsupportedError(
+                f"weights in load format {config.load_config.load_format!r} cannot be read again"
+            )
+        self._load(loader.get_all_weights(config.model_config, self._model))
+
+    def places(self) -> dict[str, int]:
+        """Where each parameter lies in memory: captured graphs read there and nowhere else."""
+        return {name: tensor.data_ptr() for name, tensor in self._model.named_parameters()}
+
+    def refuse_to_serve(self, reason: str) -> None:
+        """Let every step of this model fail, and say why, until :meth:`serve_again`."""
+        self.serve_again()
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise EngineBrokenError(reason)
+
+        self._hook = self._model.register_forward_pre_hook(refuse)
+        # A captured graph is replayed without a call of the model; this comes after it.
+        if hasattr(self._model, "compute_logits"):
+            self._model.compute_logits = refuse
+
+    def serve_again(self) -> None:
+        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self._model.__dict__.pop("compute_logits", None)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        config = self._vllm_config
+        with set_current_vllm_config(config):
+            initialize_layerwise_reload(self._model)
+            try:
+                # Tensors are handed over where they lie, in main memory; a layer's are kept as
+                # views until it is whole, so their order costs no memory.
+                self._model.load_weights(iter(weights))
+            finally:
+                # After a failure too: half a layer that is left waiting for its other half would
+                # be completed by the next load, with tensors of another version.
+                finalize_layerwise_reload(self._model, config.model_config)
+            _repack_tied_heads(self._model)
+
+
+def _repack_tied_heads(model: torch.nn.Module) -> None:
+    """Reload skips a head whose weight is the embedding's, so its packed copy is the old one."""
+    embeddings = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    }
+    for module in model.modules():
+        if (
+            isinstance(module, ParallelLMHead)
+            and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
+            and id(module.weight) in embeddings
+        ):
+            module.quant_method.process_weights_after_loading(module)
+
+
+class ShapeCheck:
+    """Loads shapes into a copy of the model that has no data.
+
+    Make it on the worker's main thread: building a model sets things for the whole process. The
+    check itself does not, and may run while the engine serves.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        config = copy.copy(vllm_config)
+        config.compilation_config = copy.copy(config.compilation_config)
+        # Layers register in here by name, and refuse a name that is taken.
+        config.compilation_config.static_forward_context = {}
+        config.compilation_config.static_all_moe_layers = []
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            torch.device("meta"),
+        ):
+            self._model = initialize_model(config, model_config=config.model_config)
+        self._counts = _CountLoadedElements(
+            self._model, tp_size=config.parallel_config.tensor_parallel_size
+        )
+
+    def __call__(self, specs: Sequence[TensorSpec]) -> None:
+        """Refuse tensors that do not fit the model.
+
+        Raises:
+            WeightsMismatchError: a name or a shape is not the model's, or a tensor is missing.
+        """
+        current = "no tensor at all"
+
+        def shapes() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal current
+            for spec in specs:
+                current = str(spec)
+                yield spec.name, torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+
+        self._counts.reset()
+        try:
+            with self._counts, torch.device("meta"):
+                self._model.load_weights(shapes())
+        # A model's loaders refuse in their own ways: assert, KeyError, ValueError, RuntimeError.
+        except Exception as error:
+            # Some list every parameter that there is.
+            reason = f"{type(error).__name__} {error!s:.300}".strip()
+            message = f"{current} does not fit the engine's model: {reason}"
+            raise WeightsMismatchError(message) from error
+        self._counts.require_all()
+
+
+class _CountLoadedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what a model's loaders write into each parameter while this mode is on.
+
+    vLLM fuses parameters (q, k and v are one), so a set of loaded names cannot tell that one of
+    the parts is missing.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, tp_size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
+        self._tp_size = tp_size
+        self._copied = 0
+        self._loaded: dict[int, int] = {}
+        # Embeddings are padded to a round number of rows that no checkpoint has, and check the
+        # rows they get themselves.
+        self._padded = {
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, VocabParallelEmbedding)
+        }
+        for parameter in model.parameters():
+            self._wrap_loader(parameter)
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._loaded.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self._copied += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+    def _wrap_loader(self, parameter: Any) -> None:
+        loader = getattr(parameter, "weight_loader", default_weight_loader)
+
+        def counting_loader(param: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
+            if loaded.is_floating_point() != param.is_floating_point():
+                raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
+            before = self._copied
+            result = loader(param, loaded, *args, **kwargs)
+            copied = self._copied - before
+            # Each rank takes its share, or all of it, or nothing (another rank's expert).
+            if id(param) not in self._padded and 0 < copied * self._tp_size < loaded.numel():
+                raise WeightsMismatchError(f"only {copied} of {loaded.numel()} elements fit")
+            self._loaded[id(param)] = self._loaded.get(id(param), 0) + copied
+            return result
+
+        parameter.weight_loader = counting_loader
+
+    def require_all(self) -> None:
+        """Raise :class:`WeightsMismatchError` if a parameter was not loaded to its end."""
+        for name, parameter in self._model.named_parameters():
+            loaded = self._loaded.get(id(parameter), 0)
+            total = getattr(parameter, "weight_loader_numel", parameter.numel())
+            if loaded < (1 if id(parameter) in self._padded else total):
+                raise WeightsMismatchError(
+                    f"only {loaded} of {total} elements of {name} were published"
+                )
