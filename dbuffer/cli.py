@@ -10,12 +10,14 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -33,6 +35,10 @@ from dbuffer.snapshot import Snapshot
 from dbuffer.status import read_status
 from dbuffer.tensors import DTYPES
 from dbuffer.verification import verify_store
+
+if TYPE_CHECKING:
+    from dbuffer.integrations.vllm.follower import Switch
+    from dbuffer.integrations.vllm.options import EngineOptions
 
 EXIT_FAILED = 1
 EXIT_TIMEOUT = 3
@@ -194,10 +200,48 @@ def follow(
     verify_checksums: Annotated[
         bool, typer.Option("--verify", help="Check every tensor's checksum.")
     ] = False,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Keep the vLLM server at this address on the newest version. It must run with "
+            "VLLM_SERVER_DEV_MODE=1, and see the store under the same path.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="The vLLM server's key."),
+    ] = None,
+    pause: Annotated[
+        str,
+        typer.Option(
+            help="What becomes of the vLLM server's requests in flight at a switch: 'keep', 'wait' "
+            "or 'abort'."
+        ),
+    ] = "keep",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     allow_shared_store: SharedOption = False,
 ) -> None:
-    """Print each new version as it comes, and acknowledge it; with --exec, run a command."""
+    """Print each new version as it comes, and acknowledge it; with --exec, run a command.
+
+    With --vllm, switch a vLLM server to it instead, and print how long that took. The server is
+    always resumed; one that is restarted is switched again.
+    """
+    if vllm is not None:
+        if command is not None or newer_than is not None:
+            raise typer.BadParameter("not together with --vllm", param_hint="--exec, --newer-than")
+        from dbuffer.integrations.vllm.options import EngineOptions
+
+        options = EngineOptions(
+            store=str(store.absolute()),
+            engine_id=receiver_id,
+            verify=verify_checksums or "auto",
+            allow_shared_store=allow_shared_store,
+        )
+        _follow_with_vllm(
+            vllm, options, api_key, pause, count=count, timeout_s=timeout_s, as_json=as_json
+        )
+        return
     receiver = WeightReceiver(
         store,
         receiver_id=receiver_id,
@@ -310,6 +354,53 @@ def demo(
         _print_json(result.as_dict())
     if not result.success:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _follow_with_vllm(
+    url: str,
+    options: EngineOptions,
+    api_key: str | None,
+    pause: str,
+    *,
+    count: int | None,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    try:
+        from dbuffer.integrations.vllm.engines import ServerEngine
+        from dbuffer.integrations.vllm.follower import Follower, Switch, follow_for_ever
+
+        server = ServerEngine(url, api_key=api_key)
+    except ModuleNotFoundError as error:
+        raise DBufferError(f"--vllm needs {error.name}: pip install '{error.name}'") from error
+    stop = threading.Event()
+    # A switch that has begun must end with the server resumed, also when this is asked to stop.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    last = time.monotonic()
+    with Follower(server, options, pause=pause) as follower:  # type: ignore[arg-type]  # checked there
+        for outcome in follow_for_ever(follower, stop):
+            if isinstance(outcome, Switch):
+                last = time.monotonic()
+                _report_switch(url, outcome, as_json=as_json)
+                count = None if count is None else count - 1
+                if count == 0:
+                    return
+            elif timeout_s is not None and time.monotonic() - last > timeout_s:
+                raise VersionTimeoutError(f"no switch of {url} for {timeout_s:g} s: {outcome}")
+
+
+def _report_switch(url: str, switch: Switch, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(dataclasses.asdict(switch)), flush=True)
+        return
+    console.print(
+        f"version {switch.version}: {url} switched, ready after {1e3 * switch.wait_s:.1f} ms, "
+        f"paused for {1e3 * switch.pause_s:.1f} ms",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:

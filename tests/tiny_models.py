@@ -13,9 +13,11 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
-FAMILIES = ("qwen3", "llama", "tied-qwen2")
+FAMILIES = ("qwen3", "llama", "tied-qwen2", "qwen3-moe")
 
 _SHAPE: dict[str, Any] = {
     # No multiple of 64, so that vLLM pads its embeddings.
@@ -37,8 +39,53 @@ def make_model(family: str, seed: int) -> Any:
         return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=4, head_dim=32, **_SHAPE))
     if family == "llama":
         return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **_SHAPE))
+    if family == "qwen3-moe":
+        config = Qwen3MoeConfig(
+            num_attention_heads=4,
+            head_dim=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            norm_topk_prob=True,
+            **_SHAPE,
+        )
+        return Qwen3MoeForCausalLM(config)
     config = Qwen2Config(num_attention_heads=2, tie_word_embeddings=True, **_SHAPE)
     return Qwen2ForCausalLM(config)
+
+
+def revealing_weights(version: int) -> dict[str, torch.Tensor]:
+    """Weights for a "qwen3" that answers with :func:`token_of` ``(version)``, whatever it is asked.
+
+    The embedding, the last norm and the head must be of one version to do so: with parts of two,
+    the answer is token 0. All other weights are zero, so that only the residual stream remains.
+    """
+    model = make_model("qwen3", 0)
+    weights = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()}
+    hidden = _SHAPE["hidden_size"]
+    # A direction that no two versions near each other share.
+    axis = version % hidden
+    weights["model.embed_tokens.weight"][:, axis] = 1.0
+    weights["model.norm.weight"][axis] = 1.0
+    head = weights["lm_head.weight"]
+    head[0] = 1.0
+    head[0, axis] = 0.0
+    head[token_of(version), axis] = 1.0
+    return weights
+
+
+def token_of(version: int) -> int:
+    """The token of a version; both halves of the vocabulary, so both of two ranks, have some."""
+    return 1 + version % 249 + (250 if version % 2 else 0)
+
+
+def save_revealing(version: int, directory: Path) -> Path:
+    """Such a model as a Hugging Face checkpoint; its directory."""
+    model = make_model("qwen3", 0)
+    model.load_state_dict(revealing_weights(version), strict=False)
+    path = directory / f"revealing-{version}"
+    model.save_pretrained(path)
+    return path
 
 
 def save_model(family: str, seed: int, directory: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import re
 import time
 from collections.abc import Coroutine, Mapping
@@ -37,7 +38,7 @@ class EngineFacts:
     has_extension: bool
     """Its workers have the methods of :class:`WorkerExtension`."""
     has_backend: bool
-    """It was started with ``backend="dbuffer"``."""
+    """It was started with ``backend="dbuffer"``; then that is used."""
     additional_config: Mapping[str, Any]
 
     @classmethod
@@ -74,15 +75,17 @@ def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name)
 
 
-def _is_extension(qualified_name: str) -> bool:
-    from dbuffer.integrations.vllm.extension import WorkerExtension
-
-    if qualified_name in ("", None, EXTENSION):
+def _is_extension(qualified_name: str | None) -> bool:
+    if not qualified_name or qualified_name == EXTENSION:
         return qualified_name == EXTENSION
-    module, _, name = qualified_name.rpartition(".")
-    with contextlib.suppress(ImportError, AttributeError):
-        return issubclass(getattr(__import__(module, fromlist=[name]), name), WorkerExtension)
-    return False
+    # Somebody's own, which may have ours among its bases.
+    try:
+        from dbuffer.integrations.vllm.extension import WorkerExtension
+
+        module, _, name = qualified_name.rpartition(".")
+        return issubclass(getattr(importlib.import_module(module), name), WorkerExtension)
+    except (ImportError, AttributeError):
+        return False
 
 
 class Engine(Protocol):

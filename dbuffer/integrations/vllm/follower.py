@@ -119,7 +119,7 @@ class Follower:
             self._session.close()
         engine_id = options.engine_id or self._engine.default_id(facts)
         self._session = session = _Session(facts, options, engine_id)
-        if options != configured:
+        if not facts.has_backend or options != configured:  # else they follow since their start
             self._start_workers(session, was_paused)
         record = session.record(engine_id)
         self.applied = record.applied_version if record is not None else None
@@ -201,14 +201,14 @@ class Follower:
         return self._session
 
     def _start_workers(self, session: _Session, was_paused: bool) -> None:
-        if was_paused and not session.facts.has_extension and session.facts.num_ranks > 1:
+        if was_paused and session.facts.has_backend and session.facts.num_ranks > 1:
             raise EngineUpdateError(
                 "the engine is paused, maybe in the middle of a weight update, and with several "
                 "ranks vLLM's own session cannot be told to end: resume it if you paused it, or "
                 "restart it; with the worker extension instead of the backend this cannot happen"
             )
         info = asdict(session.options) | {"engine_id": session.engine_id}
-        name = "dbuffer_init" if session.facts.has_extension else "init_weight_transfer_engine"
+        name = "init_weight_transfer_engine" if session.facts.has_backend else "dbuffer_init"
         self._call("follow the store", name, init_info=info)
 
     def _switch(self, session: _Session, version: int, wait_s: float) -> Switch:
@@ -240,7 +240,7 @@ class Follower:
     def _update(self, session: _Session, version: int) -> None:
         info = {"at_least": version}
         what = f"switch to version {version}"
-        if session.facts.has_extension:
+        if not session.facts.has_backend:
             self._call(what, "dbuffer_update", update_info=info)
             return
         self._call(what, "start_weight_update")

@@ -8,6 +8,7 @@ through vLLM's layerwise reload, which serves packed, quantised and plain layers
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -203,12 +204,16 @@ class _CountLoadedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _wrap_loader(self, parameter: Any) -> None:
         loader = getattr(parameter, "weight_loader", default_weight_loader)
 
-        def counting_loader(param: Any, loaded: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        signature = inspect.signature(loader)
+
+        def counting_loader(*args: Any, **kwargs: Any) -> Any:
+            # All take the parameter and what is loaded first, some by name.
+            param, loaded, *_ = signature.bind(*args, **kwargs).arguments.values()
             # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
             if loaded.is_floating_point() != param.is_floating_point():
                 raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
             before = self._copied
-            result = loader(param, loaded, *args, **kwargs)
+            result = loader(*args, **kwargs)
             copied = self._copied - before
             # Each rank takes its share, or all of it, or nothing (another rank's expert).
             if id(param) not in self._padded and 0 < copied * self._tp_size < loaded.numel():

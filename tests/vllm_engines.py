@@ -1,0 +1,122 @@
+"""Real vLLM engines, small, for the tests; each test file runs them in a program of its own.
+
+vLLM changes environment, warnings and threads of its process and prints from native threads, so a
+test file runs itself as a program (see :func:`observe`) that leaves what it saw as JSON, and judges
+that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NEEDS_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+]
+
+EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
+
+BLOCK_TOKENS = 32
+PROMPTS = [
+    list(range(1, 6)),
+    list(range(40, 71)),
+    # Longer than a cache block: these meet the prefix cache.
+    list(range(100, 140)),
+    list(range(200, 300)),
+]
+
+
+def environment(*, processes: bool, tp: int = 1, **more: str) -> dict[str, str]:
+    """For a program with engines in it: in its own process, or each in processes of theirs."""
+    base = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if processes else "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if tp > 1:
+        base |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return os.environ | base | more
+
+
+def observe(
+    program: str, directory: Path, *arguments: str, timeout_s: float, env: dict[str, str]
+) -> Any:
+    """Run a test file as a program; what it left in ``observed.json`` of the directory.
+
+    Everything that it started ends with it, whatever happens.
+    """
+    log = directory / "log.txt"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, program, str(directory), *arguments],
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            kill_group(process)
+    assert code == 0, log.read_text(errors="replace")[-8000:]
+    return json.loads((directory / "observed.json").read_text())
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started, in case it has not ended by itself."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def engine_arguments(
+    checkpoint: Path | str, *, dtype: str = "float32", tp: int = 1, how: str = "backend", **more: Any
+) -> dict[str, Any]:
+    """Arguments of an ``LLM`` or of ``AsyncEngineArgs``; ``how`` weights are to come in."""
+    from vllm.config import WeightTransferConfig
+
+    ways: dict[str, dict[str, Any]] = {
+        "backend": {"weight_transfer_config": WeightTransferConfig(backend="dbuffer")},
+        "extension": {"worker_extension_cls": EXTENSION},
+        "none": {},
+    }
+    return {
+        "model": str(checkpoint),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": dtype,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "block_size": BLOCK_TOKENS,
+        "kv_cache_memory_bytes": 64 << 20,
+        "tensor_parallel_size": tp,
+        **ways[how],
+        **more,
+    }
+
+
+def greedy_parameters(max_tokens: int = 16) -> Any:
+    import vllm
+
+    return vllm.SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+    )
+
+
+def greedy(llm: Any) -> list[list[int]]:
+    """Tokens that an ``LLM`` answers each of :data:`PROMPTS` with."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, greedy_parameters(), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
