@@ -82,7 +82,12 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def engine_arguments(
-    checkpoint: Path | str, *, dtype: str = "float32", tp: int = 1, how: str = "backend", **more: Any
+    checkpoint: Path | str,
+    *,
+    dtype: str = "float32",
+    tp: int = 1,
+    how: str = "backend",
+    **more: Any,
 ) -> dict[str, Any]:
     """Arguments of an ``LLM`` or of ``AsyncEngineArgs``; ``how`` weights are to come in."""
     from vllm.config import WeightTransferConfig

@@ -15,6 +15,9 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -99,6 +102,7 @@ class EngineModel:
                 # be completed by the next load, with tensors of another version.
                 finalize_layerwise_reload(self._model, config.model_config)
             _repack_tied_heads(self._model)
+            _repack_cpu_experts(self._model)
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
@@ -115,6 +119,26 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
             and id(module.weight) in embeddings
         ):
             module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_cpu_experts(model: torch.nn.Module) -> None:
+    """On a CPU, reload leaves experts as they were loaded, where their kernel reads packed ones.
+
+    vLLM (0.28 to 0.33) packs them when it first makes their kernel, and not again.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        kernel = getattr(method, "moe_kernel", None)
+        if (
+            isinstance(method, UnquantizedFusedMoEMethod)
+            and kernel is not None
+            and module.w13_weight.device.type == "cpu"
+        ):
+            places = {name: getattr(module, name) for name in ("w13_weight", "w2_weight")}
+            kernel.fused_experts.process_weights_after_loading(module)
+            for name, place in places.items():
+                place.data.copy_(getattr(module, name))
+                module.register_parameter(name, place)
 
 
 class ShapeCheck:
