@@ -20,7 +20,6 @@ from rich.console import Console
 from dbuffer.demo import DemoError, DemoOptions, DemoResult, engines, loop, run_demo, show_demo
 from dbuffer.demo.engines import Refreshed, TorchEngine
 from dbuffer.demo.records import Tokens
-from dbuffer.receiver import WeightReceiver
 
 PID_FILE_VARIABLE = "DBUFFER_TEST_PID_FILE"
 
@@ -91,13 +90,15 @@ class DeafEngine(TorchEngine):
     """Says that it has every version, and never loads one."""
 
     last_version_heard = 0
+    version: int | None = None
 
-    def refresh(self, receiver: WeightReceiver, newer_than: int) -> Refreshed | None:
-        version = receiver.wait_for_version(newer_than, timeout_s=0)
+    def refresh(self) -> Refreshed | None:
+        version = self._receiver.wait_for_version(self.version, timeout_s=0)
         if version is None:
             return None
         if version <= self.last_version_heard:
-            receiver.load_into(self._model)
+            self._receiver.load_into(self._model)
+        self.version = version
         return Refreshed(version, 0.0, 1.0)
 
 

@@ -26,7 +26,7 @@ class Refreshed(NamedTuple):
 
     version: int
     stage_ms: float
-    """Opening and checking; an engine of several threads would generate meanwhile."""
+    """Making it ready, while the engine may generate."""
     pause_ms: float
     """Swapping the weights, with nothing generating."""
 
@@ -42,16 +42,24 @@ class Engine(Protocol):
         """One completion a prompt, at temperature 1 or greedy."""
         ...
 
-    def refresh(self, receiver: WeightReceiver, newer_than: int) -> Refreshed | None:
-        """Take the newest version, if there is one above ``newer_than``."""
+    def follow(self, store: Path) -> None:
+        """Begin to follow a store."""
+        ...
+
+    def refresh(self) -> Refreshed | None:
+        """Take the newest version, if there is a newer one."""
+        ...
+
+    def close(self) -> None:
+        """Stop following."""
         ...
 
 
 class VLLMEngine:
-    """A real vLLM engine, in this process."""
+    """A real vLLM engine that follows as any vLLM engine does."""
 
     def __init__(self, checkpoint: Path, seed: int) -> None:
-        # In this process, the snapshot's tensors reach the model without another copy.
+        # It has a process of its own already.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ["VLLM_NO_USAGE_STATS"] = "1"
         # Two threads for so small a model wait for each other whenever the trainer has a core:
@@ -75,7 +83,9 @@ class VLLMEngine:
             max_num_seqs=_MAX_BATCH,
             block_size=_CACHE_BLOCK_TOKENS,
             kv_cache_memory_bytes=64 << 20,
+            weight_transfer_config=vllm.config.WeightTransferConfig(backend="dbuffer"),
         )
+        self._follower: Any = None
         self.description = f"vLLM {vllm.__version__}, {dtype} on {'GPU' if on_gpu else 'CPU'}"
 
     def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
@@ -91,19 +101,23 @@ class VLLMEngine:
         )
         return tuple(tuple(output.outputs[0].token_ids) for output in outputs)
 
-    def refresh(self, receiver: WeightReceiver, newer_than: int) -> Refreshed | None:
-        """Take the newest version, if there is one above ``newer_than``."""
-        from dbuffer.integrations.vllm import apply_weights, check_weights
+    def follow(self, store: Path) -> None:
+        """Begin to follow a store."""
+        from dbuffer.integrations.vllm import follow
 
-        if receiver.wait_for_version(newer_than, timeout_s=0) is None:
+        self._follower = follow(self._llm, store)
+
+    def refresh(self) -> Refreshed | None:
+        """Take the newest version, if there is a newer one."""
+        switch = self._follower.sync()
+        if switch is None:
             return None
-        started = time.perf_counter()
-        with receiver.open(newer_than) as snapshot:
-            check_weights(self._llm, snapshot.tensors)
-            staged = time.perf_counter()
-            apply_weights(self._llm, snapshot.tensors)
-            applied = time.perf_counter()
-        return Refreshed(snapshot.version, 1e3 * (staged - started), 1e3 * (applied - staged))
+        return Refreshed(switch.version, 1e3 * switch.stage_s, 1e3 * switch.pause_s)
+
+    def close(self) -> None:
+        """Stop following."""
+        if self._follower is not None:
+            self._follower.close()
 
 
 class TorchEngine:
@@ -113,6 +127,7 @@ class TorchEngine:
         import transformers
 
         torch.set_num_threads(1)
+        self._receiver: WeightReceiver | None = None
         self._generator = torch.Generator().manual_seed(seed)
         self._model: Any = transformers.Qwen3ForCausalLM.from_pretrained(checkpoint).eval()
         self.description = f"plain torch {torch.__version__} policy, no vLLM"
@@ -143,13 +158,23 @@ class TorchEngine:
             output = self._model(chosen, past_key_values=output.past_key_values, use_cache=True)
         return torch.cat(tokens, dim=1)
 
-    def refresh(self, receiver: WeightReceiver, newer_than: int) -> Refreshed | None:  # noqa: ARG002
-        """Take the newest version, if there is one; a receiver itself knows what it has loaded."""
+    def follow(self, store: Path) -> None:
+        """Begin to follow a store."""
+        self._receiver = WeightReceiver(store)
+
+    def refresh(self) -> Refreshed | None:
+        """Take the newest version, if there is a newer one."""
+        assert self._receiver is not None  # noqa: S101 - it follows
         started = time.perf_counter()
-        version = receiver.load_into(self._model)
+        version = self._receiver.load_into(self._model)
         if version is None:
             return None
         return Refreshed(version, 0.0, 1e3 * (time.perf_counter() - started))
+
+    def close(self) -> None:
+        """Stop following."""
+        if self._receiver is not None:
+            self._receiver.close()
 
 
 ENGINES: dict[str, type[Engine]] = {"vllm": VLLMEngine, "torch": TorchEngine}

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple, Self
 
 from dbuffer.demo.engines import Engine, Refreshed
 from dbuffer.demo.records import DemoError, EngineFailed, EngineReady, SampleReply, SampleRequest
-from dbuffer.receiver import WeightReceiver
 
 _REQUEST_POLL_S = 0.01
-"""How long the idle engine waits for a version before it looks for a request."""
+"""How long the idle engine waits for a request before it looks for a version."""
 _END_TIMEOUT_S = 10.0
 _ABORT_TIMEOUT_S = 2.0
 """After an error. Not zero: a process that is killed cannot remove its temporary files."""
@@ -121,11 +120,10 @@ def _run(spec: EngineSpec, connection: Connection) -> None:
         try:
             engine = spec.engine(spec.checkpoint, spec.seed)
             connection.send(EngineReady(description=engine.description))
-            if spec.store is None:
-                _serve(connection, engine, None)
-            else:
-                with WeightReceiver(spec.store) as receiver:
-                    _serve(connection, engine, receiver)
+            if spec.store is not None:
+                engine.follow(spec.store)
+            _serve(connection, engine, follows=spec.store is not None)
+            engine.close()
         except Exception as error:
             # The trainer may be the one that is gone; then there is nobody to tell.
             with contextlib.suppress(OSError):
@@ -143,14 +141,14 @@ def _output_to(log: Path) -> Iterator[None]:
     yield
 
 
-def _serve(connection: Connection, engine: Engine, receiver: WeightReceiver | None) -> None:
-    """Follow the store and answer requests, until the trainer closes the pipe."""
+def _serve(connection: Connection, engine: Engine, *, follows: bool) -> None:
+    """Refresh the engine and answer requests, until the trainer closes the pipe."""
     current = Refreshed(0, 0.0, 0.0)
     request: SampleRequest | None = None
     while True:
-        if receiver is not None:
-            current = engine.refresh(receiver, current.version) or current
-        if connection.poll():
+        if follows:
+            current = engine.refresh() or current
+        if connection.poll(_REQUEST_POLL_S if request is None else 0.0):
             try:
                 request = connection.recv()
             except EOFError:
@@ -158,10 +156,6 @@ def _serve(connection: Connection, engine: Engine, receiver: WeightReceiver | No
         if request is not None and (request.at_version or 0) <= current.version:
             connection.send(_sample(engine, request, current))
             request = None
-        elif receiver is None:
-            connection.poll(None)
-        else:
-            receiver.wait_for_version(current.version, _REQUEST_POLL_S)
 
 
 def _sample(engine: Engine, request: SampleRequest, current: Refreshed) -> SampleReply:
