@@ -180,6 +180,7 @@ class ReceiverRecord(Record):
         "part_of": (str, type(None)),
         "staged_version": (int, type(None)),
         "problem": (str, type(None)),
+        "problem_version": (int, type(None)),
         "stats": (dict,),
     }
 
@@ -194,7 +195,9 @@ class ReceiverRecord(Record):
     staged_version: int | None = None
     """What it has ready, checked and not yet applied."""
     problem: str | None = None
-    """Why it cannot have the newest version ready."""
+    """Why it cannot have a version ready."""
+    problem_version: int | None = None
+    """Which one; None: the store itself is the problem."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts and durations since it started."""
 

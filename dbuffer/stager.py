@@ -260,6 +260,7 @@ class Stager:
     def _run(self) -> None:
         while (target := self._next_target()) is not None:
             wanted, after = target
+            found = wanted
             try:
                 found = wanted or self._wait(after)
                 if found is None or not self._make_room(found):
@@ -270,7 +271,7 @@ class Stager:
                 logger.warning("staging was overtaken, starting over: %s", error)
             # Whatever it is must reach who waits in take(), and must not end this thread.
             except Exception as error:  # noqa: BLE001
-                self._note_problem(error, wanted or self.newest_or_none())
+                self._note_problem(error, found)
 
     def _wait(self, after: int | None) -> int | None:
         """Wait for a version above ``after``; or until a failed one is worth another try."""
@@ -354,7 +355,10 @@ class Stager:
             self._stats["staged_bytes"] += staged.num_bytes
             self._stats["stage_s"] += staged.duration_s
             self._receiver.record.set(
-                staged_version=staged.version, problem=None, stats=dict(self._stats)
+                staged_version=staged.version,
+                problem=None,
+                problem_version=None,
+                stats=dict(self._stats),
             )
             self._condition.notify_all()
         self._receiver.record.write()
@@ -388,7 +392,12 @@ class Stager:
             self._problem = (version, error)
             self._after = version if version is not None else self._after
             self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
-            self._receiver.record.set(problem=text, staged_version=None, stats=dict(self._stats))
+            self._receiver.record.set(
+                staged_version=None,
+                problem=text,
+                problem_version=version,
+                stats=dict(self._stats),
+            )
             self._condition.notify_all()
         self._receiver.record.write()
         if version is None:

@@ -74,6 +74,7 @@ any_record = st.one_of(
         part_of=st.none() | st.just("engine"),
         staged_version=st.none() | integers,
         problem=st.none() | texts,
+        problem_version=st.none() | integers,
         stats=st.dictionaries(texts, integers | times, max_size=4),
     ),
     st.builds(

@@ -1,50 +1,42 @@
-"""Weights through the store into a real vLLM engine, against a fresh engine on those weights.
+"""A store's weights in real vLLM engines in one process, against fresh engines on those weights.
 
-vLLM changes environment, warnings and threads of its process, so one subprocess (this file, run
-as a program) does everything and leaves its observations as JSON; the tests judge them.
+Both ways in (backend and extension), four kinds of models, two dtypes, with linear layers packed as
+vLLM does on a CPU and with live parameters as on a GPU.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import json
-import os
-import subprocess
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from vllm_engines import (
+    NEEDS_VLLM,
+    PROMPTS,
+    engine_arguments,
+    environment,
+    greedy,
+    greedy_parameters,
+    observe,
+)
 
 import dbuffer
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
-]
+pytestmark = NEEDS_VLLM
 
-TIMEOUT_S = 240
-PROMPTS = [
-    list(range(1, 6)),
-    list(range(40, 71)),
-    # Longer than a cache block of 32 tokens: these meet the prefix cache.
-    list(range(100, 140)),
-    list(range(200, 300)),
+TIMEOUT_S = 280
+# vLLM makes what experts need when its first engine has some, so that one comes first.
+FAMILIES = ("qwen3-moe", "qwen3", "llama", "tied-qwen2")
+LAYERS = ("packed", "live")
+DTYPES = ("float32", "bfloat16")
+SWAPS = [
+    f"{family} {dtype} {layers}" for family in FAMILIES for dtype in DTYPES for layers in LAYERS
 ]
-# How the weights leave the trainer, and how they enter the engine.
-SWAPS = {
-    "qwen3-float32": ("checkpoint", "open"),
-    "qwen3-bfloat16": ("module", "load_into"),
-    "llama-float32": ("module", "open"),
-    "llama-bfloat16": ("checkpoint", "load_into"),
-    "tied-qwen2-float32": ("module", "load_into"),
-    "tied-qwen2-bfloat16": ("checkpoint", "open"),
-}
+MANY = "qwen3 float32 packed"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 NORM = "model.norm.weight"
@@ -52,10 +44,9 @@ MISFITS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "one part of a fused parameter missing": lambda weights: weights.pop(K_PROJ),
     "head missing": lambda weights: weights.pop("lm_head.weight"),
     "embedding missing": lambda weights: weights.pop("model.embed_tokens.weight"),
-    "everything missing": lambda weights: weights.clear(),
     "unknown name": lambda weights: weights.update({"model.layers.0.bogus": torch.ones(2)}),
     "layer too many": lambda weights: weights.update(
-        {K_PROJ.replace("layers.1", "layers.2"): weights[K_PROJ]}
+        {K_PROJ.replace("layers.1", "layers.2"): weights[K_PROJ].clone()}
     ),
     "too many rows": lambda weights: weights.update({Q_PROJ: weights[Q_PROJ].repeat(2, 1)}),
     "too few columns": lambda weights: weights.update({Q_PROJ: weights[Q_PROJ][:, :-1]}),
@@ -67,186 +58,290 @@ MISFITS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("vllm")
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    completed = subprocess.run(
-        [sys.executable, __file__, str(directory)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
+    seen: dict[str, Any] = observe(
+        __file__, directory, timeout_s=TIMEOUT_S, env=environment(processes=False)
     )
-    assert completed.returncode == 0, completed.stdout[-6000:]
-    return json.loads((directory / "observed.json").read_text())
+    return seen
 
 
 @pytest.mark.parametrize("swap", SWAPS)
-def test_swapped_engine_answers_as_a_fresh_one(observed: dict[str, Any], swap: str) -> None:
+def test_switched_engines_answer_as_fresh_ones(observed: dict[str, Any], swap: str) -> None:
     seen = observed[swap]
-    # Else the rest would hold with no weights moved at all.
-    for old, new in zip(seen["before"], seen["fresh"], strict=True):
+    # Each engine is the other's measure: one was started on what the other switches to.
+    for old, new in zip(seen["backend, fresh"], seen["extension, fresh"], strict=True):
         assert old != new
-    assert seen["swapped"] == seen["fresh"]
+    assert seen["backend, switched"] == seen["extension, fresh"]
+    assert seen["extension, switched"] == seen["backend, fresh"]
 
 
 @pytest.mark.parametrize("swap", SWAPS)
-def test_swapping_back_restores_every_token(observed: dict[str, Any], swap: str) -> None:
-    assert observed[swap]["swapped back"] == observed[swap]["before"]
+def test_switching_back_restores_every_token(observed: dict[str, Any], swap: str) -> None:
+    assert observed[swap]["backend, switched back"] == observed[swap]["backend, fresh"]
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+def test_live_parameters_are_what_they_say(observed: dict[str, Any], swap: str) -> None:
+    assert observed[swap]["parameters are live"] == swap.endswith("live")
+
+
+def test_responses_carry_the_version(observed: dict[str, Any]) -> None:
+    assert observed["versions reported"] == [["default"], ["1"], ["2"]]
+
+
+def test_the_engine_acknowledges_and_its_rank_does_not(observed: dict[str, Any]) -> None:
+    applied = {name: r["applied_version"] for name, r in observed["records"].items()}
+    engine, rank = sorted(applied)
+    assert rank == f"{engine}.rank-0"
+    assert applied == {engine: 2, rank: None}
+    assert observed["records"][rank]["part_of"] == engine
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_misfit_is_refused_by_name(observed: dict[str, Any], misfit: str) -> None:
-    assert observed["refusals"][misfit].startswith("WeightsMismatchError: ")
+def test_misfit_is_refused(observed: dict[str, Any], misfit: str) -> None:
+    refusal = observed["refusals"][misfit]
+    assert refusal.startswith("EngineUpdateError: ")
+    assert "WeightsMismatchError" in refusal
+    assert ".rank-0" in refusal
 
 
 def test_refusals_leave_the_engine_as_it_was(observed: dict[str, Any]) -> None:
-    assert observed["after refusals"] == observed["qwen3-float32"]["before"]
+    assert observed["after refusals"] == observed["before refusals"]
+    assert observed["after a good one"] != observed["before refusals"]
 
 
-def test_message_names_the_tensor(observed: dict[str, Any]) -> None:
-    assert Q_PROJ in observed["refusals"]["too many rows"]
-    assert (
-        "layers.1.self_attn.qkv_proj"
-        in (observed["refusals"]["one part of a fused parameter missing"])
-    )
+def test_refusal_names_the_tensor(observed: dict[str, Any]) -> None:
+    refusals = observed["refusals"]
+    assert Q_PROJ in refusals["too many rows"]
+    assert "layers.1.self_attn.qkv_proj" in refusals["one part of a fused parameter missing"]
+
+
+def test_stock_calls_refuse_what_they_do_not_know(observed: dict[str, Any]) -> None:
+    for bad, error in observed["bad stock calls"].items():
+        assert error.startswith("OptionError: "), bad
+    assert "dense" in observed["bad stock calls"]["sparse"]
+
+
+def test_stock_calls_take_newest_exact_and_nothing_twice(observed: dict[str, Any]) -> None:
+    fresh = observed["qwen3 float32 packed"]
+    assert observed["stock newest"] == fresh["extension, fresh"]
+    assert observed["stock again"] == fresh["extension, fresh"]
+    assert observed["stock exact"] == fresh["backend, fresh"]
+    assert "versions never go back" in observed["stock back"]
+    assert "is no longer in" in observed["stock gone"]
 
 
 def test_busy_engine_is_refused_and_finishes_its_request(observed: dict[str, Any]) -> None:
     assert observed["busy"].startswith("EngineBusyError: ")
-    assert observed["finished when busy"] == observed["qwen3-float32"]["before"][0]
+    assert observed["finished when busy"] == observed["before busy"]
 
 
-def test_engine_in_another_process_is_refused(observed: dict[str, Any]) -> None:
-    assert observed["other process"].startswith("EngineUnsupportedError: ")
+def test_engine_without_a_way_in_is_refused(observed: dict[str, Any]) -> None:
+    assert observed["no way in"].startswith("EngineUnsupportedError: ")
+    assert "backend='dbuffer'" in observed["no way in"]
+
+
+def test_engine_starts_on_the_newest_version(observed: dict[str, Any]) -> None:
+    seen = observed[MANY]
+    assert observed["started from the store"] == seen["extension, fresh"]
+    assert observed["started with dummy weights"] == seen["extension, fresh"]
 
 
 # From here on, the program that runs in the subprocess.
 
 
-def observe(directory: Path) -> dict[str, Any]:
-    from tiny_models import FAMILIES, save_model
-
-    checkpoints = {
-        (family, seed): save_model(family, seed, directory)
-        for family in FAMILIES
-        for seed in (0, 1)
-    }
+def run(directory: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    engines = []  # an engine that is collected takes its process's parallel state along
-    for swap, (source, entry) in SWAPS.items():
-        family, dtype = swap.rsplit("-", 1)
-        llm = start_engine(checkpoints[family, 0], dtype)
-        fresh = start_engine(checkpoints[family, 1], dtype)
-        engines += [llm, fresh]
-        seen[swap] = observe_swap(llm, directory / swap, family, source, entry, dtype)
-        seen[swap]["fresh"] = greedy(fresh)
-    observe_refusals(engines[0], seen)
-    seen["other process"] = observe_other_process()
+    engines: list[Any] = []  # one that is collected takes its process's parallel state along
+    for swap in SWAPS:
+        observe_swap(directory, swap, seen, engines)
+    set_packing(packed=True)
+    by_backend = engines[2 * SWAPS.index(MANY)]
+    observe_stock_calls(directory / "stock", by_backend, seen)
+    observe_refusals(directory / "refusals", by_backend, seen)
+    observe_starts(directory / MANY / "store", engines, seen)
     return seen
 
 
-def start_engine(checkpoint: Path, dtype: str) -> Any:
+def observe_swap(directory: Path, swap: str, seen: dict[str, Any], engines: list[Any]) -> None:
     import vllm
-
-    return vllm.LLM(
-        model=str(checkpoint),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype=dtype,
-        max_model_len=256,
-        max_num_seqs=4,
-        block_size=32,
-        kv_cache_memory_bytes=64 << 20,
-    )
-
-
-def greedy_parameters() -> Any:
-    import vllm
-
-    return vllm.SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
-
-
-def greedy(llm: Any) -> list[list[int]]:
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    outputs = llm.generate(prompts, greedy_parameters(), use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def observe_swap(
-    llm: Any, directory: Path, family: str, source: str, entry: str, dtype: str
-) -> dict[str, Any]:
     from tiny_models import make_model, save_model
 
-    def weights(seed: int) -> Any:
-        if source == "checkpoint":
-            return save_model(family, seed, directory / "published")
-        return make_model(family, seed).to(getattr(torch, dtype))
+    from dbuffer.integrations.vllm import follow
 
-    store = directory / "store"
-    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
-        before = greedy(llm)
-        version = sender.send(weights(1)).version
-        take_newest(llm, receiver, entry)
-        sender.wait_applied(version, receivers=1, timeout_s=10)
-        swapped = greedy(llm)
-        sender.send(weights(0))
-        take_newest(llm, receiver, entry)
-        back = greedy(llm)
-    return {"before": before, "swapped": swapped, "swapped back": back}
+    family, dtype, layers = swap.split()
+    set_packing(layers == "packed")
+    checkpoints = [save_model(family, seed, directory) for seed in (0, 1)]
+    ways = ("backend", "extension")
+    pair = [
+        vllm.LLM(**engine_arguments(checkpoint, dtype=dtype, how=how))
+        for checkpoint, how in zip(checkpoints, ways, strict=True)
+    ]
+    engines += pair
+    found: dict[str, Any] = {"parameters are live": has_live_parameters(pair[0])}
+    reported = [versions_reported(pair[0])]
+    for llm, how in zip(pair, ways, strict=True):
+        found[f"{how}, fresh"] = greedy(llm)
+    store = directory / swap / "store"
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        # As a checkpoint, and as a module in the trainer's own dtype.
+        with follow(pair[0], store, verify=True) as follower:
+            sender.wait_applied(switch(follower, sender, checkpoints[1]), timeout_s=10)
+            found["backend, switched"] = greedy(pair[0])
+            reported.append(versions_reported(pair[0]))
+            switch(follower, sender, make_model(family, 0))
+            found["backend, switched back"] = greedy(pair[0])
+            reported.append(versions_reported(pair[0]))
+        if swap == MANY:
+            seen["records"] = records(store)
+            seen["versions reported"] = reported
+        with follow(pair[1], store, staging="copy") as follower:
+            follower.sync()
+            found["extension, switched"] = greedy(pair[1])
+        sender.send(checkpoints[1])
+    seen[swap] = found
 
 
-def take_newest(llm: Any, receiver: dbuffer.WeightReceiver, entry: str) -> None:
-    from dbuffer.integrations.vllm import update_weights
+def set_packing(packed: bool) -> None:
+    """On a GPU parameters stay as they were loaded; here only if oneDNN is out of the way."""
+    from vllm import _custom_ops
 
-    if entry == "load_into":
-        assert receiver.load_into(functools.partial(update_weights, llm)) is not None
-    else:
-        with receiver.open(timeout_s=10) as snapshot:
-            update_weights(llm, snapshot.tensors)
+    _custom_ops._supports_onednn = packed
 
 
-def observe_refusals(llm: Any, seen: dict[str, Any]) -> None:
+def has_live_parameters(llm: Any) -> bool:
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    parameters = dict(worker.get_model().named_parameters())
+    return parameters["model.layers.0.self_attn.qkv_proj.weight"].numel() > 0
+
+
+def switch(follower: Any, sender: dbuffer.WeightSender, weights: Any) -> int:
+    version = sender.send(weights).version
+    done = follower.sync()
+    assert done is not None
+    assert done.version == version
+    assert done.pause_s >= done.load_s > 0
+    assert follower.sync() is None
+    return version
+
+
+def versions_reported(llm: Any) -> list[str]:
+    outputs = llm.generate([{"prompt_token_ids": [7]}], greedy_parameters(4), use_tqdm=False)
+    return [span.version for span in outputs[0].outputs[0].weight_versions]
+
+
+def records(store: Path) -> dict[str, Any]:
+    return {
+        path.stem: json.loads(path.read_text()) for path in (store / "receivers").glob("*.json")
+    }
+
+
+def observe_stock_calls(store: Path, llm: Any, seen: dict[str, Any]) -> None:
+    """What a trainer written for vLLM's own backends calls."""
     from tiny_models import make_model
 
-    from dbuffer.integrations.vllm import apply_weights, update_weights
+    def update(**info: Any) -> str:
+        llm.start_weight_update()
+        error = error_of(lambda: llm.update_weights({"update_info": info}))
+        if error == "no error":
+            llm.finish_weight_update("mine")
+        llm.reset_prefix_cache()
+        return error
+
+    llm.init_weight_transfer_engine({"init_info": {"store": str(store)}})
+    seen["bad stock calls"] = {
+        "no store": error_of(lambda: llm.init_weight_transfer_engine({"init_info": {}})),
+        "unknown option": error_of(
+            lambda: llm.init_weight_transfer_engine({"init_info": {"store": "x", "port": 1}})
+        ),
+        "version zero": update(version=0),
+        "unknown key": update(names=["x"]),
+        "sparse": update(kind="sparse"),
+    }
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(make_model("qwen3", 1))
+        assert update() == "no error"
+        seen["stock newest"] = greedy(llm)
+        assert update() == "no error"
+        assert update(version=1) == "no error"
+        seen["stock again"] = greedy(llm)
+        sender.send(make_model("qwen3", 0))
+        sender.send(make_model("qwen3", 1))
+        assert update(version=2) == "no error"
+        seen["stock exact"] = greedy(llm)
+        seen["stock back"] = update(version=1)
+        sender.send(make_model("qwen3", 1))
+        sender.send(make_model("qwen3", 1))
+        seen["stock gone"] = update(version=3)
+    llm.shutdown_weight_transfer_engine()
+
+
+def observe_refusals(store: Path, llm: Any, seen: dict[str, Any]) -> None:
+    from tiny_models import make_model
+
+    from dbuffer.integrations.vllm import follow
 
     good = {name: tensor.detach() for name, tensor in make_model("qwen3", 1).named_parameters()}
     seen["refusals"] = {}
-    for misfit, spoil in MISFITS.items():
-        weights = dict(good)
-        spoil(weights)
-        seen["refusals"][misfit] = error_of(lambda weights=weights: update_weights(llm, weights))
-    seen["after refusals"] = greedy(llm)
+    seen["before refusals"] = greedy(llm)
+    with dbuffer.WeightSender(store) as sender, follow(llm, store) as follower:
+        for misfit, spoil in MISFITS.items():
+            weights = dict(good)
+            spoil(weights)
+            sender.send(weights)
+            seen["refusals"][misfit] = error_of(follower.sync)
+        seen["after refusals"] = greedy(llm)
+        observe_busy(llm, follower, seen)
+        switch(follower, sender, good)
+        seen["after a good one"] = greedy(llm)
+    from types import SimpleNamespace
 
+    unprepared = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=unprepared_config(llm)))
+    seen["no way in"] = error_of(lambda: follow(unprepared, store))
+
+
+def observe_busy(llm: Any, follower: Any, seen: dict[str, Any]) -> None:
     engine = llm.llm_engine
+    seen["before busy"] = greedy(llm)[0]
     engine.add_request("busy", {"prompt_token_ids": PROMPTS[0]}, greedy_parameters())
     engine.step()
-    seen["busy"] = error_of(lambda: apply_weights(llm, good))
+    from dbuffer.integrations.vllm.engines import OfflineEngine
+
+    seen["busy"] = error_of(lambda: OfflineEngine(llm).pause("keep"))
     while engine.has_unfinished_requests():
         outputs = engine.step()
     seen["finished when busy"] = list(outputs[0].outputs[0].token_ids)
 
 
-def observe_other_process() -> str:
-    from dbuffer.integrations.vllm import check_weights
+def unprepared_config(llm: Any) -> Any:
+    import copy
 
-    # What matters of an LLM whose engine core is elsewhere: its llm_engine has no model_executor.
-    llm = types.SimpleNamespace(llm_engine=types.SimpleNamespace())
-    return error_of(lambda: check_weights(llm, {}))
+    config = copy.copy(llm.llm_engine.vllm_config)
+    config.weight_transfer_config = None
+    return config
+
+
+def observe_starts(store: Path, engines: list[Any], seen: dict[str, Any]) -> None:
+    """Engines that are told of their store when they start."""
+    import vllm
+
+    checkpoint = store.parent.parent / "qwen3-0"
+    settings = {"additional_config": {"dbuffer": {"store": str(store)}}}
+    for name, more in (
+        ("started from the store", {}),
+        ("started with dummy weights", {"load_format": "dummy"}),
+    ):
+        engines.append(vllm.LLM(**engine_arguments(checkpoint, **settings, **more)))
+        seen[name] = greedy(engines[-1])
 
 
 def error_of(function: Callable[[], object]) -> str:
     try:
         function()
-    except dbuffer.DBufferError as error:
+    except (dbuffer.DBufferError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    (target / "observed.json").write_text(json.dumps(observe(target)))
+    (target / "observed.json").write_text(json.dumps(run(target)))

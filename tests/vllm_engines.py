@@ -7,6 +7,7 @@ that.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -74,10 +75,8 @@ def observe(
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
     """End a process and all that it started, in case it has not ended by itself."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

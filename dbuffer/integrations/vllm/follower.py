@@ -326,7 +326,8 @@ class _Session:
                 self._measure_ranks(ready)
                 return
             for record in records:
-                if record is not None and record.problem is not None:
+                # What was wrong with a version before says nothing of this one.
+                if record is not None and _has_problem(record, version):
                     raise EngineUpdateError(
                         f"{record.receiver} cannot get ready: {record.problem}; {serves_on}"
                     )
@@ -367,6 +368,10 @@ class _Session:
             self.metrics.add("failures", gained.get("failures", 0))
             if gained.get("staged", 0) > 0:
                 self.metrics.observe("stage_seconds", gained["stage_s"] / gained["staged"])
+
+
+def _has_problem(record: ReceiverRecord, version: int) -> bool:
+    return record.problem is not None and (record.problem_version or version) >= version
 
 
 class BackgroundFollower:
