@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from dbuffer.status import BufferStatus, ReceiverStatus, StoreStatus
 from dbuffer.verification import BufferCheck
@@ -37,10 +38,17 @@ def status_tables(status: StoreStatus) -> RenderableType:
     )
     for buffer in status.buffers:
         buffers.add_row(*_buffer_row(buffer))
-    receivers = Table("receiver", "host", "pid", "applied", "behind by", "updated")
+    if not status.receivers:
+        return Group(head, buffers, "no receiver came yet")
+    receivers = Table("receiver", "host", "pid", "applied", "behind by", "ready", "updated")
     for receiver in status.receivers:
         receivers.add_row(*_receiver_row(receiver))
-    return Group(head, buffers, receivers if status.receivers else "no receiver came yet")
+    problems = [
+        Text(f"{receiver.receiver} has a problem with {receiver.problem}")
+        for receiver in status.receivers
+        if receiver.problem is not None and receiver.is_alive
+    ]
+    return Group(head, buffers, receivers, *problems)
 
 
 def describe_check(check: BufferCheck) -> str:
@@ -75,12 +83,16 @@ def _buffer_row(buffer: BufferStatus) -> tuple[str, ...]:
 
 
 def _receiver_row(receiver: ReceiverStatus) -> tuple[str, ...]:
+    name = receiver.receiver
+    if receiver.part_of is not None:
+        name = f"  {name.removeprefix(receiver.part_of + '.')}"
     return (
-        receiver.receiver if receiver.is_alive else f"{receiver.receiver} (gone)",
+        name if receiver.is_alive else f"{name} (gone)",
         receiver.host,
         str(receiver.pid),
         _or_blank(receiver.applied_version),
         _or_blank(receiver.lag_versions),
+        _or_blank(receiver.staged_version),
         format_age(receiver.updated_age_s),
     )
 

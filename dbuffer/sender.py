@@ -190,6 +190,8 @@ class WeightSender:
     def wait_applied(self, version: int, *, receivers: int = 1, timeout_s: float = 60.0) -> None:
         """Wait until that many receivers have applied ``version`` or a later one.
 
+        An engine of many ranks is one receiver, and has applied it when all ranks have.
+
         Raises:
             AcknowledgementTimeoutError: they have not, in time; the message says who has.
         """
@@ -197,7 +199,8 @@ class WeightSender:
         deadline = time.monotonic() + timeout_s
         pause_s = _POLL_MIN_S
         while True:
-            records = list(self._writer.store.receivers())
+            # An engine acknowledges as one; its ranks only say what they have ready.
+            records = [r for r in self._writer.store.receivers() if r.part_of is None]
             applied = [r for r in records if (r.applied_version or 0) >= version]
             if len(applied) >= receivers:
                 return

@@ -41,6 +41,12 @@ class ReceiverStatus:
     lag_versions: int | None
     """Versions between the newest and the applied one; None before the first."""
     updated_age_s: float
+    part_of: str | None
+    """For one rank of an engine: the engine's receiver, the one that acknowledges."""
+    staged_version: int | None
+    """What it has ready and not yet applied."""
+    problem: str | None
+    """Why it cannot have a version ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,4 +141,7 @@ def _receiver_status(record: ReceiverRecord, newest: int | None) -> ReceiverStat
         applied_version=applied,
         lag_versions=None if applied is None or newest is None else max(0, newest - applied),
         updated_age_s=time.time() - record.updated_at,
+        part_of=record.part_of,
+        staged_version=record.staged_version,
+        problem=record.problem,
     )

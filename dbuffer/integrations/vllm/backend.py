@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.integrations.vllm.worker import RankReceiver, raising_once, start_on_all_ranks
 
 
-@dataclass(frozen=True, kw_only=True)
 class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[misc]
     """``init_info``: ``{"store": directory}``, and maybe more; see :class:`EngineOptions`."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignore[misc]
     """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`."""
 

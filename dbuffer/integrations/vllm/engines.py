@@ -15,7 +15,13 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeVar
 
-from dbuffer.errors import EngineBusyError, EngineUnreachableError, EngineUnsupportedError
+from dbuffer.errors import (
+    ClosedError,
+    EngineBusyError,
+    EngineUnreachableError,
+    EngineUnsupportedError,
+    EngineUpdateError,
+)
 from dbuffer.integrations.vllm.options import BACKEND, default_engine_id, engine_settings
 
 ResultT = TypeVar("ResultT")
@@ -223,7 +229,7 @@ class AsyncEngine:
     def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
         if self._loop.is_closed():
             call.close()
-            raise EngineUnreachableError("the engine's event loop has ended")
+            raise ClosedError("the engine's event loop has ended, so nobody follows any more")
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
 
@@ -237,6 +243,7 @@ class ServerEngine:
 
     Raises:
         EngineUnreachableError: (a ``ConnectionError``) from any call: no or no such server.
+        EngineUpdateError: from any call: it could not do what it was asked to.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -325,12 +332,8 @@ class ServerEngine:
                 "follow by itself with --middleware dbuffer.integrations.vllm.FollowStore"
             )
         if response.is_error:
-            raise ServerCallError(f"{method} {self.url}{path}: {_reason(response)}")
+            raise EngineUpdateError(f"{method} {self.url}{path}: {_reason(response)}")
         return response
-
-
-class ServerCallError(RuntimeError):
-    """A server could not do what it was asked to."""
 
 
 def _reason(response: Any) -> str:

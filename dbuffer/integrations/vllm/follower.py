@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
+    ClosedError,
     DBufferError,
     EngineBrokenError,
     EngineUnreachableError,
@@ -256,10 +257,10 @@ class Follower:
     def _call(self, what: str, method: str, **arguments: Any) -> None:
         try:
             self._engine.rpc(method, **arguments)
-        except DBufferError:  # raised in this process, or by the connection: it says enough
-            raise
         # From other processes comes whatever vLLM raises, with the worker's message in it.
         except Exception as error:
+            if isinstance(error, DBufferError) and HALF_LOADED not in str(error):
+                raise
             kind = EngineBrokenError if HALF_LOADED in str(error) else EngineUpdateError
             raise kind(f"{self.engine_id} could not {what}: {error}") from error
 
@@ -378,7 +379,7 @@ class BackgroundFollower:
     """Follows in a thread of its own, until it is closed. Made by :func:`follow`.
 
     Whatever fails is logged and counted, the engine serves on with what it has, and the next
-    attempt follows: after a while, or when something newer is there.
+    attempt follows after a while. It ends with the engine.
     """
 
     def __init__(self, follower: Follower) -> None:
@@ -455,9 +456,10 @@ class BackgroundFollower:
                     self.error = outcome if isinstance(outcome, DBufferError) else None
                     self._condition.notify_all()
                 self._has_begun.set()
+        # vLLM's own, a dead engine most likely: there is nothing left to follow with.
         except Exception as error:
+            logger.exception("%s is followed no longer", self.engine_id)
             self.error = error
-            raise
         finally:
             self._has_begun.set()
             with self._condition:
@@ -480,6 +482,8 @@ def follow_for_ever(
                 follower.start()
                 is_lost = False
             switch = follower.sync()
+        except ClosedError:
+            return
         except DBufferError as error:
             is_lost = isinstance(error, EngineUnreachableError)
             logger.error("%s; trying again in %g s", error, backoff_s)
