@@ -48,6 +48,8 @@ disagreement that lasts, while the pointer stands still, is damage."""
 
 _RETRY_S = 0.0005
 
+_LOCKED = "is locked by a writer"
+
 
 @dataclass(frozen=True, slots=True)
 class HeldBuffer:
@@ -184,7 +186,9 @@ class DoubleBuffer:
             run=manifest.run,
         )
         held, reason = self._hold(pointer)
-        if held is None and self.manifest(buffer) == manifest:
+        # A writer locks a file before it marks its buffer: locked is as good as being written.
+        is_locked = reason.endswith(_LOCKED)
+        if held is None and not is_locked and self.manifest(buffer) == manifest:
             raise StoreCorruptError(f"{self.root}: {reason}")
         return held
 
@@ -223,7 +227,7 @@ class DoubleBuffer:
             return None, f"{path} is not there"
         if not filesystem.try_lock(file.number, exclusive=False):
             file.close()
-            return None, f"{path} is locked by a writer"
+            return None, f"{path} {_LOCKED}"
         # Read again, under the lock: a writer marks the manifest only after it has locked the
         # file, so a manifest that has not changed by now cannot change until we unlock.
         if self.manifest(pointer.buffer) != manifest:

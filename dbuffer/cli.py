@@ -29,7 +29,12 @@ from rich.table import Table
 
 from dbuffer import WeightReceiver, WeightSender, __version__
 from dbuffer.buffer import DoubleBuffer
-from dbuffer.errors import DBufferError, VersionTimeoutError
+from dbuffer.errors import (
+    DBufferError,
+    EngineUnsupportedError,
+    OptionError,
+    VersionTimeoutError,
+)
 from dbuffer.render import describe_check, format_bytes, status_tables
 from dbuffer.snapshot import Snapshot
 from dbuffer.status import read_status
@@ -386,8 +391,12 @@ def _follow_with_vllm(
                 count = None if count is None else count - 1
                 if count == 0:
                     return
+            elif isinstance(outcome, EngineUnsupportedError | OptionError):
+                raise outcome  # waiting mends neither
             elif timeout_s is not None and time.monotonic() - last > timeout_s:
-                raise VersionTimeoutError(f"no switch of {url} for {timeout_s:g} s: {outcome}")
+                raise VersionTimeoutError(
+                    f"no switch of {url} for {timeout_s:g} s: {outcome or 'nothing new'}"
+                )
 
 
 def _report_switch(url: str, switch: Switch, *, as_json: bool) -> None:

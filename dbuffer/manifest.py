@@ -181,6 +181,7 @@ class ReceiverRecord(Record):
         "staged_version": (int, type(None)),
         "problem": (str, type(None)),
         "problem_version": (int, type(None)),
+        "in_session": (bool,),
         "stats": (dict,),
     }
 
@@ -198,6 +199,8 @@ class ReceiverRecord(Record):
     """Why it cannot have a version ready."""
     problem_version: int | None = None
     """Which one; None: the store itself is the problem."""
+    in_session: bool = False
+    """For an engine: it has been told to begin an update, and not yet to finish it."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts and durations since it started."""
 

@@ -139,7 +139,7 @@ class WeightReceiver:
         """
         self._check_open()
         with self._hold_whole(newer_than, timeout_s, version) as (held, mapped):
-            yield Snapshot(held, mapped, self._copier)
+            yield Snapshot(held, mapped, self._copier, verify=self._must_verify(held))
             if not self._store.is_unchanged(held):
                 raise SnapshotEvictedError(
                     f"version {held.manifest.version} of {self.store} was held for longer than "
@@ -218,14 +218,21 @@ class WeightReceiver:
             if version is not None and (newer_than is None or version > newer_than):
                 return version
             wait_s = self._poll_interval_s
-            if stop_event is not None:
-                wait_s = min(wait_s, _STOP_CHECK_S)
             if deadline is not None:
                 wait_s = min(wait_s, deadline - time.monotonic())
                 if wait_s <= 0:
                     return None
-            self._watcher.wait(wait_s)
+            self._wait_for_change(wait_s, stop_event)
         return None
+
+    def _wait_for_change(self, wait_s: float, stop_event: threading.Event | None) -> None:
+        if stop_event is None:
+            self._watcher.wait(wait_s)
+            return
+        end = time.monotonic() + wait_s
+        while not stop_event.is_set() and (left_s := end - time.monotonic()) > 0:
+            if self._watcher.wait(min(left_s, _STOP_CHECK_S)):
+                return
 
     def acknowledge(self, version: int) -> None:
         """Say in the store that this receiver has applied ``version``."""
@@ -275,15 +282,21 @@ class WeightReceiver:
         self, newer_than: int | None, timeout_s: float, deadline: float
     ) -> HeldBuffer:
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            if self.wait_for_version(newer_than, left_s) is None:
-                wanted = "no version" if newer_than is None else f"no version above {newer_than}"
-                there = "" if self._store.exists() else ", which is not there"
-                raise VersionTimeoutError(
-                    f"{wanted} was published within {timeout_s:g} s in {self.store}{there}"
-                )
+            self._wait_until_published(newer_than, timeout_s, deadline)
             if (held := self._hold(newer_than)) is not None:
                 return held
+
+    def _wait_until_published(
+        self, newer_than: int | None, timeout_s: float, deadline: float
+    ) -> None:
+        version = self.wait_for_version(newer_than, max(0.0, deadline - time.monotonic()))
+        if version is None:
+            wanted = "no version" if newer_than is None else f"no version above {newer_than}"
+            there = "" if self._store.exists() else ", which is not there"
+            raise VersionTimeoutError(
+                f"{wanted} was published within {timeout_s:g} s in {self.store}{there}"
+            )
+        self._seen = version
 
     def _hold(self, newer_than: int | None) -> HeldBuffer | None:
         held = self._store.hold_newest(newer_than=newer_than, not_below=self._seen)
@@ -293,7 +306,8 @@ class WeightReceiver:
         return held
 
     def _wait_and_hold_exactly(self, version: int, timeout_s: float, deadline: float) -> HeldBuffer:
-        self._wait_and_hold(version - 1, timeout_s, deadline).release()
+        # Not held: what may be wrong with the newest one says nothing of this one.
+        self._wait_until_published(version - 1, timeout_s, deadline)
         held = self._store.hold_version(version)
         if held is None:
             raise VersionError(
@@ -400,8 +414,8 @@ class WeightReceiver:
         wrong = wrong_tensors(held, layout, checksums)
         if not wrong:
             return True
-        pointer = self._store.pointer()
-        if pointer is None or pointer.generation == held.manifest.generation:
+        # A writer marks the buffer before its first byte: one that is not marked was damaged.
+        if self._store.manifest(held.buffer) == held.manifest:
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ChecksumError(
                 f"{held.path}: version {held.manifest.version} was damaged after it was "

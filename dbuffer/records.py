@@ -52,7 +52,8 @@ class RecordFile:
 
     def write(self) -> None:
         """Replace the file; where there is no store yet, a later write does."""
-        if not self._directory.is_dir():
+        # Not Path.is_dir(), which raises what a network mount may answer.
+        if not os.path.isdir(self._directory):  # noqa: PTH112
             return
         try:
             with self._lock:
@@ -68,5 +69,7 @@ class RecordFile:
 
     def remove(self) -> None:
         """Take the file away, where there is one: this receiver is gone, and meant to be."""
+        if self._record.pid != os.getpid():  # a fork's parent is still there
+            return
         with contextlib.suppress(OSError):
             self._file.unlink()

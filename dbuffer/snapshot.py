@@ -44,7 +44,10 @@ class Snapshot:
     is needed longer. Writing into one changes this snapshot's copy of a page, and nothing else.
     """
 
-    def __init__(self, held: HeldBuffer, mapped: MappedTensors, copier: Copier) -> None:
+    def __init__(
+        self, held: HeldBuffer, mapped: MappedTensors, copier: Copier, *, verify: bool
+    ) -> None:
+        self._verify = verify
         self._held = held
         self._mapped = mapped
         self._copier = copier
@@ -54,6 +57,11 @@ class Snapshot:
     def version(self) -> int:
         """The version, as published."""
         return self._held.manifest.version
+
+    @property
+    def identity(self) -> str:
+        """What no other version has, of this store or of one that takes its place."""
+        return f"{self._held.manifest.run}-{self._held.manifest.generation}"
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -94,9 +102,20 @@ class Snapshot:
         return self._mapped.data.numel()
 
     def copy_into(self, memory: torch.Tensor) -> SnapshotTensors:
-        """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; where they are there."""
-        self._copier.copy_bytes(memory, self._mapped.data)
-        return SnapshotTensors(memory, self._mapped.layout)
+        """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; where they are there.
+
+        Raises:
+            ChecksumError: they were damaged since this snapshot was opened and verified.
+        """
+        layout = self._mapped.layout
+        tensors = SnapshotTensors(memory, layout)
+        if not self._verify:
+            self._copier.copy_bytes(memory, self._mapped.data)
+            return tensors
+        checksums = self._copier.read_hashed(self._mapped, list(tensors.values()))
+        if wrong := wrong_tensors(self._held, layout, checksums):
+            raise ChecksumError(f"{self.path}: damaged while it was copied: {', '.join(wrong[:5])}")
+        return tensors
 
     @property
     def aliases(self) -> dict[str, str]:

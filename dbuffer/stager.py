@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +55,8 @@ class Staged:
     tensors: Mapping[str, torch.Tensor]
     """In main memory; valid until it is given back."""
     num_bytes: int
+    identity: str
+    """Tells versions of one number in two stores apart."""
     duration_s: float
     """What it took to get it ready."""
 
@@ -135,12 +139,14 @@ class Stager:
         self._poll_interval_s = poll_interval_s
         self._memory: StagingMemory | None = None
         self._hold = contextlib.ExitStack()
+        self._spent: Mapping[str, torch.Tensor] | None = None
+        self._pid = os.getpid()
         # All that follows is guarded by the condition.
         self._condition = threading.Condition()
         self._interrupt = threading.Event()
         self._is_closed = False
         self._after: int | None = None
-        self._wanted: int | None = None
+        self._request: tuple[int | None, int] | None = None
         self._staged: Staged | None = None
         self._is_taken = False
         self._problem: tuple[int | None, Exception] | None = None
@@ -193,27 +199,27 @@ class Stager:
         with self._condition:
             self._require_open()
             at_least = version or at_least or self.newest() or 1
-            if self._problem is not None:  # what was wrong may have been mended since
-                self._problem, self._after = None, at_least - 1
-            if self._staged is None or self._staged.version != version:
-                self._wanted = version
-                self._wake()
+            self._problem = None  # what was wrong may have been mended since
+            if self._after is not None and self._after >= at_least:
+                self._after = at_least - 1  # it was applied before, and is wanted again
+            self._request = version, at_least
             try:
-                self._condition.wait_for(
-                    lambda: self._is_closed or self._is_ready(version, at_least), timeout_s
-                )
+                self._wake()
+                self._condition.wait_for(lambda: self._is_closed or self._is_answered(), timeout_s)
+                self._require_open()
+                if not self._is_answered():
+                    raise VersionTimeoutError(
+                        f"version {at_least} of {self._receiver.store} was not ready within "
+                        f"{timeout_s:g} s; the newest is {self.newest()}"
+                    )
+                if self._problem is not None:
+                    raise self._problem[1]
+                assert self._staged is not None  # noqa: S101 - that was the answer
+                self._is_taken = True
+                return self._staged
             finally:
-                self._wanted = None
-            self._require_open()
-            if self._problem is not None:
-                raise self._problem[1]
-            if self._staged is None or not self._is_ready(version, at_least):
-                raise VersionTimeoutError(
-                    f"version {at_least} of {self._receiver.store} was not ready within "
-                    f"{timeout_s:g} s; the newest is {self.newest()}"
-                )
-            self._is_taken = True
-            return self._staged
+                self._request = None
+                self._wake()
 
     def give_back(self, *, applied: int | None = None) -> None:
         """Done with what was taken; versions up to ``applied`` need not be staged again."""
@@ -222,34 +228,46 @@ class Stager:
             if applied is not None:
                 self._after = applied
                 if self._staged is not None and self._staged.version <= applied:
+                    # Unmapping it takes 17 ms a GB, for which the engine need not wait.
+                    self._spent = self._staged.tensors
                     self._drop()
+                    self._receiver.record.write()
             self._condition.notify_all()
 
     def close(self) -> None:
         """Stop following, and take the record out of the store."""
+        if self._pid != os.getpid():
+            return  # a fork has no thread, and its parent's record is not its to remove
         with self._condition:
             self._is_closed = True
             self._wake()
         self._thread.join()
         with self._condition:
             self._drop()
+            self._spent = None
         self._receiver.close()
         self._receiver.record.remove()
         if self._memory is not None:
             self._memory.free()
 
-    def _is_ready(self, version: int | None, at_least: int) -> bool:
-        if self._problem is not None and (self._problem[0] or at_least) >= at_least:
-            return True
-        if self._staged is None:
+    def _is_answered(self) -> bool:
+        """Whether somebody waits for what is staged, or for what could not be."""
+        if self._request is None:
             return False
-        return self._staged.version == version or (
-            version is None and self._staged.version >= at_least
-        )
+        exactly, at_least = self._request
+        found = self._staged.version if self._staged is not None else None
+        if self._problem is not None:
+            found = self._problem[0] or at_least
+        if found is None:
+            return False
+        return found == exactly if exactly is not None else found >= at_least
 
     def _require_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError(f"this stager of {self._receiver.store} is closed; make a new one")
+        if self._is_closed or self._pid != os.getpid():
+            raise ClosedError(
+                f"this stager of {self._receiver.store} is closed, or was made before a fork; "
+                "make a new one"
+            )
 
     def _wake(self) -> None:
         """Let the thread look again, wherever it waits."""
@@ -260,9 +278,11 @@ class Stager:
     def _run(self) -> None:
         while (target := self._next_target()) is not None:
             wanted, after = target
-            found = wanted
+            found = None
             try:
-                found = wanted or self._wait(after)
+                found = self._wait(after)
+                if found is not None and wanted is not None:
+                    found = wanted
                 if found is None or not self._make_room(found):
                     continue
                 self._stage(found, exactly=wanted is not None)
@@ -274,12 +294,16 @@ class Stager:
                 self._note_problem(error, found)
 
     def _wait(self, after: int | None) -> int | None:
-        """Wait for a version above ``after``; or until a failed one is worth another try."""
-        retry_s = self._retry_s if self._problem is not None else None
-        found = self._receiver.wait_for_version(after, retry_s, self._interrupt)
-        if found is None and retry_s is not None and not self._interrupt.is_set():
-            with self._condition:
-                self._after = None if after is None else after - 1
+        """Wait for a version above ``after``; for one that failed before, only after a while."""
+        with self._condition:
+            failed = self._problem[0] if self._problem is not None else None
+            retry_s = self._retry_s
+        if failed is None:
+            return self._receiver.wait_for_version(after, None, self._interrupt)
+        above = max(failed, after or 0)
+        found = self._receiver.wait_for_version(above, retry_s, self._interrupt)
+        if found is None and not self._interrupt.is_set():
+            found = self._receiver.wait_for_version(after, 0.0)
         return found
 
     def newest_or_none(self) -> int | None:
@@ -289,26 +313,30 @@ class Stager:
         return None
 
     def _next_target(self) -> tuple[int | None, int | None] | None:
-        """Which version to wait for: exactly, or above which; None at the end."""
+        """Which version to stage, if it is to be just one, and above which to wait for one."""
         with self._condition:
-            # What is taken is in use; and a problem is looked at again when something changes.
-            self._condition.wait_for(lambda: self._is_closed or not self._is_taken)
+            # What is taken is in use, and who has waited takes what is ready before it is old.
+            self._condition.wait_for(
+                lambda: self._is_closed or not (self._is_taken or self._is_answered())
+            )
             if self._is_closed:
                 return None
             self._interrupt.clear()
             done = self._staged.version if self._staged else None
-            if self._wanted is not None and self._wanted != done:
-                return self._wanted, None
+            exactly = self._request[0] if self._request is not None else None
+            if exactly is not None:
+                return exactly, exactly - 1
             return None, self._after if done is None else done
 
     def _make_room(self, version: int) -> bool:
-        """Let go of what was staged before, unless it has been taken meanwhile."""
+        """Let go of what was staged before, unless it is wanted or another one is by now."""
         with self._condition:
-            if self._is_taken or self._is_closed:
+            if self._is_taken or self._is_closed or self._is_answered():
                 return False
-            if self._wanted not in (None, version):
+            if self._request is not None and self._request[0] not in (None, version):
                 return False
             self._drop()
+            self._spent = None
             return True
 
     def _drop(self) -> None:
@@ -320,6 +348,9 @@ class Stager:
             # Held for longer than the sender waits: its bytes are whole, and nobody needs them.
             self._stats["evictions"] += 1
             self._receiver.record.set(stats=dict(self._stats))
+        except (DBufferError, OSError) as error:
+            # It has been let go of all the same; who opens the next version meets this again.
+            logger.warning("letting go of a version of %s: %s", self._receiver.store, error)
 
     def _stage(self, version: int, *, exactly: bool) -> None:
         started = time.monotonic()
@@ -344,6 +375,7 @@ class Stager:
             specs=snapshot.specs,
             tensors=tensors,
             num_bytes=sum(spec.num_bytes for spec in snapshot.specs),
+            identity=snapshot.identity,
             duration_s=time.monotonic() - started,
         )
         with self._condition:
@@ -387,10 +419,11 @@ class Stager:
         text = f"version {version}: {type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
         if text != self._receiver.record.current.problem:  # it is tried again, and told once
             logger.error("cannot stage %s, %s", self._receiver.store, text)
+        # Its frames hold on to the mapping of a file that may be long gone.
+        traceback.clear_frames(error.__traceback__)
         with self._condition:
             self._stats["failures"] += 1
             self._problem = (version, error)
-            self._after = version if version is not None else self._after
             self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
             self._receiver.record.set(
                 staged_version=None,

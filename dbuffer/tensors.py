@@ -156,6 +156,8 @@ class Copier:
         def work(first: int, end: int) -> None:
             destination[first:end].copy_(source[first:end])
 
+        if not source.numel():
+            return
         share = -(-source.numel() // self.num_threads)
         starts = range(0, source.numel(), share)
         self._in_parallel(work, [(at, min(at + share, source.numel())) for at in starts])

@@ -43,11 +43,12 @@ class Watcher:
         self._watched: tuple[int, int] | None = None
         self._can_watch = True
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when the file may have been replaced since the last call, or on time-out."""
+    def wait(self, timeout_s: float) -> bool:
+        """Return when the file may have been replaced since the last call, or False on time-out."""
         self._follow_directory()
-        self._changed.wait(timeout_s)
+        may_have_changed = self._changed.wait(timeout_s)
         self._changed.clear()
+        return may_have_changed
 
     def wake(self) -> None:
         """End a :meth:`wait` in another thread."""

@@ -75,6 +75,7 @@ any_record = st.one_of(
         staged_version=st.none() | integers,
         problem=st.none() | texts,
         problem_version=st.none() | integers,
+        in_session=st.booleans(),
         stats=st.dictionaries(texts, integers | times, max_size=4),
     ),
     st.builds(

@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from dbuffer.errors import EngineUnsupportedError
+from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
 from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.integrations.vllm.worker import RankReceiver, raising_once, start_on_all_ranks
@@ -57,41 +57,45 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             return DBufferInitInfo.parse(init_dict)
         return None
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo | None:
-        """Check ``update_info``; None on ranks that must not raise.
-
-        Raises:
-            OptionError: (a ``ValueError``) it is not what it may be.
-        """
-        with raising_once(self._ranks.may_raise):
+    def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo | OptionError:
+        """Check ``update_info``; what is wrong with it is not raised before all ranks know."""
+        try:
             return DBufferUpdateInfo.parse(update_dict)
-        return None
+        except OptionError as error:
+            return error
 
     def init_transfer_engine(self, init_info: DBufferInitInfo | None) -> None:
         """Begin to follow a store, or another one."""
         if init_info is None:
             return
-        self.shutdown()
+        before, self._receiver = self._receiver, None
         with raising_once(self._ranks.may_raise):
-            self._receiver = self._follow(init_info)
+            self._receiver = self._follow(init_info, before)
 
     def start_weight_update(self) -> None:
         """Touch nothing: whatever can fail comes first, and it comes with ``update_weights``."""
+        if self._receiver is not None:
+            self._receiver.record_session(True)
 
     def finish_weight_update(self) -> None:
-        """Do nothing: the weights changed in ``update_weights``."""
+        """Do nothing more: the weights changed in ``update_weights``."""
+        if self._receiver is not None:
+            self._receiver.record_session(False)
 
-    def receive_weights(self, update_info: DBufferUpdateInfo | None) -> None:
+    def receive_weights(self, update_info: DBufferUpdateInfo | OptionError) -> None:
         """Switch to a version; see :meth:`RankReceiver.update`."""
-        if update_info is None:
-            return
         with raising_once(self._ranks.may_raise):
             if self._receiver is None:
                 raise EngineUnsupportedError(
                     "this engine follows no store yet: call init_weight_transfer_engine with "
                     "init_info={'store': directory} first"
                 )
-            self._receiver.update(update_info)
+            try:
+                self._receiver.update(update_info)
+            except DBufferError:
+                # Where it is raised, vLLM ends its session.
+                self._receiver.record_session(not self._ranks.may_raise)
+                raise
             _synchronize(self.device)
 
     def shutdown(self) -> None:
@@ -100,8 +104,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._receiver.close()
             self._receiver = None
 
-    def _follow(self, options: EngineOptions) -> RankReceiver:
-        return start_on_all_ranks(self.vllm_config, self.model, self.device, options)
+    def _follow(self, options: EngineOptions, before: RankReceiver | None = None) -> RankReceiver:
+        return start_on_all_ranks(self.vllm_config, self.model, self.device, options, before)
 
 
 def _synchronize(device: Any) -> None:

@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import ipaddress
 import re
+import socket
+import sys
 import time
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeVar
 
@@ -32,7 +36,11 @@ computed anew; or waited for; or aborted."""
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
+_EXTENSION_CLASS = "dbuffer.integrations.vllm.extension.WorkerExtension"
 _RESUME_TRIES = 5
+_ALIVE_CHECK_S = 1.0
+_CONNECT_S = 5.0
+_CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +67,11 @@ class EngineFacts:
         facts = cls(
             instance_id=_get(config, "instance_id"),
             num_ranks=_get(parallel, "world_size"),
-            has_extension=_is_extension(_get(parallel, "worker_extension_cls")),
+            has_extension=_is_extension(
+                _get(parallel, "worker_extension_cls"),
+                # What a server says must not decide what is imported here.
+                may_import=not isinstance(config, Mapping),
+            ),
             has_backend=transfer is not None and _get(transfer, "backend") == BACKEND,
             additional_config=_get(config, "additional_config") or {},
         )
@@ -67,7 +79,8 @@ class EngineFacts:
             raise EngineUnsupportedError(
                 "this engine takes no weights from a store: start it with weight_transfer_config="
                 f"WeightTransferConfig(backend={BACKEND!r}), or with worker_extension_cls="
-                f"{EXTENSION!r}"
+                f'{EXTENSION!r}; a server: --weight-transfer-config \'{{"backend": '
+                f'"{BACKEND}"}}\', or --worker-extension-cls {EXTENSION}'
             )
         if _get(parallel, "data_parallel_size") > 1:
             raise EngineUnsupportedError(
@@ -81,17 +94,18 @@ def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name)
 
 
-def _is_extension(qualified_name: str | None) -> bool:
+def _is_extension(qualified_name: str | None, *, may_import: bool) -> bool:
+    """Whether it is ours, or has ours among its bases."""
     if not qualified_name or qualified_name == EXTENSION:
         return qualified_name == EXTENSION
-    # Somebody's own, which may have ours among its bases.
-    try:
-        from dbuffer.integrations.vllm.extension import WorkerExtension
-
-        module, _, name = qualified_name.rpartition(".")
-        return issubclass(getattr(importlib.import_module(module), name), WorkerExtension)
-    except (ImportError, AttributeError):
-        return False
+    module, _, name = qualified_name.rpartition(".")
+    if may_import and module:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    found = getattr(sys.modules.get(module), name, None)
+    return isinstance(found, type) and any(
+        f"{base.__module__}.{base.__qualname__}" == _EXTENSION_CLASS for base in found.__mro__
+    )
 
 
 class Engine(Protocol):
@@ -208,11 +222,13 @@ class AsyncEngine:
         await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
         # Requests that are kept lose what was computed with the old weights too: it is computed
         # anew, so that no token comes from two versions.
-        await asyncio.gather(
+        is_reset, *_ = await asyncio.gather(
             self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             self._engine.reset_mm_cache(),
             self._engine.reset_encoder_cache(),
         )
+        if not is_reset:
+            raise EngineUpdateError("the engine could not reset its prefix cache")
 
     def resume(self) -> None:
         """Let it go on."""
@@ -230,7 +246,18 @@ class AsyncEngine:
         if self._loop.is_closed():
             call.close()
             raise ClosedError("the engine's event loop has ended, so nobody follows any more")
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        # vLLM never answers a call that was under way when its engine died.
+        while not wait([future], _ALIVE_CHECK_S).done:
+            if self._engine.errored or not self._loop.is_running():
+                future.cancel()
+                raise ClosedError("the engine, or its event loop, has ended in mid-call")
+        try:
+            return future.result()
+        except Exception as error:
+            if self._engine.errored:
+                raise ClosedError(f"the engine is dead: {error}") from error
+            raise
 
 
 class ServerEngine:
@@ -239,7 +266,7 @@ class ServerEngine:
     Args:
         url: as ``http://host:8000``.
         api_key: sent as a bearer token.
-        timeout_s: for one call; draining requests before a pause is one.
+        timeout_s: for pausing, which may have to wait for requests, and for loading.
 
     Raises:
         EngineUnreachableError: (a ``ConnectionError``) from any call: no or no such server.
@@ -252,8 +279,10 @@ class ServerEngine:
         self._httpx = httpx
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeouts = httpx.Timeout(timeout_s, connect=5.0)
-        self._client = httpx.Client(base_url=self.url, headers=headers, timeout=timeouts)
+        self._long = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        self._client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=httpx.Timeout(_CALL_S, connect=_CONNECT_S)
+        )
 
     def close(self) -> None:
         """Close its connections."""
@@ -275,11 +304,14 @@ class ServerEngine:
         if engine_settings(facts):
             return default_engine_id(facts.instance_id)
         url = self._httpx.URL(self.url)
-        return f"vllm-{re.sub('[^A-Za-z0-9.-]', '-', url.host):.64}-{url.port or url.scheme}"
+        # "localhost" is another host for each of those that follow with one store.
+        host = socket.gethostname() if _is_loopback(url.host) else url.host
+        return f"vllm-{re.sub('[^A-Za-z0-9.-]', '-', host):.64}-{url.port or url.scheme}"
 
     def rpc(self, method: str, **arguments: Any) -> None:
         """Call a method of all its workers."""
-        self._request("POST", "/collective_rpc", json={"method": method, "kwargs": arguments})
+        body = {"method": method, "kwargs": arguments}
+        self._request("POST", "/collective_rpc", json=body, timeout=self._long)
 
     def is_paused(self) -> bool:
         """Whether somebody has paused it."""
@@ -287,9 +319,13 @@ class ServerEngine:
 
     def pause(self, mode: PauseMode) -> None:
         """Let no step begin, and forget whatever was computed with the weights it has."""
-        self._request("POST", "/pause", params={"mode": mode, "clear_cache": "false"})
+        params = {"mode": mode, "clear_cache": "false"}
+        self._request("POST", "/pause", params=params, timeout=self._long)
         caches = {"reset_running_requests": "true", "reset_external": "true"}
-        self._request("POST", "/reset_prefix_cache", params=caches)
+        response = self._request("POST", "/reset_prefix_cache", params=caches)
+        # Versions of vLLM that say whether it worked say so in a body.
+        if response.content and response.json().get("success") is False:
+            raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
         self._request("POST", "/reset_mm_cache")
         self._request("POST", "/reset_encoder_cache")
 
@@ -298,7 +334,7 @@ class ServerEngine:
         for left in reversed(range(_RESUME_TRIES)):
             try:
                 self._request("POST", "/resume")
-            except EngineUnreachableError:
+            except (EngineUnreachableError, EngineUpdateError):
                 if not left:
                     raise
                 time.sleep(0.2)
@@ -334,6 +370,14 @@ class ServerEngine:
         if response.is_error:
             raise EngineUpdateError(f"{method} {self.url}{path}: {_reason(response)}")
         return response
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False
 
 
 def _reason(response: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbuffer.errors import EngineUnsupportedError
+from dbuffer.errors import EngineUnsupportedError, OptionError
 from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.integrations.vllm.worker import raising_once, start_on_all_ranks
@@ -25,11 +25,12 @@ class WorkerExtension:
         Raises:
             OptionError: (a ``ValueError``) it is not what it may be.
         """
-        self.dbuffer_shutdown()
         with raising_once(Ranks(self.vllm_config).may_raise):
             options = EngineOptions.parse(init_info)
+            before = getattr(self, "_dbuffer_receiver", None)
+            self._dbuffer_receiver = None
             self._dbuffer_receiver = start_on_all_ranks(
-                self.vllm_config, self.get_model(), self.device, options
+                self.vllm_config, self.get_model(), self.device, options, before
             )
 
     def dbuffer_update(self: Any, update_info: dict[str, Any] | None = None) -> None:
@@ -42,10 +43,14 @@ class WorkerExtension:
             EngineUpdateError, EngineBrokenError: see :meth:`RankReceiver.update`.
         """
         with raising_once(Ranks(self.vllm_config).may_raise):
-            request = UpdateRequest.parse(update_info or {})
             receiver = getattr(self, "_dbuffer_receiver", None)
             if receiver is None:
                 raise EngineUnsupportedError("this engine follows no store yet: call dbuffer_init")
+            request: UpdateRequest | OptionError
+            try:
+                request = UpdateRequest.parse(update_info or {})
+            except OptionError as error:
+                request = error
             receiver.update(request)
             self.model_runner.reset_lora_state()
 

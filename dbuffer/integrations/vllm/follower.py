@@ -43,6 +43,7 @@ from dbuffer.integrations.vllm.options import (
     BACKEND,
     HALF_LOADED,
     PAUSE_MODES,
+    SERVES_ON,
     EngineOptions,
 )
 from dbuffer.manifest import BUFFERS, ReceiverRecord
@@ -52,8 +53,12 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.002
 """How often to look whether all ranks have a version ready: a few small files, in memory mostly."""
+UNKNOWN_VERSION = "unknown"
+"""What an engine reports when it may have switched, and nobody could learn to which version."""
+
 _BACKOFF_MIN_S = 0.5
 _BACKOFF_MAX_S = 30.0
+_BACKOFF_AWAY_MAX_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +96,10 @@ class Follower:
         self._given = options
         self._pause_mode: PauseMode = pause
         self._session: _Session | None = None
+        self._is_new = True
+        self._is_lost = True
+        self._owes_resume = False
+        self._failed: int | None = None
         self.applied: int | None = None
         """The version that the engine serves; None: what it was started with."""
 
@@ -107,6 +116,7 @@ class Follower:
             EngineUnsupportedError: the engine was not started in a way that lets it follow.
             EngineUnreachableError: (a server) it does not answer.
         """
+        self._is_lost = True  # until all of this is done
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         configured = EngineOptions.of_engine(facts)
@@ -120,22 +130,27 @@ class Follower:
             self._session.close()
         engine_id = options.engine_id or self._engine.default_id(facts)
         self._session = session = _Session(facts, options, engine_id)
-        if not facts.has_backend or options != configured:  # else they follow since their start
-            self._start_workers(session, was_paused)
+        # Those that follow since their start need not be told, unless they have been lost sight of.
+        if not facts.has_backend or options != configured or not self._is_new:
+            self._start_workers(session)
         record = session.record(engine_id)
         self.applied = record.applied_version if record is not None else None
         if self.applied is not None:
-            self._report(self.applied)
-        if was_paused and isinstance(self._engine, ServerEngine):
+            self._report(str(self.applied))
+        if was_paused and self._is_new and isinstance(self._engine, ServerEngine):
             # Left over by a follower that was killed in a switch; nobody else would end it.
             logger.warning("the server was paused when following began: resuming it")
             self._engine.resume()
+        self._is_lost = self._is_new = False
 
-    def sync(self, *, timeout_s: float | None = None) -> Switch | None:
+    def sync(
+        self, *, timeout_s: float | None = None, stop_event: threading.Event | None = None
+    ) -> Switch | None:
         """Switch to the newest version, if the engine does not have it; else None.
 
         Args:
             timeout_s: how long ranks may take to have it ready. Default: the option's.
+            stop_event: set it to stop waiting for that.
 
         Raises:
             EngineBusyError: (an ``LLM``) it has unfinished requests; it was not touched.
@@ -145,37 +160,38 @@ class Follower:
             VersionTimeoutError: some rank did not have it ready in time.
         """
         session = self._started()
+        if self._owes_resume:
+            self._resume()
         version = session.newer_than(self.applied)
         if version is None:
             return None
         timeout_s = session.options.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
         try:
-            session.wait_ready(version, self.applied, timeout_s)
-            return self._switch(session, version, time.monotonic() - started)
-        except DBufferError:
+            session.wait_ready(version, self.applied, timeout_s, stop_event)
+            with self._as_ours(f"switch to version {version}"):
+                return self._switch(session, version, time.monotonic() - started)
+        except DBufferError as error:
+            self._failed = version
+            self._is_lost = self._is_lost or isinstance(error, EngineUnreachableError)
             session.metrics.add("failures")
             raise
 
-    def wait_for_version(self, stop_event: threading.Event | None = None) -> int | None:
-        """Wait a poll interval for a version that the engine does not have; None: there is none."""
-        session = self._started()
-        return session.receiver.wait_for_version(
-            self.applied, session.options.poll_interval_s, stop_event
-        )
-
-    def has_restarted(self) -> bool:
-        """Whether the engine is another one than the one that was switched last."""
-        return (
-            isinstance(self._engine, ServerEngine)
-            and self.applied is not None
-            and self._engine.weight_version() != str(self.applied)
-        )
-
-    def count_retry(self) -> None:
-        """For the metrics: what failed is tried again."""
+    def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
+        """Wait until something newer is there than what failed, or the time is over."""
         if self._session is not None:
             self._session.metrics.add("retries")
+            with contextlib.suppress(DBufferError):
+                self._session.receiver.wait_for_version(self._failed or 0, timeout_s, stop_event)
+                return
+        stop_event.wait(timeout_s)
+
+    def wait_for_version(self, stop_event: threading.Event) -> int | None:
+        """Wait a poll interval for a version that the engine does not have; None: there is none."""
+        assert self._session is not None  # noqa: S101 - there was a sync before
+        return self._session.receiver.wait_for_version(
+            self.applied, self._session.options.poll_interval_s, stop_event
+        )
 
     def close(self) -> None:
         """Stop following. The engine keeps its weights; its workers go on looking at the store."""
@@ -196,37 +212,49 @@ class Follower:
         self.close()
 
     def _started(self) -> _Session:
-        if self._session is None:
+        if self._session is None or self._is_lost or self._has_restarted(self._session):
             self.start()
         assert self._session is not None  # noqa: S101 - by start()
         return self._session
 
-    def _start_workers(self, session: _Session, was_paused: bool) -> None:
-        if was_paused and session.facts.has_backend and session.facts.num_ranks > 1:
-            raise EngineUpdateError(
-                "the engine is paused, maybe in the middle of a weight update, and with several "
-                "ranks vLLM's own session cannot be told to end: resume it if you paused it, or "
-                "restart it; with the worker extension instead of the backend this cannot happen"
-            )
+    def _has_restarted(self, session: _Session) -> bool:
+        """Whether a server is another one than the one that was switched last."""
+        if not isinstance(self._engine, ServerEngine):
+            return False
+        if self.applied is not None:
+            return self._engine.weight_version() != str(self.applied)
+        return self._engine.facts().instance_id != session.facts.instance_id
+
+    def _start_workers(self, session: _Session) -> None:
+        record = session.record(session.engine_id)
+        if session.facts.has_backend and record is not None and record.in_session:
+            # Of a follower that was killed in it. Ranks on which it has ended already say so.
+            with contextlib.suppress(DBufferError):
+                self._call("end the last update", "finish_weight_update")
         info = asdict(session.options) | {"engine_id": session.engine_id}
         name = "init_weight_transfer_engine" if session.facts.has_backend else "dbuffer_init"
         self._call("follow the store", name, init_info=info)
 
+    def _resume(self) -> None:
+        self._engine.resume()
+        self._owes_resume = False
+
     def _switch(self, session: _Session, version: int, wait_s: float) -> Switch:
-        is_ours = not self._engine.is_paused()
+        # A pause that somebody else began is theirs to end.
+        self._owes_resume = not self._engine.is_paused()
         started = time.monotonic()
         try:
             self._engine.pause(self._pause_mode)
             loading = time.monotonic()
-            self._update(session, version)
-            load_s = time.monotonic() - loading
-            record = session.applied_record(version)
+            with self._labelled_unknown_if_lost():
+                self._update(session, version)
+                load_s = time.monotonic() - loading
+                record = session.applied_record(version)
+                self._report(str(record.applied_version))
             self.applied = record.applied_version
-            self._report(record.applied_version)
         finally:
-            # In any case, but for a pause that somebody else began and will end.
-            if is_ours:
-                self._engine.resume()
+            if self._owes_resume:
+                self._resume()
         switch = Switch(
             version=record.applied_version or version,
             stage_s=record.stats.get("stage_s", 0.0),
@@ -237,6 +265,20 @@ class Follower:
         )
         session.count_switch(switch)
         return switch
+
+    @contextlib.contextmanager
+    def _labelled_unknown_if_lost(self) -> Iterator[None]:
+        """Never let new weights answer under the old version, whatever goes wrong."""
+        try:
+            yield
+        except BaseException as error:
+            # Its workers say so if they have what they had. Else it may have anything: an answer
+            # may be lost on its way, and a full disk may have kept it from leaving word.
+            if SERVES_ON not in str(error):
+                self._is_lost = True
+                with self._as_ours("report"), contextlib.suppress(DBufferError):
+                    self._report(UNKNOWN_VERSION)
+            raise
 
     def _update(self, session: _Session, version: int) -> None:
         info = {"at_least": version}
@@ -255,8 +297,13 @@ class Follower:
         self._call(what, "finish_weight_update")
 
     def _call(self, what: str, method: str, **arguments: Any) -> None:
-        try:
+        with self._as_ours(what):
             self._engine.rpc(method, **arguments)
+
+    @contextlib.contextmanager
+    def _as_ours(self, what: str) -> Iterator[None]:
+        try:
+            yield
         # From other processes comes whatever vLLM raises, with the worker's message in it.
         except Exception as error:
             if isinstance(error, DBufferError) and HALF_LOADED not in str(error):
@@ -264,9 +311,9 @@ class Follower:
             kind = EngineBrokenError if HALF_LOADED in str(error) else EngineUpdateError
             raise kind(f"{self.engine_id} could not {what}: {error}") from error
 
-    def _report(self, version: int | None) -> None:
-        if self._engine.weight_version() != str(version):
-            self._engine.set_weight_version(str(version))
+    def _report(self, version: str) -> None:
+        if self._engine.weight_version() != version:
+            self._engine.set_weight_version(version)
 
 
 class _Session:
@@ -305,17 +352,32 @@ class _Session:
         return record
 
     def newer_than(self, applied: int | None) -> int | None:
-        """The newest version, if it is above the one applied."""
-        version = self.receiver.wait_for_version(applied, 0.0)
+        """The newest version, if it is above the one applied.
+
+        Raises:
+            VersionRegressedError: the store is another one than the one that was applied.
+        """
+        if not self._store.exists() and applied is None:
+            return None
+        pointer = self._store.newest_pointer(not_below=applied or 0)
+        newest = 0 if pointer is None else pointer.version
+        version = newest if newest > (applied or 0) else None
         self._measure_lag(version, applied)
         return version
 
-    def wait_ready(self, version: int, applied: int | None, timeout_s: float) -> None:
+    def wait_ready(
+        self,
+        version: int,
+        applied: int | None,
+        timeout_s: float,
+        stop_event: threading.Event | None,
+    ) -> None:
         """Wait until every rank has this version ready, or a later one.
 
         Raises:
             EngineUpdateError: some rank says that it cannot.
             VersionTimeoutError: some rank says nothing for so long.
+            ClosedError: the stop event was set.
         """
         deadline = time.monotonic() + timeout_s
         ids = [f"{self.engine_id}.rank-{rank}" for rank in range(self.facts.num_ranks)]
@@ -332,6 +394,8 @@ class _Session:
                     raise EngineUpdateError(
                         f"{record.receiver} cannot get ready: {record.problem}; {serves_on}"
                     )
+            if stop_event is not None and stop_event.is_set():
+                raise ClosedError("told to stop following")
             if time.monotonic() > deadline:
                 behind = set(ids) - {record.receiver for record in ready}
                 raise VersionTimeoutError(
@@ -475,22 +539,20 @@ def follow_for_ever(
     again; a server that was restarted is told again to follow, and switched at once.
     """
     backoff_s = _BACKOFF_MIN_S
-    is_lost = True
     while not stop_event.is_set():
         try:
-            if is_lost or follower.has_restarted():
-                follower.start()
-                is_lost = False
-            switch = follower.sync()
-        except ClosedError:
+            switch = follower.sync(stop_event=stop_event)
+        except ClosedError as error:
+            if not stop_event.is_set():
+                yield error
             return
         except DBufferError as error:
-            is_lost = isinstance(error, EngineUnreachableError)
             logger.error("%s; trying again in %g s", error, backoff_s)
             yield error
-            stop_event.wait(backoff_s)
-            backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
-            follower.count_retry()
+            follower.wait_to_retry(backoff_s, stop_event)
+            # A server that comes back must not serve its old weights for long.
+            is_away = isinstance(error, EngineUnreachableError)
+            backoff_s = min(2 * backoff_s, _BACKOFF_AWAY_MAX_S if is_away else _BACKOFF_MAX_S)
             continue
         backoff_s = _BACKOFF_MIN_S
         yield switch

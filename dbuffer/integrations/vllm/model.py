@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -47,6 +48,7 @@ class EngineModel:
         self._vllm_config = vllm_config
         self._model = model
         self._hook: Any = None
+        self._places = self._find_places()
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once."""
@@ -66,7 +68,7 @@ class EngineModel:
             )
         self._load(loader.get_all_weights(config.model_config, self._model))
 
-    def places(self) -> dict[str, int]:
+    def _find_places(self) -> dict[str, int]:
         """Where each parameter lies in memory: captured graphs read there and nowhere else."""
         return {name: tensor.data_ptr() for name, tensor in self._model.named_parameters()}
 
@@ -92,23 +94,52 @@ class EngineModel:
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         config = self._vllm_config
         with set_current_vllm_config(config):
-            initialize_layerwise_reload(self._model)
+            before = [(module, _own_tensors(module)) for module in self._model.modules()]
             try:
+                initialize_layerwise_reload(self._model)
                 # Tensors are handed over where they lie, in main memory; a layer's are kept as
                 # views until it is whole, so their order costs no memory.
                 self._model.load_weights(iter(weights))
-            finally:
-                # After a failure too: half a layer that is left waiting for its other half would
-                # be completed by the next load, with tensors of another version.
                 finalize_layerwise_reload(self._model, config.model_config)
+            except BaseException:
+                _put_back(before)
+                raise
             _repack_tied_heads(self._model)
             _repack_cpu_experts(self._model)
+        if self._find_places() != self._places:
+            raise EngineBrokenError("parameters were left at other places in memory")
+
+
+def _own_tensors(module: Any) -> list[dict[str, Any]]:
+    return [dict(table) for table in _tables(module)]
+
+
+def _tables(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its parameters and buffers; to register them again keeps no order."""
+    return module._parameters, module._buffers  # noqa: SLF001
+
+
+def _put_back(before: list[tuple[torch.nn.Module, list[dict[str, Any]]]]) -> None:
+    """Give each layer its own tensors again, after a load that failed; what is in them is a mix.
+
+    Half a layer that is left waiting for its other half would be completed by the next load, with
+    tensors of another version; and one that failed would stay on the meta device.
+    """
+    for module, tensors in before:
+        get_layerwise_info(module).reset()
+        for table, own in zip(_tables(module), tensors, strict=True):
+            table.clear()
+            table.update(own)
 
 
 def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """Reload skips a head whose weight is the embedding's, so its packed copy is the old one."""
+    """Reload skips a head whose weight is the embedding's, so its packed copy is the old one.
+
+    On a CPU vLLM packs such a weight twice, for the embedding too, which never multiplies by it.
+    Reload has just made that packed copy anew; it is what the head needs.
+    """
     embeddings = {
-        id(module.weight)
+        id(module.weight): module
         for module in model.modules()
         if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
     }
@@ -118,7 +149,11 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
             and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
             and id(module.weight) in embeddings
         ):
-            module.quant_method.process_weights_after_loading(module)
+            embedding = embeddings[id(module.weight)]
+            if hasattr(embedding, "cpu_linear") and getattr(module, "bias", None) is None:
+                module.cpu_linear = embedding.cpu_linear
+            else:
+                module.quant_method.process_weights_after_loading(module)
 
 
 def _repack_cpu_experts(model: torch.nn.Module) -> None:

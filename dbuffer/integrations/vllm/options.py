@@ -8,6 +8,7 @@ which its workers begin to follow, on the newest weights, before the engine is r
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
@@ -20,6 +21,9 @@ BACKEND = "dbuffer"
 
 HALF_LOADED = "half-loaded weights"
 """In the message of an engine that refuses to serve, by which it is known in other processes."""
+
+SERVES_ON = "the engine serves on with version"
+"""In the message of an engine that could not switch, and has what it had."""
 
 FOLLOWER_KEYS = ("pause",)
 """Keys of ``additional_config["dbuffer"]`` that are read by who follows, in the front end."""
@@ -65,7 +69,7 @@ class EngineOptions:
         is_name = isinstance(self.engine_id, str) and is_receiver_id(self.engine_id + ".rank-0000")
         _require(self, "engine_id", self.engine_id is None or is_name)
         _require(self, "staging", self.staging in ("auto", "map", "copy"))
-        _require(self, "verify", self.verify in (True, False, "auto"))
+        _require(self, "verify", isinstance(self.verify, bool) or self.verify == "auto")
         _require(self, "poll_interval_s", _is_positive(self.poll_interval_s))
         _require(self, "timeout_s", _is_positive(self.timeout_s))
         threads = self.num_threads
@@ -73,8 +77,8 @@ class EngineOptions:
         _require(self, "allow_shared_store", isinstance(self.allow_shared_store, bool))
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make them from a dictionary, as ``init_info`` is one.
+    def parse(cls, values: Mapping[str, Any], source: str = "init_info") -> Self:
+        """Make them from a dictionary, as ``init_info`` is one; ``source`` is for the message.
 
         Raises:
             OptionError: (a ``ValueError``) a key is missing or unknown, or a value wrong.
@@ -86,7 +90,7 @@ class EngineOptions:
             or "store" not in values
         ):
             raise OptionError(
-                f"init_info is {values!r:.500}, and must be an object with 'store' and maybe "
+                f"{source} is {values!r:.500}, and must be an object with 'store' and maybe "
                 f"{', '.join(name for name in known if name != 'store')}"
             )
         return cls(**values)
@@ -97,7 +101,8 @@ class EngineOptions:
         values = engine_settings(vllm_config)
         if not values:
             return None
-        return cls.parse({k: v for k, v in values.items() if k not in FOLLOWER_KEYS})
+        options = {key: value for key, value in values.items() if key not in FOLLOWER_KEYS}
+        return cls.parse(options, f"additional_config[{BACKEND!r}]")
 
 
 def engine_settings(vllm_config: Any) -> dict[str, Any]:
@@ -156,7 +161,7 @@ def _require(options: Any, name: str, is_right: bool) -> None:
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < float("inf")
+    return type(value) in (int, float) and 0 < value <= threading.TIMEOUT_MAX
 
 
 _RULES = {
@@ -164,8 +169,8 @@ _RULES = {
     "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
     "staging": "'auto', 'map' or 'copy'",
     "verify": "True, False or 'auto'",
-    "poll_interval_s": "seconds, above 0",
-    "timeout_s": "seconds, above 0",
+    "poll_interval_s": "seconds, above 0 and no more than a thread can wait",
+    "timeout_s": "seconds, above 0 and no more than a thread can wait",
     "num_threads": "a whole number, at least 1",
     "allow_shared_store": "True or False",
     "version": "a whole number, at least 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from dbuffer.integrations.vllm.options import BACKEND
 
@@ -20,11 +21,15 @@ def register() -> None:
         # An old vLLM, or another's fork: it must start as it would without dbuffer.
         logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", error)
         return
-    for factory, module, name in (
-        (WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine"),
-        (WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine"),
-    ):
-        try:
-            factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
-        except ValueError:
-            logger.debug("vLLM knows the backend %r already", BACKEND)
+    try:
+        _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
+        _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
+    except (AttributeError, TypeError) as error:
+        logger.warning("this vLLM registers backends in another way (%s): no dbuffer", error)
+
+
+def _register(factory: Any, module: str, name: str) -> None:
+    try:
+        factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
+    except ValueError:
+        logger.debug("vLLM knows the backend %r already", BACKEND)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,7 +17,11 @@ from vllm.distributed.weight_transfer.base import (
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.vllm.options import BACKEND, EngineOptions
+from dbuffer.integrations.vllm.plugin import register
 from dbuffer.sender import WeightSender
+
+# vLLM loads its plugins in engines; in a trainer nobody else makes this half known.
+register()
 
 
 @dataclass
@@ -63,7 +68,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             raise OptionError("dbuffer publishes whole weights: trainer_init needs a WeightSource")
         if not init_info.is_sender:
             return cls(client=client, source=source, sender=None)
-        options = {"store": init_info.store} | init_info.engine
+        options = {"store": str(Path(init_info.store).absolute())} | init_info.engine
         EngineOptions.parse(options)
         sender = WeightSender(init_info.store, **init_info.sender)
         try:

@@ -13,18 +13,21 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
+from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
     DBufferError,
     EngineBrokenError,
     EngineUnsupportedError,
     EngineUpdateError,
+    OptionError,
     VersionError,
 )
 from dbuffer.integrations.vllm.model import EngineModel, ShapeCheck
 from dbuffer.integrations.vllm.options import (
     HALF_LOADED,
+    SERVES_ON,
     EngineOptions,
     UpdateRequest,
     default_engine_id,
@@ -48,19 +51,30 @@ def _engine_id(vllm_config: Any, options: EngineOptions) -> str:
     return name
 
 
+class Serving(NamedTuple):
+    """What one rank's model has, from one receiver to the next."""
+
+    model: EngineModel
+    version: int | None = None
+    """Out of the store; None: what the engine was started with."""
+    broken: str | None = None
+    """Why it refuses to serve."""
+
+
 class RankReceiver:
     """Follows a store for one rank of an engine.
 
     Its methods are called on all ranks, from the worker's main thread.
     """
 
-    def __init__(self, vllm_config: Any, model: Any, device: Any, options: EngineOptions) -> None:
+    def __init__(
+        self, vllm_config: Any, device: Any, options: EngineOptions, serving: Serving
+    ) -> None:
         self.ranks = Ranks(vllm_config)
         self._options = options
-        self._model = EngineModel(vllm_config, model)
-        self._places = self._model.places()
-        self._applied: int | None = None
-        self._broken: str | None = None
+        self._model = serving.model
+        self._applied = serving.version
+        self._broken = serving.broken
         self.engine_id = _engine_id(vllm_config, options)
         on_device = device.type != "cpu"
         self._stager = Stager(
@@ -79,10 +93,15 @@ class RankReceiver:
         self._record = RecordFile(self._stager.store, self.engine_id)
         self._record_engine()
 
-    @property
-    def applied(self) -> int | None:
-        """The version that the engine serves; None: what it was started with."""
-        return self._applied
+    def serving(self, store: str) -> Serving:
+        """What the model has, as far as a receiver of ``store`` can go on with it.
+
+        A store that was emptied since knows nothing of it: its record of the engine went too.
+        """
+        record = DoubleBuffer(self._stager.store, allow_shared_store=True).receiver(self.engine_id)
+        says = None if record is None else record.applied_version
+        is_same = store == self._options.store and self.ranks.gather(says)[0] == self._applied
+        return Serving(self._model, self._applied if is_same else None, self._broken)
 
     def catch_up(self) -> None:
         """Switch to the newest version, if there is one; for an engine that is just starting.
@@ -93,12 +112,14 @@ class RankReceiver:
         if any(self.ranks.gather(self._stager.newest_or_none())):
             self.update(UpdateRequest())
 
-    def update(self, request: UpdateRequest) -> None:
+    def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
 
-        A version that the engine already has is no error, and nothing is loaded.
+        A version that the engine already has is no error, and nothing is loaded. A rank that was
+        given a bad request comes with what is wrong with it: the others wait to hear of it.
 
         Raises:
+            OptionError: (a ``ValueError``) the request was bad on all ranks.
             EngineUpdateError: the engine serves on with the weights that it had.
             EngineBrokenError: it refuses to serve, until an update succeeds.
         """
@@ -113,22 +134,30 @@ class RankReceiver:
         """Stop following. What the engine acknowledged stays in the store."""
         self._stager.close()
 
-    def _prepare(self, request: UpdateRequest) -> Staged | None:
+    def _prepare(self, request: UpdateRequest | OptionError) -> Staged | None:
         """Take the same version on all ranks, or raise on all; None: the engine has it already."""
         for _ in range(_MAX_ROUNDS):
             staged, problem = self._take(request)
-            answers = self.ranks.gather((staged.version if staged else self._applied, problem))
-            self._require_no_problem([problem for _, problem in answers], "prepare")
-            versions = {version for version, _ in answers}
-            if len(versions) == 1:
+            version = staged.version if staged else self._applied
+            answers = self.ranks.gather((version, staged.identity if staged else "", problem))
+            self._require_no_problem(request, [problem for _, _, problem in answers])
+            if len({(version, identity) for version, identity, _ in answers}) == 1:
                 return staged
-            # Some rank holds the highest, so it stays in the store until all others do as well.
+            versions = {version for version, _, _ in answers}
+            # Some rank holds the highest, so it stays in the store until all others do as well;
+            # but a store that was replaced may have two of one number.
             self._stager.give_back()
-            request = UpdateRequest(version=max(version or 0 for version in versions))
-        raise EngineUpdateError(f"ranks found different versions {_MAX_ROUNDS} times: {versions}")
+            if len(versions) > 1:
+                request = UpdateRequest(version=max(version or 0 for version in versions))
+        raise EngineUpdateError(
+            f"ranks found different weights {_MAX_ROUNDS} times, versions {versions}; {SERVES_ON} "
+            f"{self._applied}"
+        )
 
-    def _take(self, request: UpdateRequest) -> tuple[Staged | None, str | None]:
+    def _take(self, request: UpdateRequest | OptionError) -> tuple[Staged | None, str | None]:
         try:
+            if isinstance(request, OptionError):
+                raise request
             if self._has_already(request):
                 return None, None
             staged = self._stager.take(
@@ -157,7 +186,8 @@ class RankReceiver:
         started = time.monotonic()
         failures = self._on_all_ranks(lambda: self._model.load(staged.tensors))
         if any(failures):
-            self._go_back(f"load version {staged.version}", failures)
+            what = self._describe(f"load version {staged.version}", failures)
+            staged = self._recover(what, staged)
         self._applied = staged.version
         self._is_whole_again()
         self._record_engine(
@@ -166,32 +196,40 @@ class RankReceiver:
             bytes=staged.num_bytes,
         )
 
-    def _go_back(self, step: str, failures: list[str | None]) -> NoReturn:
-        """Bring back the version before, after a failed load."""
-        what = self._describe(step, failures)
+    def _recover(self, what: str, staged: Staged) -> Staged:
+        """After a failed load: the version before; or else, where it is gone, this one once more.
+
+        Raises:
+            EngineUpdateError: all ranks have the version before.
+            EngineBrokenError: some rank has neither.
+        """
         logger.error("%s; going back to version %s", what, self._applied)
+        failures = self._on_all_ranks(lambda: self._load_again(self._applied))
+        if not any(failures):
+            self._is_whole_again()
+            raise EngineUpdateError(f"{what}; all ranks went back, and {SERVES_ON} {self._applied}")
+        why = self._describe(f"go back to version {self._applied}", failures)
+        logger.error("%s; loading version %s once more", why, staged.version)
+        failures = self._on_all_ranks(lambda: self._load_again(staged.version))
+        if not any(failures):
+            return staged
+        again = self._describe(f"load version {staged.version} once more", failures)
+        self._broken = f"{HALF_LOADED}: {what}; {why}; {again}; update again, or restart the engine"
+        self._model.refuse_to_serve(self._broken)
+        self._record_engine()
+        raise EngineBrokenError(self._broken)
+
+    def _load_again(self, version: int | None) -> None:
         self._stager.give_back()
-        repairs = self._on_all_ranks(self._load_last)
-        if any(repairs):
-            why = self._describe(f"go back to version {self._applied}", repairs)
-            self._broken = f"{HALF_LOADED}: {what}; {why}; update again, or restart the engine"
-            self._model.refuse_to_serve(self._broken)
-            raise EngineBrokenError(self._broken)
-        self._is_whole_again()
-        raise EngineUpdateError(f"{what}; the engine has version {self._applied} again")
+        if version is None:
+            self._model.load_checkpoint()
+        else:
+            staged = self._stager.take(version, timeout_s=self._options.timeout_s)
+            self._model.load(staged.tensors)
 
     def _is_whole_again(self) -> None:
         self._broken = None
         self._model.serve_again()
-
-    def _load_last(self) -> None:
-        if self._applied is None:
-            self._model.load_checkpoint()
-        else:
-            last = self._stager.take(self._applied, timeout_s=self._options.timeout_s)
-            self._model.load(last.tensors)
-        if self._model.places() != self._places:
-            raise EngineBrokenError("parameters were left at other places in memory")
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:
         """Do it on every rank; what went wrong on each."""
@@ -203,34 +241,54 @@ class RankReceiver:
             problem = f"{type(error).__name__}: {error}"
         return self.ranks.gather(problem)
 
-    def _require_no_problem(self, problems: list[str | None], step: str) -> None:
-        if any(problems):
-            raise EngineUpdateError(
-                f"{self._describe(step, problems)}; no rank was touched, and the engine serves on "
-                f"with version {self._applied}"
-            )
+    def _require_no_problem(
+        self, request: UpdateRequest | OptionError, problems: list[str | None]
+    ) -> None:
+        if not any(problems):
+            return
+        if isinstance(request, OptionError) and all(problems):
+            raise request  # all were told so: a ValueError, as vLLM's contract has it
+        what = f"{self._describe('prepare', problems)}; no rank was touched"
+        if self._broken is not None:
+            raise EngineBrokenError(f"{what}; {self._broken}")
+        raise EngineUpdateError(f"{what}, and {SERVES_ON} {self._applied}")
 
     def _describe(self, step: str, problems: list[str | None]) -> str:
         failed = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(problems) if why)
         return f"engine {self.engine_id} could not {step}: {failed}"
 
+    def record_session(self, is_open: bool) -> None:
+        """Leave word of vLLM's own session: who finds it open, after a crash, can end it."""
+        if self.ranks.rank == 0:
+            self._record.set(in_session=is_open)
+            self._record.write()
+
     def _record_engine(self, **stats: float) -> None:
         if self.ranks.rank == 0:
-            self._record.set(applied_version=self._applied, stats=stats)
+            self._record.set(applied_version=self._applied, problem=self._broken, stats=stats)
             self._record.write()
 
 
 def start_on_all_ranks(
-    vllm_config: Any, model: Any, device: Any, options: EngineOptions
+    vllm_config: Any,
+    model: Any,
+    device: Any,
+    options: EngineOptions,
+    before: RankReceiver | None = None,
 ) -> RankReceiver:
-    """Begin to follow a store on all ranks, or on none.
+    """Begin to follow a store on all ranks, or on none; after what was followed before.
 
     Raises:
         EngineUnsupportedError: some rank cannot.
     """
     receiver, problem = None, None
+    serving = Serving(EngineModel(vllm_config, model)) if before is None else None
+    if before is not None:
+        serving = before.serving(options.store)
+        before.close()
     try:
-        receiver = RankReceiver(vllm_config, model, device, options)
+        assert serving is not None  # noqa: S101 - one of the two above
+        receiver = RankReceiver(vllm_config, device, options, serving)
     except Exception as error:
         logger.warning("cannot follow %s", options.store, exc_info=True)
         problem = f"{type(error).__name__}: {error}"

@@ -1,0 +1,481 @@
+"""What an engine is told, checked field by field; and that asking for it needs no vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import logging
+import math
+import pickle
+import subprocess
+import sys
+import threading
+from collections import UserDict
+from pathlib import Path
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
+from dbuffer.integrations.vllm import plugin
+from dbuffer.integrations.vllm.engines import EXTENSION, EngineFacts
+from dbuffer.integrations.vllm.options import (
+    BACKEND,
+    EngineOptions,
+    UpdateRequest,
+    default_engine_id,
+    engine_settings,
+)
+from dbuffer.manifest import MAX_INTEGER, is_receiver_id
+
+STORE = "/dev/shm/policy"
+
+WRONG_OPTIONS: dict[str, list[Any]] = {
+    "store": ["", None, 1, True, b"/store", Path("/store"), ["/store"], {}],
+    "engine_id": ["", "a/b", "../a", ".a", "-a", "a b", "a\n", "größe", "a" * 119, 1, True, ["a"]],
+    "staging": ["", "MAP", "pinned", None, True, 1, ["map"], {}],
+    "verify": ["", "yes", "Auto", None, 2, 0.5, [True], {}],
+    "poll_interval_s": [0, -1, 0.0, math.inf, math.nan, "1", None, True, [1], 1j],
+    "timeout_s": [0, -0.5, math.inf, -math.inf, math.nan, "60", None, False, {}],
+    "num_threads": [0, -1, 1.0, "4", True, False, math.nan, [4]],
+    "allow_shared_store": [0, 1, None, "false", "", []],
+}
+
+RIGHT_OPTIONS: dict[str, list[Any]] = {
+    "store": ["a", "/dev/shm/größe policy", "s" * 500],
+    "engine_id": [None, "a", "0", "_", "vllm-host.1_2-3", "a" * 118],
+    "staging": ["auto", "map", "copy"],
+    "verify": ["auto", True, False],
+    "poll_interval_s": [1, 0.001, 3600.0],
+    "timeout_s": [1, 0.001, 86400],
+    "num_threads": [None, 1, 64],
+    "allow_shared_store": [True, False],
+}
+
+WRONG_REQUESTS: dict[str, list[Any]] = {
+    "version": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1, math.nan],
+    "at_least": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1],
+    "kind": ["", "Dense", "patch", None, True, 1, ["dense"], {}],
+}
+
+
+def each(values: dict[str, list[Any]]) -> list[Any]:
+    return [
+        pytest.param(name, value, id=f"{name}-{value!r:.30}")
+        for name, found in values.items()
+        for value in found
+    ]
+
+
+# ---------------------------------------------------------------------------------------------
+# Options of an engine
+
+
+@pytest.mark.parametrize(("name", "value"), each(WRONG_OPTIONS))
+def test_a_wrong_option_is_a_value_error_that_names_it(name: str, value: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        EngineOptions.parse({"store": STORE, name: value})
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value).startswith(f"{name} is {value!r}"[:200])
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("verify"), "allow_shared_store"],
+)
+@pytest.mark.parametrize("value", [0, 1, 0.0, 1.0])
+def test_a_number_is_no_truth_value(name: str, value: float) -> None:
+    with pytest.raises(OptionError, match=name):
+        EngineOptions.parse({"store": STORE, name: value})
+
+
+@pytest.mark.parametrize("name", ["poll_interval_s", "timeout_s"])
+def test_no_time_is_longer_than_a_thread_can_wait(name: str) -> None:
+    with pytest.raises(OptionError, match=name):
+        EngineOptions.parse({"store": STORE, name: 2 * threading.TIMEOUT_MAX})
+
+
+@pytest.mark.parametrize(("name", "value"), each(RIGHT_OPTIONS))
+def test_a_right_option_is_kept(name: str, value: Any) -> None:
+    options = EngineOptions.parse({"store": STORE, name: value})
+    assert getattr(options, name) == value
+    assert EngineOptions.parse(dataclasses.asdict(options)) == options
+    assert EngineOptions.parse(json.loads(json.dumps(dataclasses.asdict(options)))) == options
+
+
+def test_every_field_is_tested_here() -> None:
+    names = {field.name for field in dataclasses.fields(EngineOptions)}
+    assert names == set(WRONG_OPTIONS) == set(RIGHT_OPTIONS)
+    assert {field.name for field in dataclasses.fields(UpdateRequest)} == set(WRONG_REQUESTS)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"engine_id": "a"},
+        {"store": STORE, "stores": STORE},
+        {"store": STORE, "Store": STORE},
+        {"store": STORE, "": 1},
+        {"store": STORE, 1: 1},
+        {"store": STORE, None: 1},
+        {"store": STORE, "version": 1},
+        None,
+        STORE,
+        [("store", STORE)],
+        {"store"},
+        1,
+    ],
+    ids=repr,
+)
+def test_a_missing_store_and_unknown_keys_are_refused(values: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        EngineOptions.parse(values)
+    message = str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert repr(values) in message
+    assert "'store'" in message
+    assert all(name in message for name in WRONG_OPTIONS), "it says what there is"
+
+
+def test_a_message_is_short_whatever_was_given() -> None:
+    for values in ({"store": STORE, "x" * 10**6: 1}, {"store": ["x"] * 10**6}):
+        with pytest.raises(OptionError) as caught:
+            EngineOptions.parse(values)
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, MappingProxyType])
+def test_any_mapping_will_do(kind: Any) -> None:
+    values = kind({"store": STORE, "verify": True})
+    assert EngineOptions.parse(values) == EngineOptions(store=STORE, verify=True)
+    assert UpdateRequest.parse(kind({"version": 2})) == UpdateRequest(version=2)
+
+
+def test_the_longest_engine_id_can_name_every_rank() -> None:
+    options = EngineOptions(store=STORE, engine_id="a" * 118)
+    assert is_receiver_id(f"{options.engine_id}.rank-9999")
+
+
+# ---------------------------------------------------------------------------------------------
+# Options from the engine's own configuration
+
+
+@pytest.mark.parametrize(
+    "additional",
+    [None, {}, {"other": 1}, {BACKEND: {}}, SimpleNamespace(dbuffer=1), [BACKEND], "dbuffer", 1],
+    ids=repr,
+)
+def test_an_engine_without_options_has_none(additional: Any) -> None:
+    config = SimpleNamespace(additional_config=additional)
+    assert engine_settings(config) == {}
+    assert EngineOptions.of_engine(config) is None
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, MappingProxyType])
+def test_an_engines_options_are_those_in_its_configuration(kind: Any) -> None:
+    settings = {"store": STORE, "timeout_s": 5, "pause": "wait"}
+    config = SimpleNamespace(additional_config=kind({BACKEND: settings, "other": 1}))
+    assert EngineOptions.of_engine(config) == EngineOptions(store=STORE, timeout_s=5)
+    assert engine_settings(config) == settings, "the pause is for who follows"
+
+
+@pytest.mark.parametrize("settings", [None, STORE, [STORE], 1, True], ids=repr)
+def test_an_engines_options_must_be_an_object(settings: Any) -> None:
+    config = SimpleNamespace(additional_config={BACKEND: settings})
+    with pytest.raises(OptionError, match=r"additional_config\['dbuffer'\] is .*an object"):
+        EngineOptions.of_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"pause": "keep"}, "store"),
+        ({"store": 1}, "store"),
+        ({"store": STORE, "verify": "yes"}, "verify"),
+        ({"store": STORE, "pauses": "keep"}, "pauses"),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_an_engine_are_named(settings: dict[str, Any], named: str) -> None:
+    config = SimpleNamespace(additional_config={BACKEND: settings})
+    with pytest.raises(OptionError, match=named):
+        EngineOptions.of_engine(config)
+
+
+@pytest.mark.parametrize("instance", ["abc123", "0"])
+def test_the_default_engine_id_can_name_a_record(
+    instance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for host in ("node-1", "größe/..", "h" * 300, ""):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        assert is_receiver_id(f"{default_engine_id(instance)}.rank-0000")
+        assert default_engine_id(instance).endswith(instance)
+
+
+# ---------------------------------------------------------------------------------------------
+# Requests
+
+
+@pytest.mark.parametrize(("name", "value"), each(WRONG_REQUESTS))
+def test_a_wrong_request_is_a_value_error_that_names_the_field(name: str, value: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        UpdateRequest.parse({name: value})
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value).startswith(f"{name} is {value!r}"[:200])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"version": 1}, {"version": None}, {"at_least": MAX_INTEGER}, {"kind": "dense"}],
+    ids=repr,
+)
+def test_a_right_request_is_kept(values: dict[str, Any]) -> None:
+    request = UpdateRequest.parse(values)
+    assert {name: getattr(request, name) for name in values} == values
+    assert request.kind == "dense"
+
+
+def test_exactly_and_at_least_exclude_each_other() -> None:
+    with pytest.raises(OptionError, match=r"at_least .* not together with version"):
+        UpdateRequest.parse({"version": 1, "at_least": 1})
+
+
+@pytest.mark.parametrize("more", [{}, {"version": 3}], ids=repr)
+def test_a_sparse_update_is_refused_and_told_why(more: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"'sparse': a store holds whole tensors .* 'dense'"):
+        UpdateRequest.parse({"kind": "sparse", **more})
+
+
+@pytest.mark.parametrize(
+    "values", [{"versions": 1}, {"version": 1, "x": 2}, {1: 1}, None, 3, "3", [3], []], ids=repr
+)
+def test_unknown_keys_of_a_request_are_refused(values: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        UpdateRequest.parse(values)
+    assert repr(values) in str(caught.value)
+    assert all(name in str(caught.value) for name in WRONG_REQUESTS)
+
+
+# ---------------------------------------------------------------------------------------------
+# Facts about an engine
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    """What an engine's configuration looks like in JSON."""
+    parallel = {"world_size": 2, "data_parallel_size": 1, "worker_extension_cls": ""}
+    config = {
+        "instance_id": "abc",
+        "parallel_config": parallel,
+        "weight_transfer_config": {"backend": BACKEND},
+        "additional_config": {},
+    }
+    for name, value in changes.items():
+        (parallel if name in parallel else config)[name] = value
+    return config
+
+
+def as_object(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return SimpleNamespace(**{name: as_object(inner) for name, inner in value.items()})
+
+
+@pytest.mark.parametrize("is_json", [True, False], ids=["json", "object"])
+@pytest.mark.parametrize(
+    ("changes", "backend", "extension"),
+    [
+        ({}, True, False),
+        ({"worker_extension_cls": EXTENSION}, True, True),
+        ({"worker_extension_cls": EXTENSION, "weight_transfer_config": None}, False, True),
+        (
+            {"worker_extension_cls": EXTENSION, "weight_transfer_config": {"backend": "nccl"}},
+            False,
+            True,
+        ),
+        ({"worker_extension_cls": None}, True, False),
+    ],
+    ids=str,
+)
+def test_how_an_engine_takes_weights(
+    changes: dict[str, Any], backend: bool, extension: bool, is_json: bool
+) -> None:
+    config = config_of(**changes)
+    facts = EngineFacts.of(config if is_json else as_object(config))
+    assert (facts.has_backend, facts.has_extension) == (backend, extension)
+    assert (facts.instance_id, facts.num_ranks) == ("abc", 2)
+
+
+class Ours:
+    """In the place of our own extension, which would import vLLM."""
+
+    __module__ = "dbuffer.integrations.vllm.extension"
+    __qualname__ = "WorkerExtension"
+
+
+class Theirs(Ours):
+    """An extension of somebody's own that has ours among its bases."""
+
+
+@pytest.mark.parametrize(
+    ("name", "is_ours"),
+    [
+        (f"{__name__}.Theirs", True),
+        (f"{__name__}.Factory", False),
+        (f"{__name__}.NoSuchClass", False),
+        ("no_such_module.Extension", False),
+        pytest.param("NoModule", False),
+        pytest.param("json.dumps", False),
+    ],
+)
+def test_an_extension_of_somebodys_own(name: str, is_ours: bool) -> None:
+    assert EngineFacts.of(config_of(worker_extension_cls=name)).has_extension is is_ours
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"weight_transfer_config": None}, "takes no weights from a store"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "takes no weights from a store"),
+        ({"data_parallel_size": 2}, "data_parallel_size above 1"),
+    ],
+    ids=str,
+)
+def test_an_engine_that_cannot_follow_is_told(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(EngineUnsupportedError, match=told):
+        EngineFacts.of(config_of(**changes))
+
+
+def test_an_engines_configuration_is_read_for_its_options() -> None:
+    facts = EngineFacts.of(config_of(additional_config={BACKEND: {"store": STORE}}))
+    assert EngineOptions.of_engine(facts) == EngineOptions(store=STORE)
+    assert EngineOptions.of_engine(EngineFacts.of(config_of(additional_config=None))) is None
+
+
+# ---------------------------------------------------------------------------------------------
+# The plugin, and what is imported when
+
+PROBE = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(f"dbuffer.integrations.vllm{name}")
+import dbuffer.integrations.vllm as package
+if ".follower" in sys.argv[1:]:
+    assert package.follow and package.Follower and package.EngineOptions
+try:
+    package.nonsense
+except AttributeError:
+    pass
+print(*sorted({"vllm", "httpx", "prometheus_client", "torchrl"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [["", ".options", ".plugin"], [".engines", ".follower"]],
+    ids=["in-every-process", "in-a-followers"],
+)
+def test_importing_needs_no_vllm(modules: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROBE, *modules],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
+def test_vllm_finds_the_plugin() -> None:
+    found = importlib.metadata.entry_points(group="vllm.general_plugins", name="dbuffer")
+    [function] = {entry.load() for entry in found}
+    assert function is plugin.register
+
+
+FACTORY = "vllm.distributed.weight_transfer.factory"
+
+
+class Factory:
+    """As vLLM's: a name is registered once."""
+
+    def __init__(self) -> None:
+        self.engines: dict[str, tuple[str, str]] = {}
+
+    def register_engine(self, name: str, module_path: str, class_name: str) -> None:
+        if name in self.engines:
+            raise ValueError(f"{name} is already registered")
+        self.engines[name] = module_path, class_name
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
+    """Let there be a vLLM with these factories, and nothing else."""
+    names = FACTORY.split(".")
+    for end in range(1, len(names) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
+    for name, factory in factories.items():
+        monkeypatch.setattr(sys.modules[FACTORY], name, factory, raising=False)
+
+
+def test_register_makes_both_halves_known_and_may_be_called_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines, trainers = Factory(), Factory()
+    pretend(monkeypatch, WeightTransferEngineFactory=engines, WeightTransferTrainerFactory=trainers)
+    for _ in range(3):
+        plugin.register()
+    package = "dbuffer.integrations.vllm"
+    assert engines.engines == {
+        BACKEND: (f"{package}.backend", "DBufferWeightTransferEngine"),
+    }
+    assert trainers.engines == {
+        BACKEND: (f"{package}.trainer", "DBufferTrainerWeightTransferEngine"),
+    }
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("place", ["vllm", FACTORY])
+def test_a_vllm_without_weight_transfer_is_warned_and_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    pretend(monkeypatch)
+    monkeypatch.setitem(sys.modules, place, None)
+    plugin.register()
+    [entry] = caplog.records
+    assert entry.levelno == logging.WARNING
+    assert entry.getMessage().endswith("no dbuffer")
+
+
+@pytest.mark.parametrize(
+    "factories",
+    [
+        pytest.param({}, id="neither"),
+        pytest.param({"WeightTransferEngineFactory": Factory()}, id="no trainer's"),
+        pytest.param(
+            {"WeightTransferEngineFactory": object(), "WeightTransferTrainerFactory": object()},
+            id="nothing to register with",
+        ),
+        pytest.param(
+            {"WeightTransferEngineFactory": Factory(), "WeightTransferTrainerFactory": object()},
+            id="only the engine's",
+        ),
+    ],
+)
+def test_a_vllm_with_another_weight_transfer_is_warned_and_starts(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    factories: dict[str, Any],
+) -> None:
+    pretend(monkeypatch, **factories)
+    plugin.register()
+    [entry] = caplog.records
+    assert entry.levelno == logging.WARNING
+    assert "dbuffer" in entry.getMessage()
+
+
+def test_all_errors_are_dbuffers_own() -> None:
+    assert issubclass(OptionError, DBufferError)
+    assert issubclass(EngineUnsupportedError, DBufferError)
