@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -45,7 +46,17 @@ MISFITS = {
 RANKS = (0, 1)
 ON_ONE_RANK = [f"{fault} on rank {rank}" for fault in (*FILE_FAULTS, "load") for rank in RANKS]
 BY_EXTENSION = [f"load on rank {rank}, by extension" for rank in RANKS]
-FAILURES = [*ON_ONE_RANK, *BY_EXTENSION, *MISFITS, "version never published", "version gone"]
+FOLLOWED_ANEW = "load on rank 1, followed anew"
+BAD_REQUESTS = [f"bad request for rank {rank}" for rank in RANKS]
+FAILURES = [
+    *ON_ONE_RANK,
+    *BY_EXTENSION,
+    FOLLOWED_ANEW,
+    *BAD_REQUESTS,
+    *MISFITS,
+    "version never published",
+    "version gone",
+]
 SWITCHES = ["backend", "backend, followed", "extension, followed"]
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
@@ -88,7 +99,7 @@ def test_next_update_succeeds(observed: Any, failure: str) -> None:
     assert_serves(observed, seen["next"], seen["seed next"])
 
 
-@pytest.mark.parametrize("failure", ON_ONE_RANK + BY_EXTENSION)
+@pytest.mark.parametrize("failure", [*ON_ONE_RANK, *BY_EXTENSION, FOLLOWED_ANEW, *BAD_REQUESTS])
 def test_error_names_the_rank_that_failed_and_no_other(observed: Any, failure: str) -> None:
     error = observed["failures"][failure]["error"]
     rank = int(failure.partition("rank ")[2][0])
@@ -121,7 +132,7 @@ def test_error_says_that_a_version_is_not_there(observed: Any) -> None:
 def test_error_says_why_a_load_failed_and_what_the_engine_has(observed: Any, failure: str) -> None:
     seen = observed["failures"][failure]
     assert LOAD_ERROR in seen["error"]
-    assert f"the engine has version {seen['version before']} again" in seen["error"]
+    assert f"went back, and the engine serves on with version {seen['version before']}" in seen["error"]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
@@ -137,6 +148,27 @@ def test_next_version_is_acknowledged_once_for_both_ranks(observed: Any, failure
     assert seen["next"]["applied"] == seen["version next"]
     assert seen["waited for one"] is None
     assert seen["waited for two"].startswith(TIMED_OUT_ACKNOWLEDGEMENT)
+
+
+def test_manifest_damaged_after_staging_fails_no_switch(observed: Any) -> None:
+    seen = observed["manifest"]
+    assert seen["error"] is None
+    assert_serves(observed, seen, seen["seed"])
+    assert seen["applied"] == seen["version"]
+
+
+def test_ranks_with_one_number_of_two_stores_do_not_switch(observed: Any) -> None:
+    seen = observed["replaced"]
+    assert "ranks found different weights" in seen["error"]
+    assert_serves(observed, seen, seen["seed"])
+
+
+def test_broken_engine_that_is_followed_anew_is_made_whole_by_an_update(observed: Any) -> None:
+    seen = observed["broken, followed anew"]
+    assert "half-loaded weights" in seen["error"]
+    assert "half-loaded weights" in seen["prepare error"]
+    assert seen["next error"] is None
+    assert_serves(observed, seen["next"], seen["seed next"])
 
 
 def test_nothing_is_acknowledged_while_a_rank_still_loads(observed: Any) -> None:
@@ -250,10 +282,10 @@ class Engine:
         options.pop("store")
         self.switch = follow(self.llm, store, **options).sync
 
-    def switch_by_stock_calls(self, **info: Any) -> None:
+    def switch_by_stock_calls(self, for_ranks: Any = None, **info: Any) -> None:
         self.llm.start_weight_update()
         try:
-            self.llm.update_weights({"update_info": info})
+            self.llm.update_weights({"update_info": for_ranks or info})
         except Exception:
             # Ends the session on the rank that had no reason to raise.
             with contextlib.suppress(Exception):
@@ -355,7 +387,14 @@ def observe_stock_calls(engine: Engine, seen: dict[str, Any]) -> None:
         failures[f"load on rank {rank}"] = observe_failure(engine, fail_load(engine, rank))
     for kind in MISFITS:
         failures[kind] = observe_failure(engine, **misfit(engine, kind))
+    for rank in RANKS:
+        failures[f"bad request for rank {rank}"] = observe_bad_request(engine, rank)
+    engine.init()
+    failures[FOLLOWED_ANEW] = observe_failure(engine, fail_load(engine, 1))
+    seen["manifest"] = observe_damaged_manifest(engine)
     seen["halted"] = observe_eviction(engine, engine.directory / "evicted")
+    seen["broken, followed anew"] = observe_broken_followed_anew(engine)
+    seen["replaced"] = observe_replaced_store(engine, engine.directory / "replaced")
 
 
 def observe_extension(engine: Engine, seen: dict[str, Any]) -> None:
@@ -428,6 +467,58 @@ def misfit(engine: Engine, kind: str) -> dict[str, Callable[[], Any]]:
     return {"publish": lambda: engine.sender.send(weights).version, "mend": engine.publish_other}
 
 
+def observe_bad_request(engine: Engine, rank: int) -> dict[str, Any]:
+    """vLLM lets each rank have a request of its own; one rank cannot read its."""
+    requests: list[dict[str, Any]] = [{}, {}]
+    requests[rank] = {"bogus": 1}
+    return observe_failure(
+        engine, engine.publish_other, attempt=lambda: engine.switch_by_stock_calls(requests)
+    )
+
+
+def observe_damaged_manifest(engine: Engine) -> dict[str, Any]:
+    """A manifest that was read when its version was staged is damaged before the switch."""
+    version = engine.publish_other()
+    wait_until(lambda: all(r["staged_version"] == version for r in engine.rank_records()))
+    [newest] = [
+        path
+        for path in engine.store.glob("*/manifest.json")
+        if json.loads(path.read_bytes())["version"] == version
+    ]
+    newest.write_bytes(b"{")
+    error = error_of(engine.switch)
+    engine.seed = 1 - engine.seed
+    return {"error": error, "version": version, "seed": engine.seed} | engine.look()
+
+
+def observe_broken_followed_anew(engine: Engine) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    fail_load(engine, 1, times=3)()
+    seen["error"] = error_of(engine.switch)
+    seen["prepare error"] = error_of(lambda: engine.switch_by_stock_calls(version=1))
+    engine.init()
+    seen["next error"] = error_of(engine.switch)
+    engine.seed = seen["seed next"] = 1 - engine.seed
+    return seen | {"next": engine.look()}
+
+
+def observe_replaced_store(engine: Engine, store: Path) -> dict[str, Any]:
+    """Rank 0 has staged version 1 of a store; rank 1 that of the store that took its place."""
+    engine.init(store=str(store))
+    engine.llm.collective_rpc("test_damage_file", args=(1, "truncated"))
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        sender.send(model(0))
+    record = store / "receivers" / f"{engine.name}.rank-0.json"
+    wait_until(lambda: record.exists() and json.loads(record.read_bytes())["staged_version"] == 1)
+    shutil.rmtree(store)
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        sender.send(model(1))
+    engine.llm.collective_rpc("test_mend_file")
+    error = error_of(engine.switch)
+    engine.init()
+    return {"error": error, "seed": engine.seed} | engine.look()
+
+
 def observe_eviction(engine: Engine, directory: Path) -> dict[str, Any]:
     """One rank stops in its load for so long that the sender takes both buffers."""
     seen: dict[str, Any] = {"version": halt_load(engine, directory)}
@@ -463,7 +554,7 @@ def halt_load(engine: Engine, directory: Path) -> int:
 def observe_broken(engine: Engine) -> dict[str, Any]:
     """Both loads fail on a rank, that of the new version and that of the old one."""
     seen: dict[str, Any] = {"version before": engine.applied}
-    fail_load(engine, 0, times=2)()
+    fail_load(engine, 0, times=3)()
     seen["error"] = error_of(engine.switch)
     seen |= {"applied": engine.applied, **engine.ask()}
     seen["next error"] = error_of(engine.switch)
@@ -474,7 +565,7 @@ def observe_broken(engine: Engine) -> dict[str, Any]:
 def observe_refusal(engine: Engine) -> dict[str, Any]:
     """The same, and then a request."""
     before = engine.applied
-    version = fail_load(engine, 1, times=2)()
+    version = fail_load(engine, 1, times=3)()
     error = error_of(engine.switch)
     return {"error": error, "version before": before} | observe_death(engine, version)
 
