@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` and ``python -m benchmarks gpu``."""
+"""``python -m benchmarks``, ``python -m benchmarks gpu`` and ``python -m benchmarks pause``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import fan_out, flips, gpu, memory, models, plot, report, targets, transfers
+from benchmarks import fan_out, flips, gpu, memory, models, pause, plot, report, targets, transfers
 from benchmarks.peers import (
     Dbuffer,
     DbufferChecksums,
@@ -36,8 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     # Unwinding deletes gigabytes of files in shared memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    if options.device == "gpu":
+    if options.what == "gpu":
         return gpu.main(options.dir[0])
+    if options.what == "pause":
+        return pause.main(options)
     start_s = time.monotonic()
     environment = report.environment(options.dir)
     print(report.environment_table(environment), flush=True)
@@ -61,11 +63,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "torch.save and DCP. Takes about 5 minutes and 16 GB of memory.",
     )
     parser.add_argument(
-        "device",
+        "what",
         nargs="?",
-        choices=("cpu", "gpu"),
+        choices=("cpu", "gpu", "pause"),
         default="cpu",
-        help="where the tensors are (default: cpu)",
+        help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
+        "weights (4 minutes, 10 GB)",
     )
     parser.add_argument(
         "--dir",

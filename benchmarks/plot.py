@@ -9,9 +9,20 @@ import matplotlib
 
 from benchmarks.measure import median
 from benchmarks.report import filesystem
+from benchmarks.steps import FINALISING, INITIALISING, LOADING, PAUSING, REPACKING
+from benchmarks.switches import Pauses
 from benchmarks.transfers import Times, Transfer
 
 _OURS, _OTHERS, _TEXT = "#1f6f8b", "#c3c9cd", "#333333"
+
+# What shows in a bar; all other steps are drawn as one.
+_STEP_COLORS = {
+    PAUSING: "#7a5195",
+    INITIALISING: "#8fb8c8",
+    LOADING: "#1f6f8b",
+    FINALISING: "#5b8c5a",
+    REPACKING: "#e08e45",
+}
 
 
 def save(transfers: list[Transfer], path: Path, caption: str) -> None:
@@ -38,6 +49,50 @@ def save(transfers: list[Transfer], path: Path, caption: str) -> None:
     figure.supxlabel(caption, fontsize=7.5, color=_TEXT)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
+
+
+def save_pauses(results: list[Pauses], path: Path, caption: str) -> None:
+    """Draw a panel for each engine, and in it what each way's pause consists of."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        len(results),
+        1,
+        figsize=(10, 1.3 + 1.6 * len(results)),
+        squeeze=False,
+        sharex=True,
+        layout="constrained",
+    )
+    for [axis], pauses in zip(axes, results, strict=True):
+        _steps_panel(axis, pauses)
+        axis.set_title(pauses.title, loc="left", fontsize=9, color=_TEXT)
+    axes[-1][0].set_xlabel("median ms", fontsize=8, color=_TEXT)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle("How long an engine stands still for new weights", fontsize=12)
+    figure.supxlabel(caption, fontsize=7.5, color=_TEXT)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _steps_panel(axis: Any, pauses: Pauses) -> None:
+    ways = sorted(pauses.samples)
+    drawn = [0.0] * len(ways)
+    totals = [1e3 * pauses.pause_s(way) for way in ways]
+    for step, color in (*_STEP_COLORS.items(), ("all else", _OTHERS)):
+        widths = [
+            1e3 * pauses.step_s(way, step) if step in _STEP_COLORS else max(0, total - left)
+            for way, total, left in zip(ways, totals, drawn, strict=True)
+        ]
+        axis.barh(ways, widths, left=drawn, color=color, height=0.72, label=step)
+        drawn = [left + width for left, width in zip(drawn, widths, strict=True)]
+    for index, (left, total) in enumerate(zip(drawn, totals, strict=True)):
+        axis.annotate(f" {total:.0f}", (left, index), va="center", fontsize=8, color=_TEXT)
+    axis.margins(x=0.08)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=8, length=0)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
 
 
 def _panel(axis: Any, transfer: Transfer, times: Times, *, names: bool) -> None:

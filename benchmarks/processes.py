@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 REPLY_TIMEOUT_S = 120.0
 
@@ -31,12 +32,17 @@ def child(target: Callable[..., None], *arguments: object) -> Iterator[Connectio
         here.close()
 
 
-def reply(connection: Connection) -> int:
-    """Wait for the child's next number; an error if it died or hangs."""
-    if not connection.poll(REPLY_TIMEOUT_S):
+def reply(connection: Connection, timeout_s: float = REPLY_TIMEOUT_S) -> Any:
+    """Wait for what the child sends next; an error if it died or hangs."""
+    if not connection.poll(timeout_s):
         raise TimeoutError("a child process of the benchmark does not answer")
-    number: int = connection.recv()
-    return number
+    return connection.recv()
+
+
+def finish(connection: Connection) -> None:
+    """Let a child that waits for it end by itself, and wait until it has."""
+    connection.send("finish")
+    connection.poll(REPLY_TIMEOUT_S)  # its end of the pipe closes with it
 
 
 @contextmanager

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks.measure import median
+from benchmarks.steps import REPACKING, STEPS
+from benchmarks.switches import Pauses
 from benchmarks.targets import Check, Results
 from benchmarks.transfers import Times, Transfer
+from benchmarks.ways import Dbuffer, Floor
 
 _PACKAGES = ("dbuffer", "torch", "tensordict", "torchrl", "safetensors", "xxhash", "watchdog")
 
@@ -75,13 +78,61 @@ def _speed(transfer: Transfer, times_s: Sequence[float]) -> tuple[str, str, str]
     )
 
 
-def targets_table(checks: Sequence[Check]) -> str:
-    """Each target, what was measured, and the verdict."""
+def pauses_tables(pauses: Pauses) -> str:
+    """What each way took, what its pause consists of, and the process's memory."""
+    tables = (_ways_table(pauses), _steps_table(pauses), _memory_table(pauses))
+    return f"{pauses.title}\n\n" + "\n\n".join(tables)
+
+
+def _ways_table(pauses: Pauses) -> str:
+    header = ("", "publish ms", "stage ms", "pause ms", "of floor", "total ms", "tokens", "samples")
+    floor_s = pauses.pause_s(Floor.name)
+    rows = []
+    for way, samples in pauses.samples.items():
+        published, staged, total = (
+            _milliseconds([getattr(sample, field) for sample in samples])
+            for field in ("publish_s", "stage_s", "total_s")
+        )
+        pause_s, tokens = pauses.pause_s(way), "right" if pauses.is_right[way] else "WRONG"
+        paused = (f"{1e3 * pause_s:.1f}", f"{pause_s / floor_s:.2f}")
+        rows.append((way, published, staged, *paused, total, tokens, str(len(samples))))
+    less_s = pauses.pause_s(Dbuffer.name, without=REPACKING)
+    paused = (f"{1e3 * less_s:.1f}", f"{less_s / floor_s:.2f}")
+    rows.append((f"{Dbuffer.name}, without its {REPACKING!r}", "", "", *paused, "", "", ""))
+    return table(header, sorted(rows))
+
+
+def _steps_table(pauses: Pauses) -> str:
+    ways = sorted(pauses.samples)
     rows = [
-        (check.what, check.target, check.measured, check.memcpy, "pass" if check.met else "FAIL")
-        for check in checks
+        (step, *(f"{1e3 * pauses.step_s(way, step):.2f}" for way in ways))
+        for step in STEPS
+        if any(pauses.step_s(way, step) for way in ways)
     ]
-    return table(("", "target", "measured", "memcpy itself", ""), rows)
+    return table(("median ms of the pause", *ways), rows)
+
+
+def _memory_table(pauses: Pauses) -> str:
+    rows = [
+        (moment, *(f"{num_bytes / 1e6:.0f}" for num_bytes in measured))
+        for moment, *measured in pauses.memory
+    ]
+    return table(("memory of engine and trainer", "Pss MB", "anonymous MB", "GPU MB"), rows)
+
+
+def _milliseconds(times_s: Sequence[float]) -> str:
+    return f"{1e3 * median(times_s):.1f}" if any(times_s) else "-"
+
+
+def targets_table(checks: Sequence[Check], *, reference: str | None = "memcpy itself") -> str:
+    """Each target, what was measured, what ``reference`` reaches, and the verdict."""
+    header = ["", "target", "measured", *([reference] if reference else []), ""]
+    rows = []
+    for check in checks:
+        referred = [check.memcpy] if reference else []
+        verdict = "pass" if check.met else "FAIL"
+        rows.append((check.what, check.target, check.measured, *referred, verdict))
+    return table(header, rows)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

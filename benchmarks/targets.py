@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.measure import median, percentile
 from benchmarks.peers import Dbuffer, DbufferChecksums, Safetensors, TorchRL
+from benchmarks.switches import GPU, Pauses
 from benchmarks.transfers import Times, Transfer
+from benchmarks.ways import Floor, Reload
 
 
 @dataclass(slots=True)
@@ -57,6 +60,28 @@ def check(results: Results) -> list[Check]:
         _at_most("extra memory in the sender", "MB", results.extra_memory_bytes / 1e6, 64),
         _fan_out(results.fan_out_s),
     ]
+
+
+def check_pauses(results: Sequence[Pauses]) -> list[Check]:
+    """Judge what engines took to switch; all of dbuffer's pause counts."""
+    checks = []
+    for pauses in results:
+        ours_s = pauses.pause_s(Dbuffer.name)
+        # On a GPU a version is staged in page-locked memory, else where the store has it.
+        staged_bytes = pauses.num_bytes if pauses.engine == GPU else 0
+        checks += [
+            _at_most(
+                f"pause, {pauses.engine}", "x floor", ours_s / pauses.pause_s(Floor.name), 1.1
+            ),
+            _at_most("", f"x {Reload.name}", ours_s / pauses.pause_s(Reload.name), 1),
+            _at_most(
+                "memory to stage a version",
+                "MB",
+                pauses.staging_bytes / 1e6,
+                64 + staged_bytes // 10**6,
+            ),
+        ]
+    return checks
 
 
 def _ratio(transfer: Transfer, times: Times, peer: str = Dbuffer.name) -> float:

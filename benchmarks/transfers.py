@@ -69,7 +69,7 @@ class Transfer:
 
 def run(case: Case) -> Transfer:
     """Measure one case; its files are gone afterwards."""
-    _require_memory(_MEMORY_IN_MODELS * models.num_bytes(case.shapes))
+    require_memory(_MEMORY_IN_MODELS * models.num_bytes(case.shapes))
     weights = models.random_weights(case.shapes)
     copy = HalvesCopy(models.warm_destination(case.shapes))
     with ExitStack() as stack:
@@ -81,7 +81,7 @@ def run(case: Case) -> Transfer:
         return _measure(case, fast, slow, memcpy_variants(weights, copy))
 
 
-def _require_memory(num_bytes: int) -> None:
+def require_memory(num_bytes: int) -> None:
     """End the program, rather than have the kernel end it and leave files in shared memory."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available_bytes = 1024 * int(fields["MemAvailable"].split()[0])

@@ -1,0 +1,79 @@
+"""How long an engine stands still for new weights: dbuffer next to vLLM's own reload."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import packages_distributions, version
+from typing import Any
+
+import torch
+
+from benchmarks import plot, report, switches, targets
+from benchmarks.switches import GPU, LIVE, PACKED, Pauses
+
+
+def main(options: Namespace) -> int:
+    """Measure and print, or say that there is no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        print("There is no vLLM here, nothing to measure.")
+        return 0
+    start_s = time.monotonic()
+    environment = report.environment(options.dir[:1]) | _more_environment()
+    print(report.environment_table(environment), flush=True)
+    results = []
+    for engine in _engines(quick=options.quick):
+        pauses = switches.run(engine, options.dir[0], quick=options.quick)
+        results.append(pauses)
+        print(f"\n{report.pauses_tables(pauses)}", flush=True)
+    checks = targets.check_pauses(results)
+    environment["load after"] = f"{os.getloadavg()[0]:.1f}"
+    note = ", sizes too small to judge by" if options.quick else ""
+    print(f"\nTargets{note}\n\n{report.targets_table(checks, reference=None)}")
+    if options.json:
+        options.json.write_text(json.dumps(_as_json(environment, results, checks), indent=1))
+    if options.plot:
+        plot.save_pauses(results, options.plot, _caption(environment))
+    elapsed_s = time.monotonic() - start_s
+    print(f"\n{elapsed_s:.0f} s in all, load average {environment['load after']} at the end")
+    return 0
+
+
+def _more_environment() -> dict[str, str]:
+    [distribution, *_] = packages_distributions()["vllm"]
+    packages = {name: version(name) for name in (distribution, "transformers")}
+    if not torch.cuda.is_available():
+        return packages
+    gpu = torch.cuda.get_device_properties(0)
+    return packages | {
+        "GPU": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB",
+        "CUDA": str(torch.version.cuda),
+    }
+
+
+def _engines(*, quick: bool) -> Sequence[str]:
+    if torch.cuda.is_available():
+        return (GPU,)
+    return (PACKED,) if quick else (PACKED, LIVE)
+
+
+def _caption(environment: dict[str, str]) -> str:
+    machine = environment.get("GPU", environment["cpu"])
+    vllm = next(f"{name} {at}" for name, at in environment.items() if name.startswith("vllm"))
+    return f"{machine}, {environment['kernel']}, torch {environment['torch']}, {vllm}"
+
+
+def _as_json(
+    environment: dict[str, str], results: Sequence[Pauses], checks: Sequence[targets.Check]
+) -> Any:
+    """Everything, with the time of each sample in seconds."""
+    return {
+        "environment": environment,
+        "targets": [asdict(check) for check in checks],
+        "engines": [asdict(pauses) | {"bytes": pauses.num_bytes} for pauses in results],
+    }

@@ -1,0 +1,120 @@
+"""Where the time goes while an engine switches."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+PAUSING = "pause, reset caches"
+AGREEING = "agree between ranks"
+INITIALISING = "initialise reload"
+LOADING = "load_weights: copy, pack"
+FINALISING = "finalise reload"
+REPACKING = "repack tied heads"
+STAMPING = "stamp the version"
+ACKNOWLEDGING = "acknowledge"
+RESUMING = "resume"
+OTHER = "all else"
+
+STEPS = (
+    PAUSING,
+    AGREEING,
+    INITIALISING,
+    LOADING,
+    FINALISING,
+    REPACKING,
+    STAMPING,
+    ACKNOWLEDGING,
+    RESUMING,
+    OTHER,
+)
+
+
+class Stopwatch:
+    """Times functions that others call; what a step takes inside another is not the other's.
+
+    It serves one thread: functions that are watched must be called by no other.
+    """
+
+    def __init__(self) -> None:
+        self._steps_s: dict[str, float] = defaultdict(float)
+        self._inner_s: list[float] = []
+
+    def read(self) -> dict[str, float]:
+        """Seconds of each step since this was called before."""
+        steps_s, self._steps_s = dict(self._steps_s), defaultdict(float)
+        return steps_s
+
+    def watch(self, owner: Any, function: str, step: str) -> None:
+        """Count every call of ``owner.function`` from now on as ``step``."""
+        setattr(owner, function, self._timed(getattr(owner, function), step))
+
+    def watch_everywhere(self, packages: tuple[str, ...], function: str, step: str) -> None:
+        """The same wherever a module of these packages has imported a function of that name."""
+        timed: dict[Any, Any] = {}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in packages and function in vars(module):
+                original = vars(module)[function]
+                setattr(module, function, timed.setdefault(original, self._timed(original, step)))
+
+    def _timed(self, function: Callable[..., Any], step: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*arguments: Any, **more: Any) -> Any:
+            with self._step(step):
+                return function(*arguments, **more)
+
+        return timed
+
+    @contextmanager
+    def _step(self, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        self._inner_s.append(0.0)
+        try:
+            yield
+        finally:
+            synchronize()
+            elapsed_s = time.perf_counter() - start_s
+            self._steps_s[name] += elapsed_s - self._inner_s.pop()
+            if self._inner_s:
+                self._inner_s[-1] += elapsed_s
+
+
+def synchronize() -> None:
+    """Wait for what a GPU has yet to do, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def watch_steps(llm: Any) -> Stopwatch:
+    """A stopwatch on all that happens while an engine switches, in vLLM's code and in ours."""
+    from dbuffer.integrations.vllm.engines import OfflineEngine
+    from dbuffer.integrations.vllm.ranks import Ranks
+    from dbuffer.integrations.vllm.worker import RankReceiver
+
+    stopwatch = Stopwatch()
+    [model] = llm.apply_model(lambda model: model)
+    stopwatch.watch(model, "load_weights", LOADING)
+    for owner, function, step in (
+        (OfflineEngine, "pause", PAUSING),
+        (RankReceiver, "_prepare", AGREEING),
+        (Ranks, "gather", AGREEING),
+        (RankReceiver, "_record_engine", ACKNOWLEDGING),
+        (OfflineEngine, "weight_version", STAMPING),
+        (OfflineEngine, "set_weight_version", STAMPING),
+        (OfflineEngine, "resume", RESUMING),
+    ):
+        stopwatch.watch(owner, function, step)
+    for function, step in (
+        ("initialize_layerwise_reload", INITIALISING),
+        ("finalize_layerwise_reload", FINALISING),
+        ("_repack_tied_heads", REPACKING),
+    ):
+        stopwatch.watch_everywhere(("vllm", "dbuffer"), function, step)
+    return stopwatch

@@ -1,0 +1,186 @@
+"""Switches of a real engine to new weights, by dbuffer and by vLLM itself, in turns."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import models
+from benchmarks.engines import Checkpoint, Tokens, greedy_tokens, qwen2_weights, start_engine
+from benchmarks.measure import median, timed
+from benchmarks.models import Weights
+from benchmarks.processes import child, finish, reply, scratch_folder
+from benchmarks.steps import OTHER, Stopwatch, watch_steps
+from benchmarks.transfers import require_memory
+from benchmarks.ways import Dbuffer, Floor, Reload, Way
+
+PACKED, LIVE, GPU = "packed by oneDNN", "live parameters", "on the GPU"
+
+_MEMORY_IN_MODELS = 8
+"""Two sets of weights, a checkpoint, two buffers, the engine's copies, and what a reload needs."""
+
+_ENGINE_BYTES = 2 << 30
+_ENGINE_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One switch by one way; all in seconds."""
+
+    publish_s: float
+    stage_s: float
+    pause_s: float
+    total_s: float
+    """From the beginning of the publish to the engine's going on, if nothing lies in between."""
+    steps_s: dict[str, float]
+    """What the pause consists of."""
+
+
+@dataclass(slots=True)
+class Pauses:
+    """What was measured on one engine."""
+
+    engine: str
+    width: float
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    """By the way's name."""
+    is_right: dict[str, bool] = field(default_factory=dict)
+    """Whether tokens after a switch were those of an engine started on the same weights."""
+    memory: list[tuple[str, int, int, int]] = field(default_factory=list)
+    """Bytes of the process at some moments: its share of all memory, its anonymous memory, and
+    what torch holds on the GPU."""
+
+    def pause_s(self, way: str, *, without: str | None = None) -> float:
+        """The median pause, with all its steps or without one of them."""
+        samples = self.samples[way]
+        return median([s.pause_s - s.steps_s.get(without or "", 0.0) for s in samples])
+
+    def step_s(self, way: str, step: str) -> float:
+        """The median of one step."""
+        return median([sample.steps_s.get(step, 0.0) for sample in self.samples[way]])
+
+    @property
+    def staging_bytes(self) -> int:
+        """How far following and staging raise the process's anonymous memory."""
+        anonymous = [in_use for _, _, in_use, _ in self.memory]
+        return max(anonymous[1:]) - anonymous[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the model."""
+        return models.num_bytes(models.qwen2_0_5b(width=self.width))
+
+    @property
+    def title(self) -> str:
+        """The engine and the model."""
+        tensors = len(models.qwen2_0_5b(width=self.width))
+        size = f"{self.num_bytes / 1e9:.2f} GB in {tensors} tensors"
+        return f"Qwen2.5-0.5B's shape in bfloat16, {size}, {self.engine}"
+
+
+def run(engine: str, directory: Path, *, quick: bool) -> Pauses:
+    """Measure one engine, in a process of its own; another tells what is right."""
+    pauses = Pauses(engine, width=0.25 if quick else 1.0)
+    require_memory(_MEMORY_IN_MODELS * pauses.num_bytes + _ENGINE_BYTES)
+    rounds = 2 if quick else 7
+    with scratch_folder(directory) as folder:
+        with child(_answer, folder, pauses) as fresh:
+            right: Tokens = reply(fresh, _ENGINE_TIMEOUT_S)
+            finish(fresh)
+        with child(_measure, folder, pauses, rounds, right) as measuring:
+            result: Pauses = reply(measuring, _ENGINE_TIMEOUT_S)
+            finish(measuring)
+    return result
+
+
+def _answer(connection: Connection, folder: Path, pauses: Pauses) -> None:
+    """Tokens of an engine that was started on the second weights."""
+    checkpoint = Checkpoint(folder / "checkpoint", pauses.width)
+    checkpoint.save(qwen2_weights(pauses.width, seed=1))
+    llm = start_engine(checkpoint, live=pauses.engine == LIVE)
+    connection.send(greedy_tokens(llm))
+    connection.recv()
+
+
+def _measure(
+    connection: Connection, folder: Path, pauses: Pauses, rounds: int, right: Tokens
+) -> None:
+    both = [qwen2_weights(pauses.width, seed) for seed in (0, 1)]
+    checkpoint = Checkpoint(folder / "checkpoint", pauses.width)
+    checkpoint.save(both[0])
+    llm = start_engine(checkpoint, live=pauses.engine == LIVE)
+    expected = [greedy_tokens(llm), right]
+    if expected[0] == expected[1]:
+        raise RuntimeError("tokens do not tell the two sets of weights apart")
+    stopwatch, floor = watch_steps(llm), Floor(llm)
+    for weights in both:  # what a first reload leaves allocated is vLLM's
+        floor.switch(weights)
+    pauses.memory.append(("before following", *_memory_bytes()))
+    ours = Dbuffer(llm, folder / "store")
+    try:
+        _weigh_staging(pauses, ours, both)
+        ways = (ours, floor, Reload(llm, checkpoint))
+        for index in range(rounds):
+            for way in ways[index % 3 :] + ways[: index % 3]:
+                sample = _sample(way, both[index % 2], floor, stopwatch)
+                pauses.samples.setdefault(way.name, []).append(sample)
+                if way is ours and greedy_tokens(llm) != expected[index % 2]:
+                    raise RuntimeError("dbuffer's tokens are not those of an engine so started")
+        _look_at_tokens(pauses, llm, ways, both, right)
+    finally:
+        ours.close()
+    connection.send(pauses)
+    connection.recv()
+
+
+def _weigh_staging(pauses: Pauses, ours: Dbuffer, both: Sequence[Weights]) -> None:
+    """What the process takes when nothing is staged, and when a version is."""
+    for weights in both:  # fills both buffers, and switches for the first time
+        ours.publish(weights)
+        ours.switch(weights)
+    pauses.memory.append(("following, nothing staged", *_memory_bytes()))
+    ours.publish(both[0])
+    ours.wait_ready()
+    pauses.memory.append(("a version staged", *_memory_bytes()))
+    ours.switch(both[0])
+    pauses.memory.append(("switched to it", *_memory_bytes()))
+
+
+def _memory_bytes() -> tuple[int, int, int]:
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    kilobytes = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
+    on_gpu = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    return 1024 * kilobytes["Pss"], 1024 * kilobytes["Pss_Anon"], on_gpu
+
+
+def _sample(way: Way, weights: Weights, floor: Floor, stopwatch: Stopwatch) -> Sample:
+    publish_s = timed(lambda: way.publish(weights))
+    ready_s = timed(way.wait_ready)
+    # The same untimed reload before each touches the memory that a reload allocates: what a
+    # virtual machine's host has taken back meanwhile costs ten times as much.
+    floor.switch(weights)
+    gc.collect()  # one's garbage is not for the next one to clear away
+    stopwatch.read()
+    pause_s = way.switch(weights)
+    steps_s = stopwatch.read()
+    steps_s[OTHER] = pause_s - sum(steps_s.values())
+    return Sample(publish_s, way.stage_s, pause_s, publish_s + ready_s + pause_s, steps_s)
+
+
+def _look_at_tokens(
+    pauses: Pauses, llm: Any, ways: Sequence[Way], both: Sequence[Weights], right: Tokens
+) -> None:
+    """Whether each way can bring an engine from the first weights, all of them, to the second."""
+    ours = ways[0]
+    for way in ways:
+        for each, weights in ((ours, both[0]), (way, both[1])):
+            each.publish(weights)
+            each.switch(weights)
+        pauses.is_right[way.name] = greedy_tokens(llm) == right

@@ -1,0 +1,134 @@
+"""Ways to bring new weights into an engine, dbuffer among them."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import dbuffer
+from benchmarks.engines import Checkpoint
+from benchmarks.measure import timed
+from benchmarks.models import Weights
+from benchmarks.steps import synchronize
+from dbuffer.buffer import DoubleBuffer
+
+_READY_TIMEOUT_S = 60.0
+
+
+class Way(ABC):
+    """One way to bring new weights into an engine: publish them, then switch to them."""
+
+    name: ClassVar[str]
+
+    stage_s = 0.0
+    """Of the last switch: seconds of getting ready, while the engine could serve."""
+
+    def publish(self, weights: Weights) -> None:  # noqa: B027 - not all need to
+        """What a trainer does."""
+
+    def wait_ready(self) -> None:  # noqa: B027 - not all need to
+        """Wait for whatever can be done while the engine serves."""
+
+    @abstractmethod
+    def switch(self, weights: Weights) -> float:
+        """Bring into the engine what was just published; seconds in which it cannot serve."""
+
+
+class Dbuffer(Way):
+    """A store that the engine follows."""
+
+    name = "dbuffer"
+
+    def __init__(self, llm: Any, store: Path) -> None:
+        from dbuffer.integrations.vllm import Follower, follow
+
+        self._sender = dbuffer.WeightSender(store)
+        follower = follow(llm, store)
+        if not isinstance(follower, Follower):
+            raise TypeError("an offline engine is followed by a Follower")
+        self._follower = follower
+        self._ready = Ready(store, f"{follower.engine_id}.rank-0")
+
+    def publish(self, weights: Weights) -> None:
+        """Send."""
+        self._ready.version = self._sender.send(weights).version
+
+    def wait_ready(self) -> None:
+        """Wait until what was published is staged."""
+        self._ready.wait()
+
+    def switch(self, weights: Weights) -> float:  # noqa: ARG002 - it has them from the store
+        """Pause, and be on the newest when it is over."""
+        switch = self._follower.sync()
+        if switch is None:
+            raise RuntimeError("the version just published was not there")
+        self.stage_s = switch.stage_s
+        return switch.pause_s
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._follower.close()
+        self._sender.close()
+
+
+class Ready:
+    """What the stager of an engine's only rank says of itself."""
+
+    def __init__(self, store: Path, receiver_id: str) -> None:
+        self.version = 0
+        self._store = DoubleBuffer(store)
+        self._receiver_id = receiver_id
+
+    def wait(self) -> None:
+        """Wait until it has the version ready."""
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while time.monotonic() < deadline:
+            record = self._store.receiver(self._receiver_id)
+            if record is not None and record.staged_version == self.version:
+                return
+            time.sleep(0.001)
+        raise TimeoutError(f"version {self.version} was not staged")
+
+
+class Floor(Way):
+    """vLLM's own layerwise reload, from tensors that are in memory already: it reads no file."""
+
+    name = "vLLM, from memory (the floor)"
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def switch(self, weights: Weights) -> float:
+        """Reload from an iterator."""
+        arguments = {"weights_iterator": iter(weights.items())}
+        return _finished_s(lambda: self._llm.collective_rpc("reload_weights", kwargs=arguments))
+
+
+class Reload(Way):
+    """vLLM's own reload of a safetensors checkpoint."""
+
+    name = "vLLM, from safetensors"
+
+    def __init__(self, llm: Any, checkpoint: Checkpoint) -> None:
+        self._llm = llm
+        self._checkpoint = checkpoint
+
+    def publish(self, weights: Weights) -> None:
+        """Save the checkpoint."""
+        self._checkpoint.save(weights)
+
+    def switch(self, weights: Weights) -> float:  # noqa: ARG002 - it has them from the file
+        """Reload from the path."""
+        arguments = {"weights_path": str(self._checkpoint.directory)}
+        return _finished_s(lambda: self._llm.collective_rpc("reload_weights", kwargs=arguments))
+
+
+def _finished_s(action: Callable[[], object]) -> float:
+    def finished() -> None:
+        action()
+        synchronize()
+
+    return timed(finished)
