@@ -132,7 +132,8 @@ def test_error_says_that_a_version_is_not_there(observed: Any) -> None:
 def test_error_says_why_a_load_failed_and_what_the_engine_has(observed: Any, failure: str) -> None:
     seen = observed["failures"][failure]
     assert LOAD_ERROR in seen["error"]
-    assert f"went back, and the engine serves on with version {seen['version before']}" in seen["error"]
+    went_back = f"went back, and the engine serves on with version {seen['version before']}"
+    assert went_back in seen["error"]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
