@@ -98,9 +98,12 @@ class RankReceiver:
 
         A store that was emptied since knows nothing of it: its record of the engine went too.
         """
-        record = DoubleBuffer(self._stager.store, allow_shared_store=True).receiver(self.engine_id)
-        says = None if record is None else record.applied_version
-        is_same = store == self._options.store and self.ranks.gather(says)[0] == self._applied
+        view = DoubleBuffer(self._stager.store, allow_shared_store=True)
+        says = None
+        with contextlib.suppress(DBufferError):  # every rank must come to the gather
+            record = view.receiver(self.engine_id)
+            says = None if record is None else record.applied_version
+        is_same = self.ranks.gather(says)[0] == self._applied and store == self._options.store
         return Serving(self._model, self._applied if is_same else None, self._broken)
 
     def catch_up(self) -> None:
@@ -109,8 +112,9 @@ class RankReceiver:
         Raises:
             EngineUpdateError, EngineBrokenError: see :meth:`update`.
         """
-        if any(self.ranks.gather(self._stager.newest_or_none())):
-            self.update(UpdateRequest())
+        newest = max(version or 0 for version in self.ranks.gather(self._stager.newest_or_none()))
+        if newest:
+            self.update(UpdateRequest(at_least=newest))
 
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
@@ -143,12 +147,14 @@ class RankReceiver:
             self._require_no_problem(request, [problem for _, _, problem in answers])
             if len({(version, identity) for version, identity, _ in answers}) == 1:
                 return staged
-            versions = {version for version, _, _ in answers}
-            # Some rank holds the highest, so it stays in the store until all others do as well;
-            # but a store that was replaced may have two of one number.
-            self._stager.give_back()
+            versions = {version or 0 for version, _, _ in answers}
+            highest = max(versions)
+            # Some rank holds the highest, so it stays in the store until all do; but a store that
+            # was replaced may have two of one number.
+            if len(versions) == 1 or version != highest:
+                self._stager.give_back()
             if len(versions) > 1:
-                request = UpdateRequest(version=max(version or 0 for version in versions))
+                request = UpdateRequest(version=highest)
         raise EngineUpdateError(
             f"ranks found different weights {_MAX_ROUNDS} times, versions {versions}; {SERVES_ON} "
             f"{self._applied}"
@@ -184,7 +190,11 @@ class RankReceiver:
 
     def _commit(self, staged: Staged) -> None:
         started = time.monotonic()
-        failures = self._on_all_ranks(lambda: self._model.load(staged.tensors))
+        try:
+            failures = self._on_all_ranks(lambda: self._model.load(staged.tensors))
+        except BaseException as error:  # Ctrl-C, or ranks that cannot be reached: nobody knows
+            self._refuse(f"loading version {staged.version} was interrupted by {error!r}")
+            raise
         if any(failures):
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
@@ -214,10 +224,13 @@ class RankReceiver:
         if not any(failures):
             return staged
         again = self._describe(f"load version {staged.version} once more", failures)
-        self._broken = f"{HALF_LOADED}: {what}; {why}; {again}; update again, or restart the engine"
+        raise EngineBrokenError(self._refuse(f"{what}; {why}; {again}"))
+
+    def _refuse(self, why: str) -> str:
+        self._broken = f"{HALF_LOADED}: {why}; update again, or restart the engine"
         self._model.refuse_to_serve(self._broken)
         self._record_engine()
-        raise EngineBrokenError(self._broken)
+        return self._broken
 
     def _load_again(self, version: int | None) -> None:
         self._stager.give_back()
