@@ -288,13 +288,6 @@ class ServerEngine:
         """Close its connections."""
         self._client.close()
 
-    def is_ready(self) -> bool:
-        """Whether it answers, and says that it is well."""
-        with contextlib.suppress(EngineUnreachableError):
-            self._request("GET", "/health")
-            return True
-        return False
-
     def facts(self) -> EngineFacts:
         """How it was started."""
         return EngineFacts.of(self._get("/server_info", "vllm_config", config_format="json"))
@@ -324,7 +317,7 @@ class ServerEngine:
         caches = {"reset_running_requests": "true", "reset_external": "true"}
         response = self._request("POST", "/reset_prefix_cache", params=caches)
         # Versions of vLLM that say whether it worked say so in a body.
-        if response.content and response.json().get("success") is False:
+        if response.content and _body(response).get("success") is False:
             raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
         self._request("POST", "/reset_mm_cache")
         self._request("POST", "/reset_encoder_cache")
@@ -350,8 +343,8 @@ class ServerEngine:
         self._request("POST", "/update_weight_version", json={"new_version": version})
 
     def _get(self, path: str, key: str, **params: Any) -> Any:
-        body = self._request("GET", path, params=params).json()
-        if not isinstance(body, dict) or key not in body:
+        body = _body(self._request("GET", path, params=params))
+        if key not in body:
             raise EngineUnreachableError(f"{self.url}{path} answers without {key!r}: {body!r:.200}")
         return body[key]
 
@@ -368,7 +361,8 @@ class ServerEngine:
                 "follow by itself with --middleware dbuffer.integrations.vllm.FollowStore"
             )
         if response.is_error:
-            raise EngineUpdateError(f"{method} {self.url}{path}: {_reason(response)}")
+            reason = f"{response.status_code} {response.text:.2000}"
+            raise EngineUpdateError(f"{method} {self.url}{path}: {reason}")
         return response
 
 
@@ -380,5 +374,11 @@ def _is_loopback(host: str) -> bool:
     return False
 
 
-def _reason(response: Any) -> str:
-    return f"{response.status_code} {response.text:.2000}"
+def _body(response: Any) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        body = response.json()
+        if isinstance(body, dict):
+            return body
+    raise EngineUnreachableError(
+        f"{response.url} does not answer as vLLM does: {response.text:.200}"
+    )
