@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -216,6 +217,12 @@ class ReceiverRecord(Record):
 def is_receiver_id(text: str) -> bool:
     """Whether ``text`` can name a receiver, and with it a file."""
     return _RECEIVER_ID.fullmatch(text) is not None
+
+
+def host_in_id() -> str:
+    """This host's name, as far as a receiver's id can hold it."""
+    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
+    return host[:64]
 
 
 def encode(record: Record) -> bytes:

@@ -7,12 +7,10 @@ import functools
 import logging
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
 import torch
@@ -31,7 +29,7 @@ from dbuffer.errors import (
     VersionTimeoutError,
 )
 from dbuffer.layout import Layout
-from dbuffer.manifest import is_receiver_id
+from dbuffer.manifest import host_in_id, is_receiver_id
 from dbuffer.records import RecordFile
 from dbuffer.snapshot import Snapshot, SnapshotTensors, wrong_tensors
 from dbuffer.targets import Matcher
@@ -83,7 +81,7 @@ class WeightReceiver:
         allow_shared_store: bool = False,
     ) -> None:
         if receiver_id is None:
-            receiver_id = default_receiver_id("receiver")
+            receiver_id = _default_id()
         if not is_receiver_id(receiver_id):
             raise OptionError(
                 f"receiver_id {receiver_id!r:.200} is not 1 to 128 letters, digits, '.', '_', '-'"
@@ -236,8 +234,7 @@ class WeightReceiver:
 
     def acknowledge(self, version: int) -> None:
         """Say in the store that this receiver has applied ``version``."""
-        self.record.set(applied_version=version, held_version=None)
-        self.record.write()
+        self.record.write(applied_version=version, held_version=None)
 
     def wake(self) -> None:
         """Let a :meth:`wait_for_version` in another thread look at once: its stop event is set."""
@@ -253,12 +250,7 @@ class WeightReceiver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -302,7 +294,7 @@ class WeightReceiver:
         held = self._store.hold_newest(newer_than=newer_than, not_below=self._seen)
         if held is not None:
             self._seen = held.manifest.version
-            self._record_hold(held.manifest.version)
+            self.record.write(held_version=held.manifest.version)
         return held
 
     def _wait_and_hold_exactly(self, version: int, timeout_s: float, deadline: float) -> HeldBuffer:
@@ -314,12 +306,8 @@ class WeightReceiver:
                 f"version {version} is no longer in {self.store}: version {self._seen} and the "
                 "one before it are"
             )
-        self._record_hold(version)
+        self.record.write(held_version=version)
         return held
-
-    def _record_hold(self, version: int | None) -> None:
-        self.record.set(held_version=version)
-        self.record.write()
 
     @contextlib.contextmanager
     def _hold_whole(
@@ -344,7 +332,7 @@ class WeightReceiver:
             yield
         finally:
             held.release()
-            self._record_hold(None)
+            self.record.write(held_version=None)
 
     def _map(self, held: HeldBuffer) -> MappedTensors:
         """A mapping of its own for a snapshot: whoever writes into it spoils no other."""
@@ -424,7 +412,5 @@ class WeightReceiver:
         return False
 
 
-def default_receiver_id(kind: str) -> str:
-    """An id that no other receiver has: what it is, its host and process, and a random part."""
-    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
-    return f"{kind}-{host[:64]}-{os.getpid()}-{secrets.token_hex(4)}"
+def _default_id() -> str:
+    return f"receiver-{host_in_id()}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -50,8 +50,9 @@ class RecordFile:
         with self._lock:
             self._record = dataclasses.replace(self._record, **changes)
 
-    def write(self) -> None:
-        """Replace the file; where there is no store yet, a later write does."""
+    def write(self, **changes: Any) -> None:
+        """Change fields and replace the file; where there is no store yet, a later write does."""
+        self.set(**changes)
         # Not Path.is_dir(), which raises what a network mount may answer.
         if not os.path.isdir(self._directory):  # noqa: PTH112
             return

@@ -131,6 +131,14 @@ def check_end(seen: dict[str, Any]) -> None:
     assert seen["error"] is None
 
 
+def check_run(seen: dict[str, Any]) -> None:
+    """Much was published and much of it used, no response says what is not so, and the end."""
+    assert seen["published"] >= PUBLISHES
+    assert len(versions_seen(seen["responses"])) >= MIN_SWITCHES
+    check_attribution(seen["responses"])
+    check_end(seen)
+
+
 def test_an_engine_that_follows_nothing_reports_its_starting_weights(
     observed: dict[str, Any],
 ) -> None:
@@ -143,41 +151,32 @@ def test_with_pauses_that_wait_each_response_is_of_the_one_version_it_reports(
     observed: dict[str, Any],
 ) -> None:
     seen = observed["wait"]
-    assert seen["published"] >= PUBLISHES
-    assert len(versions_seen(seen["responses"])) >= MIN_SWITCHES
-    check_attribution(seen["responses"])
+    check_run(seen)
     for response in seen["responses"]:
         assert response["reason"] == "length"
         assert len(response["spans"]) == 1
-    check_end(seen)
 
 
 def test_with_pauses_that_keep_tokens_change_version_only_where_it_is_said(
     observed: dict[str, Any],
 ) -> None:
     seen = observed["keep"]
-    assert seen["published"] >= PUBLISHES
-    assert len(versions_seen(seen["responses"])) >= MIN_SWITCHES
+    check_run(seen)
     switched_on_the_way = [r for r in seen["responses"] if len(r["spans"]) > 1]
     assert len(switched_on_the_way) >= NUM_STREAMS
-    check_attribution(seen["responses"])
     assert {response["reason"] for response in seen["responses"]} == {"length"}
-    check_end(seen)
 
 
 def test_with_pauses_that_abort_requests_say_so_and_no_token_is_wrong(
     observed: dict[str, Any],
 ) -> None:
     seen = observed["abort"]
-    assert seen["published"] >= PUBLISHES
-    assert len(versions_seen(seen["responses"])) >= MIN_SWITCHES
-    check_attribution(seen["responses"])
+    check_run(seen)
     for response in seen["responses"]:
         is_whole = len(response["tokens"]) == response["wanted"]
         assert response["reason"] == ("length" if is_whole else "abort")
         assert len(response["spans"]) <= 1
     assert {response["reason"] for response in seen["responses"]} == {"length", "abort"}
-    check_end(seen)
 
 
 def test_nothing_computed_with_old_weights_is_used_for_new_ones(

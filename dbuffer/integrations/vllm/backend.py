@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -59,10 +58,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo | OptionError:
         """Check ``update_info``; what is wrong with it is not raised before all ranks know."""
-        try:
-            return DBufferUpdateInfo.parse(update_dict)
-        except OptionError as error:
-            return error
+        return DBufferUpdateInfo.parse_or_error(update_dict)
 
     def init_transfer_engine(self, init_info: DBufferInitInfo | None) -> None:
         """Begin to follow a store, or another one."""
@@ -96,7 +92,6 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 # Where it is raised, vLLM ends its session.
                 self._receiver.record_session(not self._ranks.may_raise)
                 raise
-            _synchronize(self.device)
 
     def shutdown(self) -> None:
         """Stop following."""
@@ -106,9 +101,3 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _follow(self, options: EngineOptions, before: RankReceiver | None = None) -> RankReceiver:
         return start_on_all_ranks(self.vllm_config, self.model, self.device, options, before)
-
-
-def _synchronize(device: Any) -> None:
-    """Wait for copies to the device: the next step reads what they wrote."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)

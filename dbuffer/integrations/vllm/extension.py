@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbuffer.errors import EngineUnsupportedError, OptionError
+from dbuffer.errors import EngineUnsupportedError
 from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.integrations.vllm.worker import raising_once, start_on_all_ranks
@@ -46,12 +46,7 @@ class WorkerExtension:
             receiver = getattr(self, "_dbuffer_receiver", None)
             if receiver is None:
                 raise EngineUnsupportedError("this engine follows no store yet: call dbuffer_init")
-            request: UpdateRequest | OptionError
-            try:
-                request = UpdateRequest.parse(update_info or {})
-            except OptionError as error:
-                request = error
-            receiver.update(request)
+            receiver.update(UpdateRequest.parse_or_error(update_info or {}))
             self.model_runner.reset_lora_state()
 
     def dbuffer_shutdown(self: Any) -> None:

@@ -44,8 +44,9 @@ class EngineModel:
     All methods are for the worker's main thread, between two steps of the engine.
     """
 
-    def __init__(self, vllm_config: Any, model: Any) -> None:
+    def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         self._vllm_config = vllm_config
+        self._device = device
         self._model = model
         self._hook: Any = None
         self._places = self._find_places()
@@ -106,6 +107,9 @@ class EngineModel:
                 raise
             _repack_tied_heads(self._model)
             _repack_cpu_experts(self._model)
+        # The next step reads what was copied, and staging may write anew where it was copied from.
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         if self._find_places() != self._places:
             raise EngineBrokenError("parameters were left at other places in memory")
 

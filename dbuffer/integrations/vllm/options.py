@@ -7,14 +7,13 @@ which its workers begin to follow, on the newest weights, before the engine is r
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError
-from dbuffer.manifest import MAX_INTEGER, is_receiver_id
+from dbuffer.manifest import MAX_INTEGER, host_in_id, is_receiver_id
 
 BACKEND = "dbuffer"
 """The name in vLLM's registries, and the key in ``additional_config``."""
@@ -33,8 +32,7 @@ PAUSE_MODES = ("keep", "wait", "abort")
 
 def default_engine_id(instance_id: str) -> str:
     """An engine's name among a store's receivers, from what vLLM calls the engine itself."""
-    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
-    return f"vllm-{host[:64]}-{instance_id}"
+    return f"vllm-{host_in_id()}-{instance_id}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +151,14 @@ class UpdateRequest:
                 f"{', '.join(known)}"
             )
         return cls(**values)
+
+    @classmethod
+    def parse_or_error(cls, values: Mapping[str, Any]) -> Self | OptionError:
+        """The same, with what is wrong returned: all ranks must know before one of them raises."""
+        try:
+            return cls.parse(values)
+        except OptionError as error:
+            return error
 
 
 def _require(options: Any, name: str, is_right: bool) -> None:

@@ -116,7 +116,7 @@ def _weights(source: Any) -> dict[str, torch.Tensor] | Iterable[tuple[str, torch
     """All at once where that costs no memory, which is much faster; else tensor by tensor."""
     if not isinstance(source, ModuleSource):
         return _pairs(source)
-    is_sharded = any(hasattr(meta_or_none, "full_tensor") for meta_or_none in _parameters(source))
+    is_sharded = any(hasattr(parameter, "full_tensor") for parameter in _parameters(source))
     return _pairs(source) if is_sharded else dict(_pairs(source))
 
 

@@ -267,19 +267,16 @@ class RankReceiver:
         raise EngineUpdateError(f"{what}, and {SERVES_ON} {self._applied}")
 
     def _describe(self, step: str, problems: list[str | None]) -> str:
-        failed = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(problems) if why)
-        return f"engine {self.engine_id} could not {step}: {failed}"
+        return f"engine {self.engine_id} could not {step}: {_by_rank(problems)}"
 
     def record_session(self, is_open: bool) -> None:
         """Leave word of vLLM's own session: who finds it open, after a crash, can end it."""
         if self.ranks.rank == 0:
-            self._record.set(in_session=is_open)
-            self._record.write()
+            self._record.write(in_session=is_open)
 
     def _record_engine(self, **stats: float) -> None:
         if self.ranks.rank == 0:
-            self._record.set(applied_version=self._applied, problem=self._broken, stats=stats)
-            self._record.write()
+            self._record.write(applied_version=self._applied, problem=self._broken, stats=stats)
 
 
 def start_on_all_ranks(
@@ -295,12 +292,12 @@ def start_on_all_ranks(
         EngineUnsupportedError: some rank cannot.
     """
     receiver, problem = None, None
-    serving = Serving(EngineModel(vllm_config, model)) if before is None else None
-    if before is not None:
+    if before is None:
+        serving = Serving(EngineModel(vllm_config, model, device))
+    else:
         serving = before.serving(options.store)
         before.close()
     try:
-        assert serving is not None  # noqa: S101 - one of the two above
         receiver = RankReceiver(vllm_config, device, options, serving)
     except Exception as error:
         logger.warning("cannot follow %s", options.store, exc_info=True)
@@ -310,8 +307,11 @@ def start_on_all_ranks(
         return receiver
     if receiver is not None:
         receiver.close()
-    failed = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(problems) if why)
-    raise EngineUnsupportedError(f"the engine cannot follow {options.store}: {failed}")
+    raise EngineUnsupportedError(f"the engine cannot follow {options.store}: {_by_rank(problems)}")
+
+
+def _by_rank(problems: list[str | None]) -> str:
+    return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(problems) if why)
 
 
 @contextlib.contextmanager
