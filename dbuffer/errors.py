@@ -62,6 +62,10 @@ class AcknowledgementTimeoutError(DBufferError, TimeoutError):
     """Too few receivers acknowledged a version in time."""
 
 
+class ReceiverFailedError(DBufferError, RuntimeError):
+    """A receiver that was waited for says that it cannot apply a version, or has ended."""
+
+
 class OptionError(DBufferError, ValueError):
     """An option of a sender or receiver has a value that it cannot have."""
 

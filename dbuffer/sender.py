@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -20,9 +20,10 @@ from dbuffer.errors import (
     ClosedError,
     InvalidWeightsError,
     OptionError,
+    ReceiverFailedError,
 )
 from dbuffer.layout import Layout, TensorSpec, align, digest
-from dbuffer.manifest import MAX_RECORD_BYTES, Manifest
+from dbuffer.manifest import MAX_RECORD_BYTES, Manifest, ReceiverRecord
 from dbuffer.sources import Describer, Rename, Source, Weights
 from dbuffer.tensors import (
     BLOCK_BYTES,
@@ -34,7 +35,7 @@ from dbuffer.tensors import (
     join_digests,
     pack_checksums,
 )
-from dbuffer.writer import BufferWriter, Claim
+from dbuffer.writer import BufferWriter, Claim, process_may_live
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ class WeightSender:
             raise OptionError(f"weights cannot be cast to {dtype}: dtype is a floating-point one")
         if checksum not in (True, False, "auto"):
             raise OptionError(f"checksum is {checksum!r}, and may be True, False or 'auto'")
+        self._opened_at = time.time()
         self._send_lock = threading.Lock()
         self._copier = Copier(num_threads)
         self._writer = BufferWriter(
@@ -186,32 +188,62 @@ class WeightSender:
             duration_s=time.monotonic() - started,
         )
 
-    def wait_applied(self, version: int, *, receivers: int = 1, timeout_s: float = 60.0) -> None:
-        """Wait until that many receivers have applied ``version`` or a later one.
+    def wait_applied(
+        self, version: int, *, receivers: int | Collection[str] = 1, timeout_s: float = 60.0
+    ) -> None:
+        """Wait until receivers have applied ``version`` or a later one.
 
         An engine of many ranks is one receiver, and has applied it when all ranks have.
 
+        Args:
+            version: as `send` returned it.
+            receivers: how many of them, whichever; or the ids of those to wait for.
+            timeout_s: for how long.
+
         Raises:
             AcknowledgementTimeoutError: they have not, in time; the message says who has.
+            ReceiverFailedError: one of those named cannot apply it, or its process has ended.
         """
         self._check_open()
         deadline = time.monotonic() + timeout_s
         pause_s = _POLL_MIN_S
+        names = None if isinstance(receivers, int) else set(receivers)
+        needed = receivers if isinstance(receivers, int) else len(set(receivers))
         while True:
             # An engine acknowledges as one; its ranks only say what they have ready.
             records = [r for r in self._writer.store.receivers() if r.part_of is None]
-            applied = [r for r in records if (r.applied_version or 0) >= version]
-            if len(applied) >= receivers:
+            if names is not None:
+                records = [r for r in records if r.receiver in names]
+            waiting = [r for r in records if (r.applied_version or 0) < version]
+            num_applied = len(records) - len(waiting)
+            if num_applied >= needed:
                 return
+            if names is not None:
+                self._check_can_apply(waiting, version)
             left = deadline - time.monotonic()
             if left <= 0:
                 states = ", ".join(f"{r.receiver} is at {r.applied_version}" for r in records)
                 raise AcknowledgementTimeoutError(
-                    f"{len(applied)} of {receivers} receivers applied version {version} of "
+                    f"{num_applied} of {needed} receivers applied version {version} of "
                     f"{self.store} within {timeout_s:g} s ({states or 'no receiver came yet'})"
                 )
             time.sleep(min(pause_s, left))
             pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+    def _check_can_apply(self, records: list[ReceiverRecord], version: int) -> None:
+        for record in records:
+            if record.problem is not None and (record.problem_version or 0) >= version:
+                raise ReceiverFailedError(
+                    f"{record.receiver} (process {record.pid} on {record.host}) could not apply "
+                    f"version {record.problem_version}: {record.problem}"
+                )
+            # A record from before this sender is of an earlier run, whose processes have ended.
+            is_of_this_run = record.updated_at >= self._opened_at
+            if is_of_this_run and not process_may_live(record.host, record.pid):
+                raise ReceiverFailedError(
+                    f"{record.receiver} (process {record.pid}) has ended, at version "
+                    f"{record.applied_version}"
+                )
 
     def close(self) -> None:
         """Give the store up. The last version stays published."""

@@ -13,7 +13,8 @@ from dbuffer import filesystem
 from dbuffer.buffer import HeldBuffer
 from dbuffer.errors import ChecksumError
 from dbuffer.layout import Layout, TensorSpec, digest
-from dbuffer.tensors import Copier, MappedTensors, unpack_checksums, view_tensor
+from dbuffer.targets import Match
+from dbuffer.tensors import Copier, MappedTensors, copy_one, unpack_checksums, view_tensor
 
 
 class SnapshotTensors(Mapping[str, torch.Tensor]):
@@ -112,10 +113,30 @@ class Snapshot:
         if not self._verify:
             self._copier.copy_bytes(memory, self._mapped.data)
             return tensors
-        checksums = self._copier.read_hashed(self._mapped, list(tensors.values()))
-        if wrong := wrong_tensors(self._held, layout, checksums):
-            raise ChecksumError(f"{self.path}: damaged while it was copied: {', '.join(wrong[:5])}")
+        self._check_copied(self._copier.read_hashed(self._mapped, list(tensors.values())))
         return tensors
+
+    @property
+    def layout(self) -> Layout:
+        """Its tensors' places in the file."""
+        return self._mapped.layout
+
+    def fill(self, match: Match) -> None:
+        """Copy all tensors into those that :class:`dbuffer.targets.Matcher` has found for them.
+
+        Raises:
+            ChecksumError: they were damaged since this snapshot was opened and verified.
+        """
+        for alias, index in match.aliases:
+            copy_one(alias, self._mapped.views[index])
+        if not self._verify:
+            self._copier.read(self._mapped, match.targets)
+            return
+        self._check_copied(self._copier.read_hashed(self._mapped, match.targets))
+
+    def _check_copied(self, checksums: list[int]) -> None:
+        if wrong := wrong_tensors(self._held, self._mapped.layout, checksums):
+            raise ChecksumError(f"{self.path}: damaged while it was copied: {', '.join(wrong[:5])}")
 
     @property
     def aliases(self) -> dict[str, str]:

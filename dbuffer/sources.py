@@ -150,7 +150,7 @@ class Describer:
         seen = set()
         for position, pair in enumerate(weights):
             name, tensor = _checked_pair(pair, position)
-            name = _without_parts(name)
+            name = without_wrappers(name)
             if prefix is None:
                 prefix = name.removesuffix(clean_names([name])[0])
             name = _renamed(name.removeprefix(prefix), self.rename)
@@ -200,7 +200,7 @@ def gather_tensors(weights: Weights) -> None:
 
 def clean_names(names: Iterable[str]) -> list[str]:
     """Names without what wrappers put into them; a leading ``module.`` only if all have it."""
-    names = [_without_parts(name) for name in names]
+    names = [without_wrappers(name) for name in names]
     while names and all(name.startswith(WRAPPER_PREFIX) for name in names):
         names = [name.removeprefix(WRAPPER_PREFIX) for name in names]
     return names
@@ -316,7 +316,8 @@ def _gatherable(name: str, tensor: torch.Tensor) -> torch.Tensor | LazyTensor:
     return tensor
 
 
-def _without_parts(name: str) -> str:
+def without_wrappers(name: str) -> str:
+    """A tensor's name without what wrappers put into its middle."""
     return _wrapper_parts.sub("", name)
 
 

@@ -1,0 +1,174 @@
+"""A model as what a store holds: named tensors, and JSON for the rest of its extra state.
+
+Extra state is what modules return from ``get_extra_state``: normalisation statistics and the like.
+Its tensors travel as tensors, named ``__extra_state__.0``, ``.1`` and so on; the structure they
+stood in, and plain values, travel in the version's metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+
+from dbuffer.errors import InvalidWeightsError, StoreCorruptError
+from dbuffer.sources import tensordict_tensors, without_wrappers
+
+EXTRA_STATE = "__extra_state__"
+"""TorchRL's key for it in a TensorDict of weights, and the beginning of our tensors' names."""
+
+TORCH_EXTRA_STATE = "_extra_state"
+"""PyTorch's, at the end of a key of a state dict."""
+
+Structure = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """One model's weights, ready to be published."""
+
+    tensors: dict[str, torch.Tensor]
+    extra_state: dict[str, Structure] = field(default_factory=dict)
+    """By the path of the module in the model; the model itself is ``""``."""
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to publish: a store holds at least one tensor."""
+        return bool(self.tensors)
+
+
+def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
+    """Bring what a scheme's ``send`` takes into one form.
+
+    Args:
+        weights: a module, a TensorDict (nested or flat) or a state dict.
+        extract_weights: TorchRL's strategy for modules.
+
+    Raises:
+        InvalidWeightsError: it is nothing of that kind, or holds what cannot be published.
+    """
+    collected: dict[str, Any] = {}
+    if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
+        named = _named_values(extract_weights(weights))
+        named = {key: value for key, value in named.items() if not _is_extra_state(key)}
+        collected = _extra_states_of(weights)
+    else:
+        named = _named_values(weights)
+        for key in [key for key in named if _is_extra_state(key)]:
+            collected[_module_path(key)] = named.pop(key)
+    tensors: dict[str, torch.Tensor] = dict(named)
+    encoder = _Encoder(tensors)
+    extra_state = {
+        without_wrappers(f"{path}.").removesuffix("."): encoder.encode(state, path or "the model")
+        for path, state in collected.items()
+    }
+    return Extracted(tensors, extra_state)
+
+
+def extra_tensor_names(extra_state: Mapping[str, Structure]) -> list[str]:
+    """Names of the tensors that the structures refer to."""
+    names: list[str] = []
+    for structure in extra_state.values():
+        decode(structure, names.append)
+    return names
+
+
+def decode(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
+    """What was encoded, with every tensor fetched by name.
+
+    Raises:
+        StoreCorruptError: it is no such structure.
+    """
+    match structure:
+        case {"tensor": str(name)}:
+            return get_tensor(name)
+        case {"value": value}:
+            return value
+        case {"list": list(items)}:
+            return [decode(item, get_tensor) for item in items]
+        case {"tuple": list(items)}:
+            return tuple(decode(item, get_tensor) for item in items)
+        case {"dict": dict(items)}:
+            return {key: decode(item, get_tensor) for key, item in items.items()}
+        case {"tensordict": dict(items), "batch_size": list(batch_size)}:
+            decoded = {key: decode(item, get_tensor) for key, item in items.items()}
+            return TensorDict(decoded, batch_size=batch_size)
+    raise StoreCorruptError(f"extra state in the metadata is {structure!r:.200}")
+
+
+class _Encoder:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._count = 0
+
+    def encode(self, state: Any, where: str) -> Structure:
+        if isinstance(state, torch.Tensor):
+            name = f"{EXTRA_STATE}.{self._count}"
+            self._count += 1
+            self._tensors[name] = state
+            return {"tensor": name}
+        if isinstance(state, TensorDictBase):
+            items = {str(key): self.encode(value, where) for key, value in state.items()}
+            return {"tensordict": items, "batch_size": list(state.batch_size)}
+        if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+            return {"dict": {key: self.encode(value, where) for key, value in state.items()}}
+        if isinstance(state, list | tuple):
+            kind = "list" if isinstance(state, list) else "tuple"
+            return {kind: [self.encode(value, where) for value in state]}
+        if state is None or isinstance(state, bool | int | float | str):
+            return {"value": state}
+        raise InvalidWeightsError(
+            f"the extra state of {where} holds a {type(state).__name__}: tensors, numbers, "
+            "strings, and lists and dictionaries of them can be published"
+        )
+
+
+def _named_values(weights: Any) -> dict[str, Any]:
+    """Tensors by dotted name, and extra state under its own keys."""
+    if isinstance(weights, TensorDictBase):
+        extra = weights.get(EXTRA_STATE, None)
+        if extra is None:
+            return dict(tensordict_tensors(weights))
+        # TorchRL's own receivers hand it to set_extra_state flat, too.
+        flat = extra.flatten_keys(".").to_dict() if isinstance(extra, TensorDictBase) else extra
+        return {**tensordict_tensors(weights.exclude(EXTRA_STATE)), EXTRA_STATE: flat}
+    if isinstance(weights, Mapping):
+        return _flattened(weights)
+    raise InvalidWeightsError(
+        f"cannot send a {type(weights).__name__}: give a module, a TensorDict or a state dict"
+    )
+
+
+def _flattened(weights: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    named: dict[str, Any] = {}
+    for key, value in weights.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, TensorDictBase) and not _is_extra_state(name):
+            named.update(_flattened(dict(value.items()), f"{name}."))
+        elif isinstance(value, Mapping) and not _is_extra_state(name):
+            named.update(_flattened(value, f"{name}."))
+        else:
+            named[name] = value
+    return named
+
+
+def _is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] in (EXTRA_STATE, TORCH_EXTRA_STATE)
+
+
+def _module_path(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _extra_states_of(model: nn.Module) -> dict[str, Any]:
+    states = {}
+    for path, module in model.named_modules():
+        # The one of nn.Module raises, to say that there is none.
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            state = module.get_extra_state()
+            if state is not None and not (isinstance(state, Mapping) and not state):
+                states[path] = state
+    return states

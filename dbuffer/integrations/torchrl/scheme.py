@@ -1,0 +1,420 @@
+"""`DoubleBufferSyncScheme`: a store as the way that a collector's weights take to its workers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.collectors.distributed import DistributedCollector
+from torchrl.weight_update import WeightSyncScheme
+
+from dbuffer.errors import OptionError
+from dbuffer.integrations.torchrl.directories import ModelDirectory, versions_below
+from dbuffer.integrations.torchrl.extraction import extract
+from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
+from dbuffer.integrations.torchrl.models import DEFAULT_MODEL_ID, find_model, make_model
+from dbuffer.integrations.torchrl.options import TransportOptions
+from dbuffer.integrations.torchrl.publisher import Published, Publisher
+from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
+from dbuffer.integrations.torchrl.version_info import VersionInfo
+from dbuffer.integrations.torchrl.worker import WorkerReceiver
+
+logger = logging.getLogger(__name__)
+
+WorkerIds = int | Iterable[int] | None
+
+_BELONGS_TO_ONE_PROCESS = ("_publisher", "_receiver", "_source", "_made_model")
+
+
+class DoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
+    """Weights of one model, from a collector to its workers, through a store.
+
+    ``weight_sync_schemes={"policy": DoubleBufferSyncScheme(directory)}``. One scheme serves one
+    model of one collector; the schemes of several models may share an address.
+
+    Args:
+        remote_addr: a directory. The model's store is ``remote_addr/MODEL_ID``.
+        local_addr: the same directory, as workers see it. Default: ``remote_addr``.
+        num_threads: threads that copy, on either side.
+        strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
+        sync: let ``send`` return when the workers have applied the weights, else at once.
+        timeout_s: how long ``send`` waits for workers, and a worker for its first weights.
+        **options: of the sender (``durable``, ``checksum``, ``dtype``, ``rename``,
+            ``reader_timeout_s``), of the receivers (``verify``, ``poll_interval_s``), and
+            ``allow_shared_store``.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be.
+    """
+
+    def __init__(
+        self,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None = None,
+        num_threads: int = 1,
+        strategy: Literal["tensordict", "state_dict"] = "tensordict",
+        *,
+        sync: bool = True,
+        timeout_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy=strategy)
+        if timeout_s <= 0:
+            raise OptionError(f"timeout_s is {timeout_s}, and must be above 0")
+        self.options = TransportOptions.parse(num_threads, options)
+        # Absolute: workers may stand elsewhere.
+        self.remote_addr = Path(remote_addr).absolute()
+        self.local_addr = Path(local_addr or remote_addr).absolute()
+        self.num_threads = num_threads
+        self.sync = sync
+        self.timeout_s = timeout_s
+        # What workers are told, by pickling: which store their first weights come in, which
+        # versions are of earlier runs, and from which number workers are counted.
+        self._first: Literal["all", "worker", "none"] = "all"
+        self._passed_over: dict[str, int] = {}
+        self._first_worker_idx = 0
+        self._num_received = 0
+        self._publisher: Publisher | None = None
+        self._receiver: WorkerReceiver | None = None
+        self._source: Callable[[], Any] | None = None
+        self._made_model: Any = None
+
+    @property
+    def model(self) -> Any:
+        """The model that weights are taken from, or loaded into; None if there is none."""
+        model = self._model_ref() if self._model_ref is not None else None
+        if model is None:
+            model = find_model(self.context, self._model_id)
+        return self._made_model if model is None else model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        before = self._model_ref() if self._model_ref is not None else None
+        WeightSyncScheme.model.fset(self, model)
+        # A worker's collector may run a copy of the policy that the scheme was given at first.
+        if self._receiver is not None and model is not before:
+            self._receiver.use(model)
+
+    # The trainer's side.
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        weights: Any = None,
+        model: Any = None,
+        params_map: Mapping[int, TensorDictBase] | None = None,
+        devices: list[Any] | None = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+        remote_collectors: list[Any] | None = None,
+        **kwargs: Any,  # noqa: ARG002 - of other schemes: a multiprocessing context
+    ) -> None:
+        """Open the store, and see which weights the workers begin with.
+
+        Raises:
+            ValueError: arguments exclude each other.
+            WriterActiveError: another sender has the store.
+        """
+        if params_map is not None and (weights, model, context) != (None, None, None):
+            raise ValueError("params_map goes without weights, model and context")
+        if weights is not None and model is not None:
+            raise ValueError("weights and model exclude each other")
+        self.model_id = model_id or DEFAULT_MODEL_ID
+        self.context = context
+        self.model = model
+        if num_workers is None:
+            num_workers = _count_workers(context, params_map, devices, remote_collectors)
+        # This collector counts its workers by rank, and the trainer is rank 0.
+        self._first_worker_idx = int(isinstance(context, DistributedCollector))
+        self._passed_over = self._versions_there()
+        directory = self._directory(self.remote_addr)
+        last_version = self._passed_over.get(directory.for_all.name, 0)
+        self._publisher = Publisher(directory, num_workers, self.options, last_version=last_version)
+        try:
+            self._find_source(weights, model, params_map)
+            if device_map_fn is not None and self._source is not None:
+                self._source = _mapped(self._source(), device_map_fn, num_workers)
+            self._first = self._choose_first()
+        except BaseException:
+            self._close()
+            raise
+
+    def _find_source(
+        self, weights: Any, model: Any, params_map: Mapping[int, TensorDictBase] | None
+    ) -> None:
+        """Find what is sent when nothing else is given, and keep it alive if nobody else does."""
+        if params_map is not None:
+            copies = {id(value) for value in params_map.values()}
+            shared = next(iter(params_map.values())) if len(copies) == 1 else None
+            self._source = lambda: dict(params_map) if shared is None else shared
+        elif weights is not None or model is not None:
+            self._source = lambda: model if weights is None else weights
+        else:
+            if self.model is None:
+                self._made_model = make_model(self.context, self._model_id)
+            self._source = lambda: self.model
+
+    def _choose_first(self) -> Literal["all", "worker", "none"]:
+        source = self._source() if self._source is not None else None
+        if _is_by_worker(source):
+            return "worker"
+        if source is None:
+            return "none"
+        is_module = isinstance(source, nn.Module)
+        if not (is_module and has_weights(source)) and not self._extract(source):
+            return "none"
+        return "all"
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self,
+        *,
+        worker_idx: int | None = None,  # noqa: ARG002 - all workers read one store
+        weights: Any | None = None,
+    ) -> None:
+        """Publish the first weights, without waiting: workers may only be starting."""
+        if weights is not None or self._first != "none":
+            self._publish(self._resolve(weights), None, is_initial=True)
+
+    def send(self, weights: Any = None, worker_ids: WorkerIds = None) -> None:
+        """Publish weights, and wait until the workers that they are for have applied them.
+
+        Args:
+            weights: a module, a TensorDict, a state dict, the name of a model, or None: the
+                scheme's own model. A dictionary by worker: to each its own.
+            worker_ids: for these workers only. None: for all.
+
+        Raises:
+            RuntimeError: ``init_on_sender`` or ``connect`` was not called.
+            ValueError: there is no such worker.
+            InvalidWeightsError: (a ``ValueError``) something in the weights cannot be published.
+            AcknowledgementTimeoutError: (a ``TimeoutError``) some worker has not applied them.
+            ReceiverFailedError: a worker cannot apply them, or has ended; the message says why.
+        """
+        if not self.initialized_on_sender:
+            raise RuntimeError("call init_on_sender() before sending weights")
+        if not self.synchronized_on_sender:
+            raise RuntimeError("call connect() before sending weights")
+        published = self._publish(self._resolve(weights), worker_ids)
+        if self.sync:
+            self._open_publisher().wait(published, self.timeout_s)
+
+    def prepare_weights(
+        self, weights: Any, model_id: str | None = None, strategy: Any = None, context: Any = None
+    ) -> Any:
+        """What TorchRL's strategy extracts from whatever ``send`` takes."""
+        if weights is None or isinstance(weights, str):
+            name = weights or model_id or self._model_id
+            found = find_model(self.context if context is None else context, name)
+            weights = self._resolve(None) if found is None and not weights else found
+        if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
+            return (strategy or self._strategy).extract_weights(weights)
+        return weights
+
+    def _resolve(self, weights: Any) -> Any:
+        if weights is None:
+            return self._source() if self._source is not None else self.model
+        if not isinstance(weights, str):
+            return weights
+        if (model := find_model(self.context, weights)) is None:
+            raise ValueError(f"there is no model {weights!r} to send weights of")
+        return model
+
+    def _publish(
+        self, weights: Any, worker_ids: WorkerIds, *, is_initial: bool = False
+    ) -> list[Published]:
+        workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        parts: list[tuple[Any, Iterable[int] | None]] = [(weights, workers)]
+        if _is_by_worker(weights):
+            chosen = weights if workers is None else workers
+            parts = [(weights[worker], [worker]) for worker in chosen]
+        published = []
+        for part, for_workers in parts:
+            extracted = None if part is None else self._extract(part)
+            if not extracted:
+                logger.info("model %r has no weights to publish", self._model_id)
+                continue
+            published += self._open_publisher().publish(
+                extracted, for_workers, is_initial=is_initial
+            )
+        return published
+
+    def _extract(self, weights: Any) -> Any:
+        return extract(weights, self._strategy.extract_weights)
+
+    def _open_publisher(self) -> Publisher:
+        if self._publisher is None:
+            raise RuntimeError("this scheme was shut down, and sends no more")
+        return self._publisher
+
+    # The worker's side.
+
+    def _init_on_receiver_impl(
+        self,
+        model_id: str | None = None,
+        context: Any = None,
+        *,
+        model: Any = None,
+        worker_idx: int | None = None,
+        **kwargs: Any,  # noqa: ARG002 - of other schemes
+    ) -> None:
+        """Find the model and open the stores."""
+        self.model_id = model_id or DEFAULT_MODEL_ID
+        self.context = context
+        if worker_idx is None:
+            worker_idx = getattr(context, "worker_idx", None)
+        self._worker_idx = worker_idx
+        self._receiver = WorkerReceiver(
+            self._directory(self.local_addr),
+            None if worker_idx is None else worker_idx - self._first_worker_idx,
+            self.options,
+            versions=self._passed_over,
+            get_model=lambda: self.model,
+            applied=self._weights_applied,
+        )
+        if model is None:
+            model = find_model(context, self._model_id)
+        if model is None:
+            model = self._made_model = make_model(context, self._model_id)
+            if model is not None:
+                context.policy = model  # for the collector's own workers, and to keep it
+        self.model = model
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self,
+        *,
+        worker_idx: int | None = None,  # noqa: ARG002 - known since init
+    ) -> None:
+        """Load the first weights, and follow the stores from then on.
+
+        Raises:
+            VersionTimeoutError: (a ``TimeoutError``) there were none to load.
+        """
+        receiver = self._open_receiver()
+        if self._first == "none" and not is_on_meta(self.model):
+            receiver.take_now()
+        else:
+            receiver.wait_for_first(for_all=self._first != "worker", timeout_s=self.timeout_s)
+        self._num_received = receiver.num_loads
+        receiver.follow()
+
+    def receive(self, timeout: float | None = None) -> TensorDictBase | None:
+        """The weights, when there are newer ones than at the last call; None if none came.
+
+        They are applied in the background, whether this is called or not.
+
+        Args:
+            timeout: seconds to wait for newer ones. None: the scheme's ``timeout_s``.
+
+        Raises:
+            RuntimeError: ``init_on_receiver`` or ``connect`` was not called.
+        """
+        receiver = self._open_receiver()
+        if not self.synchronized_on_receiver:
+            raise RuntimeError("call connect() before receiving weights")
+        wait_s = self.timeout_s if timeout is None else timeout
+        if not receiver.take_now() and not receiver.wait_for_load(self._num_received, wait_s):
+            return None
+        self._num_received = receiver.num_loads
+        return self._current_weights()
+
+    def _open_receiver(self) -> WorkerReceiver:
+        if self._receiver is None:
+            raise RuntimeError("call init_on_receiver() before receiving weights")
+        return self._receiver
+
+    def _weights_applied(self, info: VersionInfo) -> None:
+        """Hand new weights on to a collector's own workers; count the policy's versions."""
+        context = self.context
+        if context is None:
+            return
+        model_id = self._model_id or DEFAULT_MODEL_ID
+        hands_on = model_id in (getattr(context, "_weight_sync_schemes", None) or {})
+        if isinstance(context, Collector) and not hands_on:
+            # It runs the model itself, so that nothing is left to do with the weights.
+            if model_id == DEFAULT_MODEL_ID and not info.is_initial:
+                context.increment_version()
+        elif hasattr(context, "update_policy_weights_"):
+            context.update_policy_weights_(
+                model_id=model_id, policy_or_weights=self._current_weights()
+            )
+
+    def _current_weights(self) -> Any:
+        model = self.model
+        return TensorDict.from_module(model).data if isinstance(model, nn.Module) else model
+
+    # Both sides.
+
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,  # noqa: ARG002 - of TorchRL's first schemes
+        **kwargs: Any,  # noqa: ARG002
+    ) -> DoubleBufferTransport:
+        """A way to send and receive by hand; collectors need none."""
+        return DoubleBufferTransport(
+            self._directory(self.remote_addr).for_all,
+            self._directory(self.local_addr).for_all,
+            options=self.options,
+        )
+
+    def shutdown(self) -> None:
+        """Stop following and give the store up. Again does nothing."""
+        super().shutdown()
+        self._close()
+
+    def _close(self) -> None:
+        # __del__ comes here as well, also of a scheme whose __init__ has raised.
+        for name in ("_publisher", "_receiver"):
+            part = self.__dict__.get(name)
+            if part is not None:
+                part.close()
+                setattr(self, name, None)
+
+    def _directory(self, address: Path) -> ModelDirectory:
+        return ModelDirectory(address, self._model_id or DEFAULT_MODEL_ID)
+
+    def _versions_there(self) -> dict[str, int]:
+        return versions_below(self.remote_addr, allow_shared_store=self.options.allow_shared_store)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to a worker: the options, and what is there of earlier runs."""
+        state: dict[str, Any] = super().__getstate__()
+        if not self.initialized_on_sender and not self.initialized_on_receiver:
+            # It goes to a worker before there is a sender, as an RPC collector's does. That one
+            # begins to send when all workers have connected: a worker must not wait for it.
+            state["_first"] = "none"
+            state["_passed_over"] = self._versions_there()
+        return state | dict.fromkeys(_BELONGS_TO_ONE_PROCESS)
+
+
+def _count_workers(context: Any, *given: Mapping[int, Any] | list[Any] | None) -> int:
+    for workers in given:
+        if workers is not None:
+            return len(workers)
+    # A single collector sends to whoever follows the store, and waits for nobody.
+    if context is None or isinstance(context, Collector):
+        return 0
+    return int(getattr(context, "num_workers", 0))
+
+
+def _is_by_worker(weights: Any) -> bool:
+    if isinstance(weights, TensorDictBase) or not isinstance(weights, Mapping) or not weights:
+        return False
+    return all(isinstance(worker, int) for worker in weights)
+
+
+def _mapped(
+    source: Any, device_map_fn: Callable[[int, Any], Any], num_workers: int
+) -> Callable[[], dict[int, Any]]:
+    def for_each_worker() -> dict[int, Any]:
+        weights = TensorDict.from_module(source).data if isinstance(source, nn.Module) else source
+        return {worker: device_map_fn(worker, weights) for worker in range(num_workers)}
+
+    return for_each_worker

@@ -1,0 +1,108 @@
+"""`DoubleBufferTransport`: TorchRL's name for one way from a sender to a receiver."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from dbuffer.buffer import DoubleBuffer
+from dbuffer.errors import DBufferError, VersionTimeoutError
+from dbuffer.integrations.torchrl.extraction import extract
+from dbuffer.integrations.torchrl.options import TransportOptions
+from dbuffer.integrations.torchrl.version_info import VersionInfo
+from dbuffer.receiver import WeightReceiver
+from dbuffer.sender import Publication, WeightSender
+
+
+class DoubleBufferTransport:
+    """Publish into a store by hand, and read from it by hand; nothing follows it.
+
+    Args:
+        remote_addr: the store, as the sender sees it.
+        local_addr: the same, as the receiver sees it. Default: ``remote_addr``.
+        options: for both.
+    """
+
+    def __init__(
+        self,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None = None,
+        *,
+        options: TransportOptions | None = None,
+    ) -> None:
+        self.remote_addr = os.fspath(remote_addr)
+        self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
+        self._options = options or TransportOptions()
+        self._sender: WeightSender | None = None
+        self._receiver: WeightReceiver | None = None
+        self._received: int | None = None
+
+    def send_weights(self, weights: Any) -> Publication:
+        """Publish a module, a TensorDict or a state dict.
+
+        Raises:
+            InvalidWeightsError: something in it cannot be published.
+            WriterActiveError: another sender has the store.
+        """
+        extracted = extract(weights, TensorDict.from_module)
+        if self._sender is None:
+            self._sender = self._options.make_sender(self.remote_addr)
+        info = VersionInfo(extra_state=extracted.extra_state)
+        return self._sender.send(extracted.tensors, metadata=info.to_metadata())
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,  # noqa: ARG002 - buffers to receive into: of other transports
+        model: Any = None,
+        strategy: Any = None,
+    ) -> TensorDict | None:
+        """The newest version, copied, with flat keys; None if there is none that is new.
+
+        Args:
+            timeout: seconds to wait for it. None: not at all.
+            weights: not used.
+            model: apply them to it as well, with ``strategy``.
+            strategy: a ``WeightStrategy`` of TorchRL.
+        """
+        if self._receiver is None:
+            self._receiver = self._options.make_receiver(self.local_addr)
+        try:
+            with self._receiver.open(self._received, timeout or 0.0) as snapshot:
+                memory = torch.empty(snapshot.data_bytes, dtype=torch.uint8)
+                tensors = dict(snapshot.copy_into(memory))
+                aliases = snapshot.aliases
+        except VersionTimeoutError:
+            return None
+        self._received = snapshot.version
+        tensors |= {alias: tensors[name] for alias, name in aliases.items()}
+        received = TensorDict(tensors, batch_size=[])
+        if model is not None and strategy is not None:
+            strategy.apply_weights(model, received.unflatten_keys("."))
+        return received
+
+    def check_connection(self) -> bool:
+        """Whether there is a version to read."""
+        store = DoubleBuffer(self.local_addr, allow_shared_store=self._options.allow_shared_store)
+        try:
+            store.check()
+            return store.pointer() is not None
+        except DBufferError:
+            return False
+
+    def setup_connection_and_weights_on_sender(self) -> None:
+        """Nothing to set up."""
+
+    def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None:
+        """Nothing to set up."""
+
+    def close(self) -> None:
+        """Give the store up. What was published stays."""
+        for part in (self._sender, self._receiver):
+            if part is not None:
+                part.close()
+        self._sender = self._receiver = None

@@ -1,0 +1,214 @@
+"""`WorkerReceiver`: keeps one worker's model on the newest weights that are meant for it.
+
+Weights for all workers and weights for this one come in two stores. They are put in order by what
+the trainer had published for all when it published for one: version 5 for all, then anything for
+worker 1 after it, then version 6 for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
+    SnapshotEvictedError,
+    VersionTimeoutError,
+)
+from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
+from dbuffer.integrations.torchrl.loading import ModelLoader
+from dbuffer.integrations.torchrl.options import TransportOptions
+from dbuffer.integrations.torchrl.version_info import VersionInfo
+from dbuffer.receiver import WeightReceiver
+
+logger = logging.getLogger(__name__)
+
+Order = tuple[int, int]
+"""A version for all, and after that one, a version for this worker."""
+
+
+@dataclass
+class Feed:
+    """One of the two stores."""
+
+    receiver: WeightReceiver
+    is_for_all: bool
+    seen: int | None
+    """The newest version that was dealt with; those up to it are not looked at."""
+
+    def order_of(self, version: int, info: VersionInfo) -> Order:
+        """Where a version of this store stands among those of both."""
+        return (version, 0) if self.is_for_all else (info.after_version, version)
+
+
+class WorkerReceiver:
+    """Follows both stores in the background, and loads what they bring.
+
+    Args:
+        directory: the model's stores, as this worker sees them.
+        worker_idx: counted from 0.
+        options: for the receivers.
+        versions: versions to pass over, by store: those of an earlier run.
+        get_model: the worker's model; it may be another one at another time.
+        applied: called after each load of something new, when the model may run again: the worker's
+            own bookkeeping.
+    """
+
+    def __init__(
+        self,
+        directory: ModelDirectory,
+        worker_idx: int | None,
+        options: TransportOptions,
+        *,
+        versions: dict[str, int],
+        get_model: Callable[[], Any],
+        applied: Callable[[VersionInfo], None],
+    ) -> None:
+        self.loader = ModelLoader()
+        self._get_model = get_model
+        self._applied_hook = applied
+        # Loads come from two threads, from `take_now` and from a change of the model.
+        self._lock = threading.RLock()
+        self._order: Order | None = None
+        self._announced: Order = (0, 0)
+        self._has_loaded = threading.Condition(self._lock)
+        self.num_loads = 0
+        self._stop_event = threading.Event()
+        self._threads: list[threading.Thread] = []
+        name = receiver_id(worker_idx)
+        self._feeds = [
+            Feed(
+                options.make_receiver(store, name),
+                is_for_all=store == directory.for_all,
+                seen=versions.get(store.name),
+            )
+            for store in (directory.for_all, directory.for_worker(worker_idx))
+        ]
+
+    def wait_for_first(self, *, for_all: bool, timeout_s: float) -> None:
+        """Load the first weights of this run, and wait for them.
+
+        Raises:
+            VersionTimeoutError: they did not come.
+        """
+        self._say_hello()
+        self._take(next(feed for feed in self._feeds if feed.is_for_all is for_all), timeout_s)
+        self.take_now()
+
+    def take_now(self) -> bool:
+        """Load what is there and is newer. Whether there was anything."""
+        self._say_hello()
+        taken = False
+        for feed in self._feeds:
+            with contextlib.suppress(VersionTimeoutError):
+                taken |= self._take(feed, 0.0)
+        return taken
+
+    def follow(self) -> None:
+        """Load whatever comes from now on, in the background."""
+        for feed in self._feeds:
+            thread = threading.Thread(
+                target=self._follow, args=(feed,), name=f"dbuffer-{feed.receiver.store.name}"
+            )
+            thread.daemon = True  # a worker that ends must not wait for its trainer
+            self._threads.append(thread)
+            thread.start()
+
+    def wait_for_load(self, num_loads: int, timeout_s: float) -> bool:
+        """Wait until there have been more loads than ``num_loads``; whether there have."""
+        with self._has_loaded:
+            return self._has_loaded.wait_for(lambda: self.num_loads > num_loads, timeout_s)
+
+    def use(self, model: Any) -> None:
+        """The model is another object from now on: bring it to where the last one was."""
+        self.loader.guard.attach(model)
+        with self._lock:
+            if self._order is None:
+                return
+            order, self._order = self._order, None
+            for feed in self._feeds:
+                newest = order[0] if feed.is_for_all else order[1]
+                feed.seen = newest - 1 if newest else feed.seen
+            self.take_now()
+
+    def close(self) -> None:
+        """Stop following. The model keeps its weights."""
+        self._stop_event.set()
+        for feed in self._feeds:
+            feed.receiver.wake()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        for feed in self._feeds:
+            feed.receiver.close()
+
+    def _say_hello(self) -> None:
+        """Let the sender see that this worker is there, and who it is."""
+        for feed in self._feeds:
+            feed.receiver.record.write()
+
+    def _follow(self, feed: Feed) -> None:
+        receiver = feed.receiver
+        try:
+            while (
+                version := receiver.wait_for_version(feed.seen, None, self._stop_event)
+            ) is not None:
+                try:
+                    self._take(feed, 0.0)
+                # Whatever a model's own code raises; the sender is told, and raises.
+                except Exception as error:
+                    if self._stop_event.is_set():
+                        return
+                    logger.exception("version %d of %s was not applied", version, receiver.store)
+                    feed.seen = max(version, feed.seen or 0)
+                    receiver.record.write(problem=str(error), problem_version=version)
+        except ClosedError:
+            return
+        except DBufferError as error:
+            logger.error("%s is followed no longer: %s", receiver.store, error)
+            receiver.record.write(problem=str(error), problem_version=None)
+
+    def _take(self, feed: Feed, timeout_s: float) -> bool:
+        """Load a store's newest version, unless something later is loaded already."""
+        with self._lock:
+            with contextlib.ExitStack() as quiet:
+                version, info = self._load(feed, timeout_s, quiet)
+            if info is not None and self._order is not None and self._order > self._announced:
+                self._applied_hook(info)
+                self._announced = self._order
+            feed.seen = version
+            feed.receiver.record.set(problem=None, problem_version=None)
+            feed.receiver.acknowledge(version)
+            if info is not None:
+                self.num_loads += 1
+                self._has_loaded.notify_all()
+            return info is not None
+
+    def _load(
+        self, feed: Feed, timeout_s: float, quiet: contextlib.ExitStack
+    ) -> tuple[int, VersionInfo | None]:
+        """The version that was looked at, and what it says if it was loaded."""
+        is_mixed = False
+        while True:
+            try:
+                with feed.receiver.open(feed.seen, timeout_s, acknowledge=False) as snapshot:
+                    info = VersionInfo.of(snapshot)
+                    order = feed.order_of(snapshot.version, info)
+                    if self._order is not None and order <= self._order and not is_mixed:
+                        return snapshot.version, None
+                    self.loader.load(snapshot, self._get_model(), quiet)
+            except SnapshotEvictedError as error:
+                # Nothing runs the model yet: `quiet` is open. If the next try fails as well, this
+                # is what keeps it from running.
+                logger.warning("%s; loading the newest", error)
+                self.loader.guard.refuse(str(error))
+                is_mixed = True
+                continue
+            self.loader.guard.accept()
+            self._order = order
+            return snapshot.version, info
