@@ -397,6 +397,7 @@ def test_vllm_finds_the_plugin() -> None:
 
 
 FACTORY = "vllm.distributed.weight_transfer.factory"
+WORKERS = "vllm.v1.worker.worker_base"
 
 
 class Factory:
@@ -411,11 +412,21 @@ class Factory:
         self.engines[name] = module_path, class_name
 
 
+class Wrapper:
+    """As vLLM's round a worker."""
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
     """Let there be a vLLM with these factories, and nothing else."""
-    names = FACTORY.split(".")
-    for end in range(1, len(names) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
+    for path in (FACTORY, WORKERS):
+        names = path.split(".")
+        for end in range(1, len(names) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
+    wrapper = type("Wrapper", (Wrapper,), {})
+    monkeypatch.setattr(sys.modules[WORKERS], "WorkerWrapperBase", wrapper, raising=False)
     for name, factory in factories.items():
         monkeypatch.setattr(sys.modules[FACTORY], name, factory, raising=False)
 
@@ -437,7 +448,23 @@ def test_register_makes_both_halves_known_and_may_be_called_again(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("place", ["vllm", FACTORY])
+def test_register_lets_every_worker_answer_to_our_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(
+        monkeypatch,
+        WeightTransferEngineFactory=Factory(),
+        WeightTransferTrainerFactory=Factory(),
+    )
+    assert not plugin.serves_every_worker()
+    plugin.register()
+    assert plugin.serves_every_worker()
+    plain = config_of(weight_transfer_config=None)
+    assert EngineFacts.of(as_object(plain)).has_extension
+    # What plugins a server has cannot be seen from here.
+    with pytest.raises(EngineUnsupportedError):
+        EngineFacts.of(plain)
+
+
+@pytest.mark.parametrize("place", ["vllm", FACTORY, WORKERS])
 def test_a_vllm_without_weight_transfer_is_warned_and_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, place: str
 ) -> None:

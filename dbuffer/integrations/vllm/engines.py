@@ -27,6 +27,7 @@ from dbuffer.errors import (
     EngineUpdateError,
 )
 from dbuffer.integrations.vllm.options import BACKEND, default_engine_id, engine_settings
+from dbuffer.integrations.vllm.plugin import serves_every_worker
 
 ResultT = TypeVar("ResultT")
 
@@ -50,7 +51,7 @@ class EngineFacts:
     instance_id: str
     num_ranks: int
     has_extension: bool
-    """Its workers have the methods of :class:`WorkerExtension`."""
+    """Its workers have the methods of :class:`WorkerExtension`, by an option or by our plugin."""
     has_backend: bool
     """It was started with ``backend="dbuffer"``; then that is used."""
     additional_config: Mapping[str, Any]
@@ -64,14 +65,14 @@ class EngineFacts:
         """
         parallel = _get(config, "parallel_config")
         transfer = _get(config, "weight_transfer_config")
+        # An engine in this process, or started from it, has loaded the plugins that this one has.
+        is_here = not isinstance(config, Mapping)
         facts = cls(
             instance_id=_get(config, "instance_id"),
             num_ranks=_get(parallel, "world_size"),
-            has_extension=_is_extension(
-                _get(parallel, "worker_extension_cls"),
-                # What a server says must not decide what is imported here.
-                may_import=not isinstance(config, Mapping),
-            ),
+            has_extension=(is_here and serves_every_worker())
+            # What a server says must not decide what is imported here.
+            or _is_extension(_get(parallel, "worker_extension_cls"), may_import=is_here),
             has_backend=transfer is not None and _get(transfer, "backend") == BACKEND,
             additional_config=_get(config, "additional_config") or {},
         )
@@ -119,8 +120,8 @@ class Engine(Protocol):
         """Its name among a store's receivers, where nobody gave it one."""
         ...
 
-    def rpc(self, method: str, **arguments: Any) -> None:
-        """Call a method of all its workers."""
+    def rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of all its workers; what each returned."""
         ...
 
     def is_paused(self) -> bool:
@@ -159,9 +160,9 @@ class OfflineEngine:
         """From vLLM's name for it."""
         return default_engine_id(facts.instance_id)
 
-    def rpc(self, method: str, **arguments: Any) -> None:
-        """Call a method of all its workers."""
-        self._llm.collective_rpc(method, kwargs=arguments)
+    def rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of all its workers; what each returned."""
+        return list(self._llm.collective_rpc(method, kwargs=arguments))
 
     def is_paused(self) -> bool:
         """Nobody else can have."""
@@ -197,6 +198,25 @@ class AsyncEngine:
         self._engine = engine
         self._loop = loop
 
+    @staticmethod
+    def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
+        """The event loop that an ``AsyncLLM`` runs in, asked from any thread.
+
+        Raises:
+            EngineUnsupportedError: it runs in none yet.
+        """
+        # Made in its loop, by the first of its coroutines that needs it.
+        handler = engine.output_handler
+        if handler is not None:
+            loop: asyncio.AbstractEventLoop = handler.get_loop()
+            return loop
+        try:
+            return asyncio.get_running_loop()
+        except RuntimeError:
+            raise EngineUnsupportedError(
+                "this AsyncLLM runs in no event loop yet: make it, or this, in a coroutine"
+            ) from None
+
     def facts(self) -> EngineFacts:
         """How it was started."""
         return EngineFacts.of(self._engine.vllm_config)
@@ -205,9 +225,9 @@ class AsyncEngine:
         """From vLLM's name for it."""
         return default_engine_id(facts.instance_id)
 
-    def rpc(self, method: str, **arguments: Any) -> None:
-        """Call a method of all its workers."""
-        self._call(self._engine.collective_rpc(method, kwargs=arguments))
+    def rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of all its workers; what each returned."""
+        return list(self._call(self._engine.collective_rpc(method, kwargs=arguments)))
 
     def is_paused(self) -> bool:
         """Whether somebody has paused it."""
@@ -243,6 +263,12 @@ class AsyncEngine:
         self._call(self._engine.update_weight_version(version))
 
     def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
+        if _is_in_loop(self._loop):
+            call.close()
+            raise EngineBusyError(
+                "called in the engine's event loop, which this would wait for: call it in another "
+                "thread, as with await asyncio.to_thread(...)"
+            )
         if self._loop.is_closed():
             call.close()
             raise ClosedError("the engine's event loop has ended, so nobody follows any more")
@@ -258,6 +284,13 @@ class AsyncEngine:
             if self._engine.errored:
                 raise ClosedError(f"the engine is dead: {error}") from error
             raise
+
+
+def _is_in_loop(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 class ServerEngine:
@@ -301,10 +334,11 @@ class ServerEngine:
         host = socket.gethostname() if _is_loopback(url.host) else url.host
         return f"vllm-{re.sub('[^A-Za-z0-9.-]', '-', host):.64}-{url.port or url.scheme}"
 
-    def rpc(self, method: str, **arguments: Any) -> None:
-        """Call a method of all its workers."""
+    def rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """Call a method of all its workers; what each returned."""
         body = {"method": method, "kwargs": arguments}
-        self._request("POST", "/collective_rpc", json=body, timeout=self._long)
+        response = self._request("POST", "/collective_rpc", json=body, timeout=self._long)
+        return list(_body(response).get("results", [])) if response.content else []
 
     def is_paused(self) -> bool:
         """Whether somebody has paused it."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbuffer.errors import EngineUnsupportedError
+from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
+from dbuffer.integrations.vllm.model import ShapeCheck
 from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.integrations.vllm.worker import raising_once, start_on_all_ranks
+from dbuffer.layout import TensorSpec
 
 
 class WorkerExtension:
@@ -48,6 +50,20 @@ class WorkerExtension:
                 raise EngineUnsupportedError("this engine follows no store yet: call dbuffer_init")
             receiver.update(UpdateRequest.parse_or_error(update_info or {}))
             self.model_runner.reset_lora_state()
+
+    def dbuffer_check(self: Any, tensors: list[tuple[str, str, list[int]]]) -> str | None:
+        """What speaks against loading such tensors; None if they fit. Nothing is touched.
+
+        Args:
+            tensors: name, dtype (``"bfloat16"``) and shape of each.
+        """
+        try:
+            specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
+            ShapeCheck(self.vllm_config)(specs)
+        # Returned, not raised: every rank finds the same, and only one may raise.
+        except WeightsMismatchError as error:
+            return str(error)
+        return None
 
     def dbuffer_shutdown(self: Any) -> None:
         """Stop following."""

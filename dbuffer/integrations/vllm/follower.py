@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -175,6 +175,48 @@ class Follower:
             self._is_lost = self._is_lost or isinstance(error, EngineUnreachableError)
             session.metrics.add("failures")
             raise
+
+    def is_ready(self) -> bool:
+        """Whether :meth:`sync` would return, or raise, without waiting for a rank."""
+        session = self._started()
+        version = session.newer_than(self.applied)
+        if version is None:
+            return True
+        try:
+            session.wait_ready(version, self.applied, 0.0, None)
+        except VersionTimeoutError:
+            return False
+        except DBufferError:
+            return True
+        return True
+
+    def misfits(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
+        """What speaks against loading such tensors, rank by rank; empty if they fit.
+
+        Args:
+            tensors: name, dtype (``"bfloat16"``) and shape of each.
+        """
+        with self._as_ours("check the tensors"):
+            answers = self._engine.rpc("dbuffer_check", tensors=tensors)
+        return [answer for answer in answers if answer is not None]
+
+    def apply_once(self, store: str) -> None:
+        """Load the newest version of another store, then follow this one again.
+
+        What the engine has then is in no version of the store that it follows; it gets the next.
+
+        Raises:
+            EngineUpdateError, EngineBrokenError: see :meth:`sync`.
+        """
+        options = replace(self._started().options, store=store)
+        other = Follower(self._engine, options, pause=self._pause_mode)
+        try:
+            other.sync()
+        finally:
+            if other._session is not None:
+                other._session.close()
+            self.start()
+        self._report(UNKNOWN_VERSION)
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
         """Wait until something newer is there than what failed, or the time is over."""

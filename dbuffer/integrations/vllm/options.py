@@ -18,6 +18,9 @@ from dbuffer.manifest import MAX_INTEGER, host_in_id, is_receiver_id
 BACKEND = "dbuffer"
 """The name in vLLM's registries, and the key in ``additional_config``."""
 
+WORKER_METHODS = ("dbuffer_init", "dbuffer_update", "dbuffer_check", "dbuffer_shutdown")
+"""Of :class:`WorkerExtension`, for ``collective_rpc``."""
+
 HALF_LOADED = "half-loaded weights"
 """In the message of an engine that refuses to serve, by which it is known in other processes."""
 

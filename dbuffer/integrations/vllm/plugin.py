@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 from typing import Any
 
-from dbuffer.integrations.vllm.options import BACKEND
+from dbuffer.integrations.vllm.options import BACKEND, WORKER_METHODS
 
 logger = logging.getLogger(__name__)
 
+_WORKERS = "vllm.v1.worker.worker_base"
+_WRAPPER = "WorkerWrapperBase"
+
 
 def register() -> None:
-    """Make ``backend="dbuffer"`` known to vLLM. It may be called more than once."""
+    """Make vLLM know ``backend="dbuffer"``, and its workers our methods. Again does nothing."""
     try:
         from vllm.distributed.weight_transfer.factory import (
             WeightTransferEngineFactory,
             WeightTransferTrainerFactory,
         )
+        from vllm.v1.worker.worker_base import WorkerWrapperBase
     except ImportError as error:
         # An old vLLM, or another's fork: it must start as it would without dbuffer.
         logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", error)
@@ -26,6 +32,17 @@ def register() -> None:
         _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
     except (AttributeError, TypeError) as error:
         logger.warning("this vLLM registers backends in another way (%s): no dbuffer", error)
+        return
+    # What collective_rpc looks for methods on is the wrapper round a worker. The worker's own class
+    # would be the wrong place: vLLM refuses an extension whose names its workers have already.
+    for name in WORKER_METHODS:
+        setattr(WorkerWrapperBase, name, _calling_the_extension(name))
+
+
+def serves_every_worker() -> bool:
+    """Whether engines that are started from this process can follow without any option."""
+    wrapper = getattr(sys.modules.get(_WORKERS), _WRAPPER, None)
+    return wrapper is not None and all(name in vars(wrapper) for name in WORKER_METHODS)
 
 
 def _register(factory: Any, module: str, name: str) -> None:
@@ -33,3 +50,12 @@ def _register(factory: Any, module: str, name: str) -> None:
         factory.register_engine(BACKEND, f"dbuffer.integrations.vllm.{module}", name)
     except ValueError:
         logger.debug("vLLM knows the backend %r already", BACKEND)
+
+
+def _calling_the_extension(name: str) -> Callable[..., Any]:
+    def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        from dbuffer.integrations.vllm.extension import WorkerExtension
+
+        return getattr(WorkerExtension, name)(wrapper.worker, *args, **kwargs)
+
+    return call

@@ -1,0 +1,43 @@
+"""Find the vLLM engines in what TorchRL's users have at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dbuffer.errors import EngineUnsupportedError
+from dbuffer.integrations.vllm.engines import AsyncEngine, OfflineEngine, ServerEngine
+from dbuffer.integrations.vllm.follower import Follower
+from dbuffer.integrations.vllm.options import EngineOptions
+from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
+
+_HOLDERS = ("llm_instance", "ray_actor", "model")
+"""Where TorchRL's ``LocalLLMWrapper``, ``RayLLMWorker`` and ``vLLMWrapper`` have theirs."""
+
+
+def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFollower]:
+    """What switches each engine in ``target``.
+
+    Args:
+        target: a ``vllm.LLM``, an ``AsyncLLM``, a server's URL, a Ray actor that has one of the
+            first two; or TorchRL's ``AsyncVLLM``, which has several, ``RayLLMWorker``,
+            ``LocalLLMWrapper`` or ``vLLMWrapper``.
+        options: the store and so on.
+
+    Raises:
+        EngineUnsupportedError: there is no engine in it.
+    """
+    if isinstance(target, str):
+        return [Follower(ServerEngine(target), options)]
+    if is_ray_actor(target):
+        return [RayFollower(target, options)]
+    if hasattr(target, "llm_engine"):
+        return [Follower(OfflineEngine(target), options)]
+    if hasattr(target, "output_handler") and hasattr(target, "engine_core"):
+        return [Follower(AsyncEngine(target, AsyncEngine.loop_of(target)), options)]
+    if actors := getattr(target, "actors", None):
+        return [RayFollower(actor, options) for actor in actors]
+    for name in _HOLDERS:
+        held = getattr(target, name, None)
+        if held is not None:
+            return followers_of(held, options)
+    raise EngineUnsupportedError(f"there is no vLLM engine in a {type(target).__name__}")

@@ -1,0 +1,294 @@
+"""In the place of TorchRL's ``torchrl.weight_update.llm.vllm_double_buffer``.
+
+The same classes with the same arguments, methods and defaults; a store instead of one directory
+that is rewritten in place. Change the import, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+from tensordict import TensorDict
+from torch import nn
+from torchrl.weight_update import WeightSyncScheme
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy
+
+from dbuffer.integrations.torchrl.engines import followers_of
+from dbuffer.integrations.torchrl.extraction import Extracted, extract
+from dbuffer.integrations.torchrl.options import TransportOptions
+from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
+from dbuffer.integrations.vllm.follower import Follower
+from dbuffer.integrations.vllm.options import EngineOptions
+from dbuffer.integrations.vllm.ray_follower import RayFollower
+from dbuffer.receiver import WeightReceiver
+from dbuffer.sender import Publication
+
+logger = logging.getLogger(__name__)
+
+Strategy = Literal["tensordict", "state_dict"]
+
+
+class VLLMDoubleBufferTransport(DoubleBufferTransport):
+    """A store, to write to and to read from by hand.
+
+    Args:
+        remote_addr: the store, as the sender sees it.
+        local_addr: the same, as the receiver sees it. Default: ``remote_addr``.
+        num_threads: threads that copy.
+        options: more for sender and receiver; then ``num_threads`` is theirs.
+    """
+
+    def __init__(
+        self,
+        remote_addr: str,
+        local_addr: str | None = None,
+        num_threads: int = 1,
+        *,
+        options: TransportOptions | None = None,
+    ) -> None:
+        options = options or TransportOptions(num_threads=num_threads)
+        super().__init__(remote_addr, local_addr, options=options)
+        self.num_threads = options.num_threads
+
+    def send_weights(self, model_id: str, weights: Any) -> Publication:  # type: ignore[override]
+        """Publish weights.
+
+        Args:
+            model_id: for the log.
+            weights: a TensorDict, a state dict or a module.
+
+        Raises:
+            InvalidWeightsError: (a ``ValueError``) something in it cannot be published.
+            WriterActiveError: another sender has the store.
+        """
+        publication = super().send_weights(weights)
+        logger.info("%s: version %d in %s", model_id, publication.version, self.remote_addr)
+        return publication
+
+
+class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
+    """Weights from a trainer to vLLM engines, through a store.
+
+    Args:
+        remote_addr: the store, as the trainer sees it.
+        local_addr: the same directory, as the engine's workers see it. Default: ``remote_addr``.
+        num_threads: threads that copy, on either side.
+        strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``; the latter
+            merges LoRA adapters.
+        **options: of the sender (``durable``, ``checksum``, ``dtype``, ``rename``,
+            ``reader_timeout_s``), of the receivers (``verify``, ``poll_interval_s``), and
+            ``allow_shared_store``.
+
+    Raises:
+        OptionError: (a ``ValueError``) there is no such option.
+    """
+
+    def __init__(
+        self,
+        remote_addr: str,
+        local_addr: str | None = None,
+        num_threads: int = 1,
+        strategy: Strategy = "tensordict",
+        **options: Any,
+    ) -> None:
+        super().__init__(strategy=strategy)
+        self.options = TransportOptions.parse(num_threads, options)
+        self.remote_addr = os.fspath(remote_addr)
+        self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
+        self.num_threads = num_threads
+        self.strategy_name = strategy
+
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,  # noqa: ARG002 - of TorchRL's first schemes
+        **kwargs: Any,  # noqa: ARG002
+    ) -> VLLMDoubleBufferTransport:
+        """A way to write and read the store by hand."""
+        return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, options=self.options)
+
+    def create_sender(self) -> VLLMDoubleBufferWeightSender:
+        """The trainer's part."""
+        return VLLMDoubleBufferWeightSender(self)
+
+    def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
+        """The part that updates an engine; see :func:`followers_of` for what it may be."""
+        return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
+
+
+class VLLMDoubleBufferWeightSender:
+    """Publishes a model's weights. Made by :meth:`VLLMDoubleBufferSyncScheme.create_sender`."""
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
+        self._scheme = scheme
+        self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
+        self._model_ref: weakref.ref[Any] | None = None
+        self._transport: VLLMDoubleBufferTransport | None = None
+        self._post_hooks: list[Callable[[], None]] = []
+
+    def register_model(self, model: Any) -> None:
+        """The model that weights are taken from. It is not kept alive."""
+        self._model_ref = weakref.ref(model)
+
+    def register_collector(self, collector: Any) -> None:
+        """Advance the collector's policy version after each update."""
+        self.register_post_hook(collector.increment_version)
+
+    def register_post_hook(self, hook: Callable[[], None]) -> None:
+        """Call ``hook()`` after each update."""
+        self._post_hooks.append(hook)
+
+    def update_weights(self, weights: Any | None = None) -> None:
+        """Publish weights: those given, a module's, or the registered model's.
+
+        Raises:
+            RuntimeError: none are given and no model is registered, or it is gone.
+            InvalidWeightsError: (a ``ValueError``) something in them cannot be published.
+            WriterActiveError: another sender has the store.
+        """
+        weights = self._registered_model() if weights is None else weights
+        extracted = extract_for_vllm(weights, self._strategy.extract_weights)
+        if self._transport is None:
+            self._transport = self._scheme.create_transport()
+        self._transport.send_weights("vllm_model", extracted.tensors)
+        for hook in self._post_hooks:
+            hook()
+
+    def shutdown(self) -> None:
+        """Give the store up. Again does nothing."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self._post_hooks.clear()
+
+    def _registered_model(self) -> Any:
+        if self._model_ref is None:
+            raise RuntimeError("no weights given and no model registered: call register_model()")
+        model = self._model_ref()
+        if model is None:
+            raise RuntimeError("the registered model is gone: keep a reference to it")
+        return model
+
+
+class VLLMDoubleBufferWeightReceiver:
+    """Brings an engine to the store's newest weights, when told to look.
+
+    The engine's workers stage a new version while it generates; the engine pauses only while they
+    load it. All of them switch, or none does.
+
+    Args:
+        scheme: the scheme that makes it.
+        vllm_engine: see :func:`followers_of`. It needs no option of ours where dbuffer is
+            installed beside its vLLM.
+    """
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
+        self._scheme = scheme
+        self._vllm_engine = vllm_engine
+        self._followers: list[Follower | RayFollower] = []
+        self._seen: int | None = None
+        self._watch: WeightReceiver | None = None
+        if vllm_engine is not None:
+            self._find_engines()
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """Wait for weights that the engine does not have, and apply them.
+
+        Args:
+            timeout: seconds to wait for them to be published. 0: look once.
+
+        Returns:
+            True if they were applied, False if there was nothing new.
+
+        Raises:
+            EngineBusyError: (a ``vllm.LLM``) it has unfinished requests; it was not touched.
+            EngineUpdateError: it serves on with the weights that it had; the message says why.
+            EngineBrokenError: its weights are half loaded, and it refuses to serve.
+            EngineUnsupportedError: it cannot take weights from a store.
+        """
+        version = self._find_engines().wait_for_version(self._seen, max(0.0, timeout))
+        return version is not None and self._sync(version)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply weights to the engine now.
+
+        Args:
+            weights: what a transport's ``receive_weights`` returned, or any others that fit. None:
+                the store's newest.
+            inplace: must be True.
+
+        Raises:
+            ValueError: ``inplace`` is False.
+            EngineUpdateError, EngineBrokenError: see :meth:`poll_and_apply`.
+        """
+        if not inplace:
+            raise ValueError("Cannot apply weights out of place for vLLM double-buffer")
+        newest = self._find_engines().wait_for_version(None, 0.0)
+        if weights is not None:
+            self._apply_by_hand(extract_for_vllm(weights, TensorDict.from_module))
+            self._seen = newest
+        elif newest is not None:
+            self._sync(newest)
+
+    def shutdown(self) -> None:
+        """Stop following. The engine keeps its weights. Again does nothing."""
+        for follower in self._followers:
+            follower.close()
+        if self._watch is not None:
+            self._watch.close()
+        self._followers, self._watch = [], None
+
+    def _find_engines(self) -> WeightReceiver:
+        if self._watch is None:
+            options = self._scheme.options
+            self._followers = followers_of(
+                self._vllm_engine,
+                EngineOptions(
+                    store=str(Path(self._scheme.local_addr).absolute()),
+                    verify=options.verify,
+                    poll_interval_s=options.poll_interval_s,
+                    num_threads=options.num_threads,
+                    allow_shared_store=options.allow_shared_store,
+                ),
+            )
+            self._watch = options.make_receiver(self._scheme.local_addr)
+        return self._watch
+
+    def _sync(self, version: int) -> bool:
+        """Switch all engines; those that can, even if another one cannot."""
+        with ThreadPoolExecutor(len(self._followers)) as pool:
+            switches = [pool.submit(follower.sync) for follower in self._followers]
+        switched = [switch.result() is not None for switch in switches]
+        self._seen = version
+        return any(switched)
+
+    def _apply_by_hand(self, weights: Extracted) -> None:
+        """Apply weights that are in no store, through one that lives as long as that takes."""
+        store = Path(self._scheme.local_addr).absolute()
+        store.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the store, so that workers on other hosts see it as well.
+        scratch = Path(tempfile.mkdtemp(prefix=f"{store.name}~", dir=store.parent))
+        try:
+            with self._scheme.options.make_sender(scratch / "store") as sender:
+                sender.send(weights.tensors)
+            for follower in self._followers:
+                follower.apply_once(str(scratch / "store"))
+        finally:
+            shutil.rmtree(scratch)
+
+
+def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
+    """What a checkpoint of the model would hold: no buffers that are never saved."""
+    extracted = extract(weights, extract_weights)
+    if not isinstance(weights, nn.Module):
+        return extracted
+    never_saved = dict(weights.named_buffers()).keys() - weights.state_dict(keep_vars=True).keys()
+    kept = {name: t for name, t in extracted.tensors.items() if name not in never_saved}
+    return Extracted(kept, extracted.extra_state)

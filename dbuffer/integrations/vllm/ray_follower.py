@@ -1,0 +1,110 @@
+"""`RayFollower`: follow with an engine that a Ray actor has made, whatever the actor's class.
+
+Ray runs any function inside an actor, so the engine is followed by a :class:`Follower` that lives
+beside it. A switch is then one task of the actor: no request of another process can come in
+between forgetting the caches and loading, which separate calls from outside could not prevent.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from dbuffer.errors import ClosedError, DBufferError, EngineUnsupportedError
+from dbuffer.integrations.vllm.engines import AsyncEngine, Engine, OfflineEngine
+from dbuffer.integrations.vllm.follower import Follower, Switch
+from dbuffer.integrations.vllm.options import EngineOptions
+
+_LOOK_S = 0.02
+"""How often an actor is asked whether its ranks have a version ready; it serves meanwhile."""
+
+_FOLLOWER = "_dbuffer_follower"
+
+
+def is_ray_actor(target: Any) -> bool:
+    """Whether this is a handle of an actor; Ray is not imported for that."""
+    return any(
+        base.__module__ == "ray.actor" and base.__qualname__ == "ActorHandle"
+        for base in type(target).__mro__
+    )
+
+
+class RayFollower:
+    """Switches an ``LLM`` or ``AsyncLLM`` in a Ray actor when told to.
+
+    The actor needs no methods for it. One that does one thing at a time is told when it has done
+    what it is at.
+
+    Args:
+        actor: a handle. The actor is the engine, or one of its attributes is.
+        options: the store and so on, as the actor sees them.
+    """
+
+    def __init__(self, actor: Any, options: EngineOptions) -> None:
+        self._actor = actor
+        self._options = options
+
+    def sync(self, *, timeout_s: float | None = None) -> Switch | None:
+        """Switch to the newest version, if the engine does not have it; else None.
+
+        Raises:
+            DBufferError: see :meth:`Follower.sync`.
+            ClosedError: the actor has ended.
+        """
+        timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
+        while not self._call("is_ready") and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        switch: Switch | None = self._call("sync", timeout_s=0.0)
+        return switch
+
+    def apply_once(self, store: str) -> None:
+        """Load another store's newest version; see :meth:`Follower.apply_once`."""
+        self._call("apply_once", store)
+
+    def misfits(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
+        """What speaks against loading such tensors; see :meth:`Follower.misfits`."""
+        return list(self._call("misfits", tensors))
+
+    def close(self) -> None:
+        """Nothing: the follower in the actor ends with it, and may be found again."""
+
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        import ray
+
+        task = self._actor.__ray_call__.remote(_in_actor, self._options, method, args, kwargs)
+        try:
+            return ray.get(task)
+        except ray.exceptions.RayActorError as error:
+            raise ClosedError(f"the engine's actor has ended: {error}") from error
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, DBufferError):
+                raise error.cause from error
+            raise
+
+
+def _in_actor(
+    instance: Any, options: EngineOptions, method: str, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    known: tuple[EngineOptions, Follower] | None = getattr(instance, _FOLLOWER, None)
+    if known is None or known[0] != options:
+        if known is not None:
+            known[1].close()
+        known = options, Follower(_engine_in(instance), options)
+        setattr(instance, _FOLLOWER, known)
+    return getattr(known[1], method)(*args, **kwargs)
+
+
+def _engine_in(instance: Any) -> Engine:
+    """The engine that the actor is, or that one of its attributes is."""
+    import vllm
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    for candidate in (instance, *vars(instance).values()):
+        if isinstance(candidate, vllm.LLM):
+            return OfflineEngine(candidate)
+        if isinstance(candidate, AsyncLLM):
+            return AsyncEngine(candidate, AsyncEngine.loop_of(candidate))
+    raise EngineUnsupportedError(
+        f"an actor of {type(instance).__name__} has no attribute that is a vllm.LLM or AsyncLLM"
+    )
