@@ -12,6 +12,7 @@ from dbuffer import errors
 
 STANDARD_TYPES = {
     "AcknowledgementTimeoutError": TimeoutError,
+    "ReceiverFailedError": RuntimeError,
     "ChecksumError": ValueError,
     "ClosedError": ValueError,
     "EngineBrokenError": RuntimeError,

@@ -25,6 +25,7 @@ from dbuffer import (
     ClosedError,
     InvalidWeightsError,
     OptionError,
+    ReceiverFailedError,
     StoreInsecureError,
     VersionError,
     WeightReceiver,
@@ -550,6 +551,52 @@ class TestWaitApplied:
         sender.send(WEIGHTS)
         with pytest.raises(AcknowledgementTimeoutError, match="no receiver came"):
             sender.wait_applied(1, timeout_s=0)
+
+
+class TestWaitingForReceiversByName:
+    def test_waits_for_those_and_no_others(self, sender, store):
+        sender.send(WEIGHTS)
+        sender.send(WEIGHTS)
+        with WeightReceiver(store, receiver_id="one") as one, one.open():
+            pass
+        sender.wait_applied(2, receivers=["one"], timeout_s=0)
+        sender.wait_applied(2, receivers=[], timeout_s=0)
+        with pytest.raises(AcknowledgementTimeoutError, match=r"1 of 2 receivers .*one is at 2"):
+            sender.wait_applied(2, receivers={"one", "other"}, timeout_s=0)
+        with pytest.raises(AcknowledgementTimeoutError, match="no receiver came"):
+            sender.wait_applied(2, receivers=["other"], timeout_s=0)
+
+    def test_says_at_once_that_one_cannot(self, sender, store):
+        sender.send(WEIGHTS)
+        with WeightReceiver(store, receiver_id="one") as one:
+            one.record.write(problem="tensor 'a' is odd", problem_version=1)
+            with pytest.raises(ReceiverFailedError, match=r"one .* version 1: tensor 'a' is odd"):
+                sender.wait_applied(1, receivers=["one"], timeout_s=60)
+            # Whichever will do: another one may come.
+            with pytest.raises(AcknowledgementTimeoutError):
+                sender.wait_applied(1, receivers=1, timeout_s=0)
+            sender.send(WEIGHTS)
+            # What was wrong with one version says nothing of the next.
+            with pytest.raises(AcknowledgementTimeoutError):
+                sender.wait_applied(2, receivers=["one"], timeout_s=0)
+
+    def test_says_at_once_that_one_has_ended(self, sender, store):
+        sender.send(WEIGHTS)
+        apply = f"import dbuffer; dbuffer.WeightReceiver({str(store)!r}, receiver_id='one').record"
+        subprocess.run([sys.executable, "-c", f"{apply}.write()"], check=True)
+        with pytest.raises(ReceiverFailedError, match=r"one .* has ended, at version None"):
+            sender.wait_applied(1, receivers=["one"], timeout_s=60)
+        subprocess.run([sys.executable, "-c", f"{apply}.write(applied_version=1)"], check=True)
+        sender.wait_applied(1, receivers=["one"], timeout_s=0)
+
+    def test_what_an_earlier_run_has_left_behind_is_no_failure(self, store):
+        WeightSender(store).close()
+        apply = f"import dbuffer; dbuffer.WeightReceiver({str(store)!r}, receiver_id='one').record"
+        subprocess.run([sys.executable, "-c", f"{apply}.write()"], check=True)
+        with WeightSender(store) as sender:
+            sender.send(WEIGHTS)
+            with pytest.raises(AcknowledgementTimeoutError):
+                sender.wait_applied(1, receivers=["one"], timeout_s=0)
 
 
 class TestLife:

@@ -19,6 +19,7 @@ from dbuffer.integrations.torchrl.directories import ModelDirectory, versions_be
 from dbuffer.integrations.torchrl.extraction import extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
 from dbuffer.integrations.torchrl.models import DEFAULT_MODEL_ID, find_model, make_model
+from dbuffer.integrations.torchrl.older_names import OlderNames
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.publisher import Published, Publisher
 from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
@@ -32,7 +33,7 @@ WorkerIds = int | Iterable[int] | None
 _BELONGS_TO_ONE_PROCESS = ("_publisher", "_receiver", "_source", "_made_model")
 
 
-class DoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
+class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
     """Weights of one model, from a collector to its workers, through a store.
 
     ``weight_sync_schemes={"policy": DoubleBufferSyncScheme(directory)}``. One scheme serves one
@@ -105,9 +106,9 @@ class DoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl
 
     def _init_on_sender_impl(
         self,
-        *,
         model_id: str | None = None,
         context: Any = None,
+        *,
         weights: Any = None,
         model: Any = None,
         params_map: Mapping[int, TensorDictBase] | None = None,
@@ -205,6 +206,10 @@ class DoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl
         published = self._publish(self._resolve(weights), worker_ids)
         if self.sync:
             self._open_publisher().wait(published, self.timeout_s)
+
+    def update_weights(self, weights: Any = None) -> None:
+        """The same as :meth:`send`, for all workers."""
+        self.send(weights)
 
     def prepare_weights(
         self, weights: Any, model_id: str | None = None, strategy: Any = None, context: Any = None

@@ -147,35 +147,29 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             self.register_model(model_id)
 
     def register_model(self, model: Any) -> None:
-        """The engine, or what holds it; or the path of that, such as ``"policy"``.
-
-        Raises:
-            ValueError: there is nothing under that path, or no context to look in.
-            EngineUnsupportedError: there is no vLLM engine in it.
-        """
-        if isinstance(model, str) and "://" not in model:
-            found = find_model(self._context, model)
-            if found is None:
-                raise ValueError(f"there is no {model!r} in {self._context!r}: call set_context()")
-            model = found
+        """The engine, or what holds it; or the path of that, such as ``"policy"``."""
         self.shutdown()
         self._vllm_engine = model
-        self._find_engines()
 
-    def register_worker_transport(self, transport: DoubleBufferTransport) -> None:
+    def register_worker_transport(self, transport: Any) -> None:
         """Read the store of this transport from now on.
 
-        Raises:
-            OptionError: (a ``ValueError``) it is no transport of dbuffer.
+        Anything else, such as a pipe, is what other schemes need: then it is the scheme's own.
         """
-        if not isinstance(transport, DoubleBufferTransport):
-            raise OptionError(
-                f"a {type(transport).__name__} names no store: give what create_transport() returns"
-            )
         self.shutdown()
-        self._scheme = copy.copy(self._scheme)
-        self._scheme.local_addr = transport.local_addr
         self._seen = None
+        if isinstance(transport, DoubleBufferTransport):
+            self._scheme = copy.copy(self._scheme)
+            self._scheme.local_addr = transport.local_addr
+
+    def _engine(self) -> Any:
+        engine = self._vllm_engine
+        if not isinstance(engine, str) or "://" in engine:
+            return engine
+        found = find_model(self._context, engine)
+        if found is None:
+            raise ValueError(f"there is no {engine!r} in {self._context!r}: call set_context()")
+        return found
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
         """Check early that what is, or will be, published fits the engine.

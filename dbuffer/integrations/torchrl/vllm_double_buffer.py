@@ -23,6 +23,8 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.integrations.torchrl.engines import followers_of
 from dbuffer.integrations.torchrl.extraction import Extracted, extract
+from dbuffer.integrations.torchrl.models import find_model
+from dbuffer.integrations.torchrl.older_names import OlderNames
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
 from dbuffer.integrations.vllm.follower import Follower
@@ -74,7 +76,7 @@ class VLLMDoubleBufferTransport(DoubleBufferTransport):
         return publication
 
 
-class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
+class VLLMDoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
     """Weights from a trainer to vLLM engines, through a store.
 
     Args:
@@ -105,6 +107,8 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # tor
         self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
         self.num_threads = num_threads
         self.strategy_name = strategy
+        self._sender: VLLMDoubleBufferWeightSender | None = None
+        self._receiver: VLLMDoubleBufferWeightReceiver | None = None
 
     def create_transport(
         self,
@@ -121,6 +125,93 @@ class VLLMDoubleBufferSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # tor
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
         """The part that updates an engine; see :func:`followers_of` for what it may be."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
+
+    # A scheme that is given to both sides, as collectors give theirs, makes one part on each.
+
+    def _init_on_sender_impl(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        model: Any = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        self.model_id = model_id
+        self._sender = self.create_sender()
+        model = find_model(context, model_id) if model is None else model
+        if model is not None:
+            self._sender.register_model(model)
+
+    def _init_on_receiver_impl(
+        self,
+        model_id: str = "policy",
+        context: Any = None,
+        *,
+        model: Any = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        self.model_id = model_id
+        engine = find_model(context, model_id) if model is None else model
+        self._receiver = self.create_receiver(engine)
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self,
+        *,
+        worker_idx: int | None = None,  # noqa: ARG002
+        weights: Any = None,
+    ) -> None:
+        """Publish weights, if any are given: an engine has those that it was started with."""
+        if weights is not None:
+            self.send(weights)
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self,
+        *,
+        worker_idx: int | None = None,
+    ) -> None:
+        """Nothing to wait for: :meth:`receive` looks at the store."""
+
+    def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
+        """Publish weights, where ``init_on_sender`` was called.
+
+        Raises:
+            RuntimeError: it was not, or see :meth:`VLLMDoubleBufferWeightSender.update_weights`.
+        """
+        self.get_sender().update_weights(weights)
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """Apply what is new, where ``init_on_receiver`` was called.
+
+        Returns:
+            True, or None if there was nothing new.
+
+        Raises:
+            RuntimeError: it was not called.
+        """
+        return self.get_receiver().poll_and_apply(timeout or 0.0) or None
+
+    def shutdown(self) -> None:
+        """Give the store up, and stop following. Again does nothing."""
+        super().shutdown()
+        # __del__ comes here as well, also of a scheme whose __init__ has raised.
+        for name in ("_sender", "_receiver"):
+            part = self.__dict__.get(name)
+            if part is not None:
+                part.shutdown()
+                setattr(self, name, None)
+
+    def _sending_part(self) -> VLLMDoubleBufferWeightSender:
+        assert self._sender is not None  # noqa: S101 - by init_on_sender
+        return self._sender
+
+    def _receiving_part(self) -> VLLMDoubleBufferWeightReceiver:
+        assert self._receiver is not None  # noqa: S101 - by init_on_receiver
+        return self._receiver
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to a worker: where the store is, and the options."""
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_sender": None, "_receiver": None}
 
 
 class VLLMDoubleBufferWeightSender:
@@ -245,11 +336,14 @@ class VLLMDoubleBufferWeightReceiver:
             self._watch.close()
         self._followers, self._watch = [], None
 
+    def _engine(self) -> Any:
+        return self._vllm_engine
+
     def _find_engines(self) -> WeightReceiver:
         if self._watch is None:
             options = self._scheme.options
             self._followers = followers_of(
-                self._vllm_engine,
+                self._engine(),
                 EngineOptions(
                     store=str(Path(self._scheme.local_addr).absolute()),
                     verify=options.verify,

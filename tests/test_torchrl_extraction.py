@@ -1,0 +1,162 @@
+"""Models as tensors and metadata: names, extra state of every kind, and back again."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.weight_update.weight_sync_schemes import WeightStrategy
+
+from dbuffer import InvalidWeightsError, StoreCorruptError
+from dbuffer.integrations.torchrl.extraction import decode, extract
+
+pytestmark = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
+
+STRATEGIES = ["tensordict", "state_dict"]
+
+
+class Counting(nn.Module):
+    """With extra state that is whatever it is given."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def extracted(weights: Any, strategy: str = "tensordict") -> Any:
+    return extract(weights, WeightStrategy(extract_as=strategy).extract_weights)
+
+
+def back(found: Any) -> dict[str, Any]:
+    """The extra state as it comes out at the other end, metadata having been JSON."""
+    structures = json.loads(json.dumps(found.extra_state))
+    return {path: decode(s, found.tensors.__getitem__) for path, s in structures.items()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_policy_is_its_parameters_and_buffers_by_dotted_name(strategy: str) -> None:
+    policy = TensorDictModule(
+        nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), in_keys=["a"], out_keys=["b"]
+    )
+    found = extracted(policy, strategy)
+    assert found.tensors.keys() == policy.state_dict().keys()
+    for name, tensor in policy.state_dict(keep_vars=True).items():
+        assert found.tensors[name].data_ptr() == tensor.data_ptr()
+    assert not found.extra_state
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tied_tensors_have_all_their_names(strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    found = extracted(model, strategy)
+    assert {"0.weight", "1.weight"} <= found.tensors.keys()
+    assert found.tensors["0.weight"].data_ptr() == found.tensors["1.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_tensordicts_and_state_dicts_may_be_nested_or_flat(nested: bool) -> None:
+    weight, bias = torch.ones(2), torch.zeros(1)
+    inner = {"weight": weight, "bias": bias}
+    flat = {"layer.weight": weight, "layer.bias": bias}
+    for weights in (
+        TensorDict({"layer": inner} if nested else flat, batch_size=[]),
+        {"layer": inner} if nested else flat,
+        OrderedDict(layer=TensorDict(inner, batch_size=[])) if nested else OrderedDict(flat),
+    ):
+        found = extracted(weights)
+        assert found.tensors.keys() == flat.keys()
+        assert torch.equal(found.tensors["layer.weight"], weight)
+
+
+STATES = [
+    torch.arange(3.0),
+    {"mean": torch.ones(2), "count": torch.tensor(7)},
+    {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}},
+    [1, 2.5, "text", None, True, (torch.ones(2), [torch.zeros(1)])],
+    {"empty": [], "nothing": None, "": torch.ones(1)},
+    17,
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("state", STATES, ids=repr)
+def test_extra_state_comes_out_as_it_went_in(state: Any, strategy: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Counting(state))
+    found = extracted(model, strategy)
+    states = back(found)
+    assert states.keys() == {"1"}
+    assert same(states["1"], state), states
+    plain = {name for name in found.tensors if not name.startswith("__extra_state__.")}
+    assert plain == {"0.weight", "0.bias"}
+
+
+def test_every_module_that_has_extra_state_is_found_and_compilation_changes_no_path() -> None:
+    model = nn.ModuleDict({"a": Counting({"n": 1}), "b": nn.Sequential(Counting({"n": 2}))})
+    assert back(extracted(model)) == {"a": {"n": 1}, "b.0": {"n": 2}}
+    compiled = torch.compile(model, backend="eager")
+    assert back(extracted(compiled)) == {"a": {"n": 1}, "b.0": {"n": 2}}
+
+
+def test_extra_state_of_the_model_itself_and_none_at_all() -> None:
+    assert back(extracted(Counting({"n": 3}))) == {"": {"n": 3}}
+    for nothing in (None, {}):
+        assert not extracted(Counting(nothing)).extra_state
+        assert not extracted(Counting(nothing))
+
+
+def test_what_torchrl_has_extracted_already() -> None:
+    model = Counting({"inner": {"mean": torch.ones(2)}, "count": torch.tensor(3)})
+    model.linear = nn.Linear(1, 1)
+    weights = WeightStrategy().extract_weights(model)
+    found = extracted(weights)
+    # Flat, as TorchRL's receivers hand it to set_extra_state.
+    assert same(back(found), {"": {"inner.mean": torch.ones(2), "count": torch.tensor(3)}})
+    assert {"linear.weight", "linear.bias"} <= found.tensors.keys()
+
+
+def test_a_state_dict_brings_its_own_extra_states() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), Counting({"n": 5}))
+    assert back(extracted(model.state_dict())) == {"1": {"n": 5}}
+
+
+@pytest.mark.parametrize("state", [object(), {1: 2}, {"a": {1, 2}}, b"bytes"], ids=repr)
+def test_extra_state_that_cannot_travel_is_refused_and_its_module_named(state: Any) -> None:
+    with pytest.raises(InvalidWeightsError, match=r"extra state of 1 "):
+        extracted(nn.Sequential(nn.Linear(1, 1), Counting(state)), "state_dict")
+
+
+@pytest.mark.parametrize("weights", [3, "policy", [torch.ones(1)], None], ids=repr)
+def test_what_holds_no_weights_is_refused(weights: Any) -> None:
+    with pytest.raises(InvalidWeightsError, match="cannot send a"):
+        extracted(weights)
+
+
+@pytest.mark.parametrize(
+    "structure", [{}, {"tensor": 3}, {"list": {}}, {"dict": []}, {"other": 1}, [], None], ids=repr
+)
+def test_metadata_that_is_no_such_structure_is_refused(structure: Any) -> None:
+    with pytest.raises(StoreCorruptError):
+        decode(structure, {}.__getitem__)
