@@ -1,11 +1,14 @@
 """What the README shows is run, and what it names exists."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import dbuffer
+from dbuffer import WeightReceiver
 
 README = Path(__file__).parents[1] / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -17,6 +20,15 @@ def test_the_sixty_seconds_run(tmp_path, capsys):
     assert code != example
     exec(compile(code, str(README), "exec"), {})
     assert capsys.readouterr().out == "1 2 1050624\n120 torch.Size([512, 512])\n"
+
+
+@pytest.mark.slow
+def test_the_collector_runs(tmp_path):
+    (example,) = re.findall(r"```python torchrl\n(.*?)```", TEXT, flags=re.DOTALL)
+    script = tmp_path / "collector.py"
+    script.write_text(example.replace("/dev/shm/run-1", str(tmp_path / "run")))
+    subprocess.run([sys.executable, script], check=True, cwd=tmp_path)
+    assert WeightReceiver(tmp_path / "run" / "policy").wait_for_version(timeout_s=0) == 5
 
 
 def test_every_error_is_in_the_table():

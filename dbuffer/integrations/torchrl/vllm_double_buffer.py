@@ -357,9 +357,13 @@ class VLLMDoubleBufferWeightReceiver:
 
     def _sync(self, version: int) -> bool:
         """Switch all engines; those that can, even if another one cannot."""
-        with ThreadPoolExecutor(len(self._followers)) as pool:
-            switches = [pool.submit(follower.sync) for follower in self._followers]
-        switched = [switch.result() is not None for switch in switches]
+        # An engine in this process is loaded in the thread that runs it; others, side by side.
+        if len(self._followers) == 1:
+            switched = [self._followers[0].sync() is not None]
+        else:
+            with ThreadPoolExecutor(len(self._followers)) as pool:
+                switches = [pool.submit(follower.sync) for follower in self._followers]
+            switched = [switch.result() is not None for switch in switches]
         self._seen = version
         return any(switched)
 

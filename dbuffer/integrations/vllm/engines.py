@@ -145,6 +145,14 @@ class Engine(Protocol):
         ...
 
 
+def _facts_here(config: Any) -> EngineFacts:
+    from vllm.plugins import load_general_plugins
+
+    # A front end whose configuration was made in another process has loaded none; its workers have.
+    load_general_plugins()
+    return EngineFacts.of(config)
+
+
 class OfflineEngine:
     """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
 
@@ -154,7 +162,7 @@ class OfflineEngine:
 
     def facts(self) -> EngineFacts:
         """How it was started."""
-        return EngineFacts.of(self._engine.vllm_config)
+        return _facts_here(self._engine.vllm_config)
 
     def default_id(self, facts: EngineFacts) -> str:
         """From vLLM's name for it."""
@@ -219,7 +227,7 @@ class AsyncEngine:
 
     def facts(self) -> EngineFacts:
         """How it was started."""
-        return EngineFacts.of(self._engine.vllm_config)
+        return _facts_here(self._engine.vllm_config)
 
     def default_id(self, facts: EngineFacts) -> str:
         """From vLLM's name for it."""

@@ -56,6 +56,10 @@ def _calling_the_extension(name: str) -> Callable[..., Any]:
     def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
         from dbuffer.integrations.vllm.extension import WorkerExtension
 
+        # An extension of the engine's own comes first: it may have more to do.
+        own = getattr(wrapper.worker, name, None)
+        if own is not None:
+            return own(*args, **kwargs)
         return getattr(WorkerExtension, name)(wrapper.worker, *args, **kwargs)
 
     return call

@@ -10,7 +10,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from dbuffer.errors import ClosedError, DBufferError, EngineUnsupportedError
+from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
+    EngineUnreachableError,
+    EngineUnsupportedError,
+    VersionTimeoutError,
+)
 from dbuffer.integrations.vllm.engines import AsyncEngine, Engine, OfflineEngine
 from dbuffer.integrations.vllm.follower import Follower, Switch
 from dbuffer.integrations.vllm.options import EngineOptions
@@ -49,13 +55,20 @@ class RayFollower:
 
         Raises:
             DBufferError: see :meth:`Follower.sync`.
-            ClosedError: the actor has ended.
+            VersionTimeoutError: some rank did not have it ready in time.
+            EngineUnreachableError: the actor is being restarted.
+            ClosedError: it has ended.
         """
         timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        while not self._call("is_ready") and time.monotonic() < deadline:
+        while not self._call("is_ready"):
+            if time.monotonic() > deadline:
+                raise VersionTimeoutError(
+                    f"the newest version of {self._options.store} was not ready on all ranks within "
+                    f"{timeout_s:g} s; the engine serves on"
+                )
             time.sleep(_LOOK_S)
-        switch: Switch | None = self._call("sync", timeout_s=0.0)
+        switch: Switch | None = self._call("sync")
         return switch
 
     def apply_once(self, store: str) -> None:
@@ -75,6 +88,8 @@ class RayFollower:
         task = self._actor.__ray_call__.remote(_in_actor, self._options, method, args, kwargs)
         try:
             return ray.get(task)
+        except ray.exceptions.ActorUnavailableError as error:
+            raise EngineUnreachableError(f"the engine's actor does not answer: {error}") from error
         except ray.exceptions.RayActorError as error:
             raise ClosedError(f"the engine's actor has ended: {error}") from error
         except ray.exceptions.RayTaskError as error:
