@@ -1,4 +1,4 @@
-"""``python -m benchmarks``, ``python -m benchmarks gpu`` and ``python -m benchmarks pause``."""
+"""``python -m benchmarks``, and the same with ``gpu``, ``pause`` or ``torchrl``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks import fan_out, flips, gpu, memory, models, pause, plot, report, targets, transfers
+from benchmarks import (
+    fan_out,
+    flips,
+    gpu,
+    memory,
+    models,
+    pause,
+    plot,
+    report,
+    targets,
+    torchrl,
+    transfers,
+)
 from benchmarks.peers import (
     Dbuffer,
     DbufferChecksums,
@@ -40,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return gpu.main(options.dir[0])
     if options.what == "pause":
         return pause.main(options)
+    if options.what == "torchrl":
+        return torchrl.main(options)
     start_s = time.monotonic()
     environment = report.environment(options.dir)
     print(report.environment_table(environment), flush=True)
@@ -65,10 +79,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("cpu", "gpu", "pause"),
+        choices=("cpu", "gpu", "pause", "torchrl"),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
-        "weights (4 minutes, 10 GB)",
+        "weights (4 minutes, 10 GB); or TorchRL's double buffer next to ours: speed, torn reads "
+        "and killed writers (4 minutes, 14 GB)",
     )
     parser.add_argument(
         "--dir",

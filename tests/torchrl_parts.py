@@ -177,6 +177,19 @@ class StatefulPolicy(ConstantPolicy):
         return tensordict.set("action", tensordict["action"] + self.offset)
 
 
+class BarePolicy(nn.Module):
+    """Takes an observation, and knows nothing of TensorDicts: collectors wrap it."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        with torch.no_grad():
+            self.linear.bias.fill_(value)
+
+    def forward(self, observation: torch.Tensor) -> Any:
+        return self.linear(observation).detach()
+
+
 class AwkwardModel(nn.Module):
     """Every kind of tensor that a policy may hold."""
 
@@ -189,7 +202,7 @@ class AwkwardModel(nn.Module):
         self.tied = nn.Linear(4, 4, bias=False)
         self.tied.weight = self.tied_to.weight
         self.frozen = nn.Parameter(torch.randn(3, generator=generator), requires_grad=False)
-        self.half = nn.Parameter(torch.randn(7, generator=generator).bfloat16())
+        self.in_bfloat16 = nn.Parameter(torch.randn(7, generator=generator).bfloat16())
         self.no_elements = nn.Parameter(torch.zeros(0, 3))
         self.register_buffer("count", torch.tensor(seed))
         self.register_buffer("mask", torch.rand(6, generator=generator) > 0.5)
@@ -229,6 +242,8 @@ def collecting(
 ) -> Iterator[Any]:
     """A collector over our scheme; for a MultiSyncCollector, a batch has one row a worker."""
     by_model = dict(schemes) if isinstance(schemes, Mapping) else {"policy": schemes}
+    # torchrl warns of what its next version will do if this is not said.
+    options = {"auto_register_policy_transforms": False, **options}
     if collector_class is MultiSyncCollector:
         options = {"cat_results": "stack", **options}
     with contextlib.ExitStack() as stack:
@@ -244,6 +259,12 @@ def collecting(
         )
         stack.callback(collector.shutdown)
         yield collector
+
+
+def drain(collector: Any) -> None:
+    """Take the batches that asynchronous workers may have begun already."""
+    for _ in range(2 * collector.num_workers):
+        collector.next()
 
 
 def actions(collector: Any) -> list[list[float]]:

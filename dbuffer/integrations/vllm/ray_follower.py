@@ -64,8 +64,8 @@ class RayFollower:
         while not self._call("is_ready"):
             if time.monotonic() > deadline:
                 raise VersionTimeoutError(
-                    f"the newest version of {self._options.store} was not ready on all ranks within "
-                    f"{timeout_s:g} s; the engine serves on"
+                    f"the newest version of {self._options.store} was not ready on all ranks "
+                    f"within {timeout_s:g} s; the engine serves on"
                 )
             time.sleep(_LOOK_S)
         switch: Switch | None = self._call("sync")
