@@ -1,7 +1,7 @@
 """A store's weights in real vLLM engines in one process, against fresh engines on those weights.
 
-Two ways in (the backend, and no option at all), four kinds of models, two dtypes, with linear layers packed as
-vLLM does on a CPU and with live parameters as on a GPU.
+Two ways in (the backend, and no option at all), four kinds of models, two dtypes, with linear
+layers packed as vLLM does on a CPU and with live parameters as on a GPU.
 """
 
 from __future__ import annotations

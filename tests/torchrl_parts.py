@@ -79,6 +79,24 @@ class SlowEnv(ProbeEnv):
         return super()._step(tensordict)
 
 
+class NodeEnv:
+    """Makes a `ProbeEnv`, and lets the node that it is sent to fork its own workers.
+
+    A node has no process with all imports behind it, and must be ready within ten seconds.
+    """
+
+    def __call__(self) -> ProbeEnv:
+        return ProbeEnv()
+
+    def __reduce__(self) -> tuple[Callable[[], NodeEnv], tuple[()]]:
+        return _fork_from_now_on, ()
+
+
+def _fork_from_now_on() -> NodeEnv:
+    multiprocessing.set_start_method("fork", force=True)
+    return NodeEnv()
+
+
 class ValuedEnv(ProbeEnv):
     """An environment with a model of its own, whose output is the reward."""
 
