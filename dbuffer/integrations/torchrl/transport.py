@@ -15,6 +15,8 @@ from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import Publication, WeightSender
+from dbuffer.snapshot import Snapshot
+from dbuffer.targets import Matcher
 
 
 class DoubleBufferTransport:
@@ -39,6 +41,7 @@ class DoubleBufferTransport:
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._received: int | None = None
+        self._matcher = Matcher()
 
     def send_weights(self, weights: Any) -> Publication:
         """Publish a module, a TensorDict or a state dict.
@@ -57,32 +60,39 @@ class DoubleBufferTransport:
         self,
         timeout: float | None = None,
         *,
-        weights: Any = None,  # noqa: ARG002 - buffers to receive into: of other transports
+        weights: Any = None,
         model: Any = None,
         strategy: Any = None,
-    ) -> TensorDict | None:
-        """The newest version, copied, with flat keys; None if there is none that is new.
+    ) -> Any | None:
+        """The newest version, copied; None if there is none that is new.
 
         Args:
             timeout: seconds to wait for it. None: not at all.
-            weights: not used.
+            weights: a TensorDict, or a dictionary by dotted name, to copy into and to return.
+                Default: a new TensorDict with flat keys.
             model: apply them to it as well, with ``strategy``.
             strategy: a ``WeightStrategy`` of TorchRL.
+
+        Raises:
+            WeightsMismatchError: (a ``ValueError``) ``weights`` does not fit, and was not touched.
+            SnapshotEvictedError: copying took longer than the sender waits; what was copied must
+                not be used.
         """
         if self._receiver is None:
             self._receiver = self._options.make_receiver(self.local_addr)
         try:
             with self._receiver.open(self._received, timeout or 0.0) as snapshot:
-                memory = torch.empty(snapshot.data_bytes, dtype=torch.uint8)
-                tensors = dict(snapshot.copy_into(memory))
-                aliases = snapshot.aliases
+                if weights is None:
+                    received = _copy_of(snapshot)
+                else:
+                    snapshot.fill(self._matcher.match(weights, snapshot.layout))
+                    received = weights
         except VersionTimeoutError:
             return None
         self._received = snapshot.version
-        tensors |= {alias: tensors[name] for alias, name in aliases.items()}
-        received = TensorDict(tensors, batch_size=[])
         if model is not None and strategy is not None:
-            strategy.apply_weights(model, received.unflatten_keys("."))
+            applied = received if weights is not None else received.unflatten_keys(".")
+            strategy.apply_weights(model, applied)
         return received
 
     def check_connection(self) -> bool:
@@ -106,3 +116,10 @@ class DoubleBufferTransport:
             if part is not None:
                 part.close()
         self._sender = self._receiver = None
+
+
+def _copy_of(snapshot: Snapshot) -> TensorDict:
+    memory = torch.empty(snapshot.data_bytes, dtype=torch.uint8)
+    tensors = dict(snapshot.copy_into(memory))
+    tensors |= {alias: tensors[name] for alias, name in snapshot.aliases.items()}
+    return TensorDict(tensors, batch_size=[])
