@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from dbuffer.buffer import DoubleBuffer
-from dbuffer.errors import DBufferError, VersionTimeoutError
+from dbuffer.errors import DBufferError, StoreNotFoundError, VersionTimeoutError
 from dbuffer.integrations.torchrl.extraction import extract
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.version_info import VersionInfo
@@ -96,13 +96,16 @@ class DoubleBufferTransport:
         return received
 
     def check_connection(self) -> bool:
-        """Whether there is a version to read."""
+        """Whether the store can be used: it is there and to be trusted, or could be made."""
         store = DoubleBuffer(self.local_addr, allow_shared_store=self._options.allow_shared_store)
         try:
             store.check()
-            return store.pointer() is not None
+        except StoreNotFoundError:
+            there = next(parent for parent in store.root.absolute().parents if parent.exists())
+            return os.access(there, os.W_OK | os.X_OK)
         except DBufferError:
             return False
+        return True
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Nothing to set up."""
