@@ -120,6 +120,7 @@ def test_there_is_a_connection_where_a_store_is_or_may_be(
     assert not transport.check_connection()
     (tmp_path / "file").write_text("")
     assert not DoubleBufferTransport(tmp_path / "file" / "store").check_connection()
+    assert not DoubleBufferTransport(tmp_path / "file").check_connection()
 
 
 def test_one_sender_a_store_and_it_can_be_given_up(transport: DoubleBufferTransport) -> None:

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import DBufferError, StoreNotFoundError, VersionTimeoutError
-from dbuffer.integrations.torchrl.extraction import extract
+from dbuffer.integrations.torchrl.extraction import Extracted, extract
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.receiver import WeightReceiver
@@ -50,7 +50,7 @@ class DoubleBufferTransport:
             InvalidWeightsError: something in it cannot be published.
             WriterActiveError: another sender has the store.
         """
-        extracted = extract(weights, TensorDict.from_module)
+        extracted = self._extract(weights)
         if self._sender is None:
             self._sender = self._options.make_sender(self.remote_addr)
         info = VersionInfo(extra_state=extracted.extra_state)
@@ -101,6 +101,8 @@ class DoubleBufferTransport:
         try:
             store.check()
         except StoreNotFoundError:
+            if os.path.lexists(store.root):  # a file, or a link that leads nowhere
+                return False
             there = next(parent for parent in store.root.absolute().parents if parent.exists())
             return os.access(there, os.W_OK | os.X_OK)
         except DBufferError:
@@ -112,6 +114,9 @@ class DoubleBufferTransport:
 
     def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None:
         """Nothing to set up."""
+
+    def _extract(self, weights: Any) -> Extracted:
+        return extract(weights, TensorDict.from_module)
 
     def close(self) -> None:
         """Give the store up. What was published stays."""

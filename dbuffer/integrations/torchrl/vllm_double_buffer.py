@@ -75,6 +75,9 @@ class VLLMDoubleBufferTransport(DoubleBufferTransport):
         logger.info("%s: version %d in %s", model_id, publication.version, self.remote_addr)
         return publication
 
+    def _extract(self, weights: Any) -> Extracted:
+        return extract_for_vllm(weights, TensorDict.from_module)
+
 
 class VLLMDoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
     """Weights from a trainer to vLLM engines, through a store.
@@ -249,8 +252,16 @@ class VLLMDoubleBufferWeightSender:
         if self._transport is None:
             self._transport = self._scheme.create_transport()
         self._transport.send_weights("vllm_model", extracted.tensors)
+        failures = []
         for hook in self._post_hooks:
-            hook()
+            try:
+                hook()
+            # One that fails must not keep the others from hearing of what is published.
+            except Exception as error:
+                logger.exception("a hook failed after the weights were published")
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def shutdown(self) -> None:
         """Give the store up. Again does nothing."""
@@ -303,8 +314,12 @@ class VLLMDoubleBufferWeightReceiver:
             EngineUpdateError: it serves on with the weights that it had; the message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             EngineUnsupportedError: it cannot take weights from a store.
+            EngineUnreachableError: (a server, or an actor) it does not answer.
         """
-        version = self._find_engines().wait_for_version(self._seen, max(0.0, timeout))
+        watch = self._find_engines()
+        if any(follower.has_restarted() for follower in self._followers):
+            self._seen = None  # it has what it was started with
+        version = watch.wait_for_version(self._seen, max(0.0, timeout))
         return version is not None and self._sync(version)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Iterator
@@ -99,6 +100,8 @@ class Follower:
         self._is_lost = True
         self._owes_resume = False
         self._failed: int | None = None
+        self.identity = secrets.token_hex(8)
+        """By which another process knows this one again."""
         self.applied: int | None = None
         """The version that the engine serves; None: what it was started with."""
 
@@ -175,6 +178,14 @@ class Follower:
             self._is_lost = self._is_lost or isinstance(error, EngineUnreachableError)
             session.metrics.add("failures")
             raise
+
+    def has_restarted(self) -> bool:
+        """Whether the engine is another one than the one that was switched last; only a server can.
+
+        Raises:
+            EngineUnreachableError: it does not answer.
+        """
+        return self._session is not None and self._has_restarted(self._session)
 
     def is_ready(self) -> bool:
         """Whether :meth:`sync` would return, or raise, without waiting for a rank."""

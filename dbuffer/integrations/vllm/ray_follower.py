@@ -8,6 +8,7 @@ between forgetting the caches and loading, which separate calls from outside cou
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from dbuffer.errors import (
@@ -49,6 +50,16 @@ class RayFollower:
     def __init__(self, actor: Any, options: EngineOptions) -> None:
         self._actor = actor
         self._options = options
+        self._identity: str | None = None
+
+    def has_restarted(self) -> bool:
+        """Whether the actor was restarted since the last switch, and has forgotten it.
+
+        Raises:
+            EngineUnreachableError: it is being restarted.
+            ClosedError: it has ended.
+        """
+        return self._identity is not None and self._run(_identity_in_actor) != self._identity
 
     def sync(self, *, timeout_s: float | None = None) -> Switch | None:
         """Switch to the newest version, if the engine does not have it; else None.
@@ -69,11 +80,13 @@ class RayFollower:
                 )
             time.sleep(_LOOK_S)
         switch: Switch | None = self._call("sync")
+        self._identity = self._run(_identity_in_actor)
         return switch
 
     def apply_once(self, store: str) -> None:
         """Load another store's newest version; see :meth:`Follower.apply_once`."""
         self._call("apply_once", store)
+        self._identity = self._run(_identity_in_actor)
 
     def misfits(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
         """What speaks against loading such tensors; see :meth:`Follower.misfits`."""
@@ -83,11 +96,13 @@ class RayFollower:
         """Nothing: the follower in the actor ends with it, and may be found again."""
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._run(_call_in_actor, method, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         import ray
 
-        task = self._actor.__ray_call__.remote(_in_actor, self._options, method, args, kwargs)
         try:
-            return ray.get(task)
+            return ray.get(self._actor.__ray_call__.remote(function, self._options, *arguments))
         except ray.exceptions.ActorUnavailableError as error:
             raise EngineUnreachableError(f"the engine's actor does not answer: {error}") from error
         except ray.exceptions.RayActorError as error:
@@ -98,16 +113,27 @@ class RayFollower:
             raise
 
 
-def _in_actor(
+# What follows runs in the actor, with the actor's own object as the first argument.
+
+
+def _call_in_actor(
     instance: Any, options: EngineOptions, method: str, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
+    return getattr(_follower_in(instance, options), method)(*args, **kwargs)
+
+
+def _identity_in_actor(instance: Any, options: EngineOptions) -> str:
+    return _follower_in(instance, options).identity
+
+
+def _follower_in(instance: Any, options: EngineOptions) -> Follower:
     known: tuple[EngineOptions, Follower] | None = getattr(instance, _FOLLOWER, None)
     if known is None or known[0] != options:
         if known is not None:
             known[1].close()
         known = options, Follower(_engine_in(instance), options)
         setattr(instance, _FOLLOWER, known)
-    return getattr(known[1], method)(*args, **kwargs)
+    return known[1]
 
 
 def _engine_in(instance: Any) -> Engine:
