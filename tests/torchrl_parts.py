@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
 from typing import Any
 
 with warnings.catch_warnings():
@@ -51,6 +53,22 @@ def start_method(name: str | None) -> Iterator[None]:
         multiprocessing.set_start_method(before, force=True)
 
 
+def forkserver_address() -> str:
+    """Where the process listens that others are forked off."""
+    forkserver._forkserver.ensure_running()
+    address: str = forkserver._forkserver._forkserver_address
+    return address
+
+
+def use_forkserver(address: str) -> None:
+    """Fork off that process from here, too.
+
+    Python gives a process that was forked off it a server of its own, without the imports.
+    """
+    forkserver._forkserver._forkserver_address = address
+    forkserver._forkserver.ensure_running = lambda: None
+
+
 class ProbeEnv(EnvBase):
     """Takes any action, a single number, and never ends."""
 
@@ -79,22 +97,31 @@ class SlowEnv(ProbeEnv):
         return super()._step(tensordict)
 
 
-class NodeEnv:
-    """Makes a `ProbeEnv`, and lets the node that it is sent to fork its own workers.
+class PidPolicy(TensorDictModuleBase):
+    """Acts by the id of the process that it runs in."""
 
-    A node has no process with all imports behind it, and must be ready within ten seconds.
-    """
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_keys = []
+        self.out_keys = ["action"]
+        self.weight = nn.Parameter(torch.zeros(3))
+
+    def forward(self, tensordict: Any) -> Any:
+        return tensordict.set("action", torch.full((*tensordict.shape, 1), float(os.getpid())))
+
+
+class NodeEnv:
+    """Makes a `ProbeEnv`; a node that it is sent to starts its workers as `start_method` says."""
+
+    def __init__(self) -> None:
+        self._forkserver = forkserver_address()
 
     def __call__(self) -> ProbeEnv:
         return ProbeEnv()
 
-    def __reduce__(self) -> tuple[Callable[[], NodeEnv], tuple[()]]:
-        return _fork_from_now_on, ()
-
-
-def _fork_from_now_on() -> NodeEnv:
-    multiprocessing.set_start_method("fork", force=True)
-    return NodeEnv()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        use_forkserver(self._forkserver)
 
 
 class ValuedEnv(ProbeEnv):
@@ -225,12 +252,14 @@ class AwkwardModel(nn.Module):
         self.register_buffer("count", torch.tensor(seed))
         self.register_buffer("mask", torch.rand(6, generator=generator) > 0.5)
         self.register_buffer("strided", torch.randn(8, generator=generator)[::2])
+        # No state dict has it, but a worker that began on the meta device must get it.
+        self.register_buffer("unsaved", torch.tensor(float(seed)), persistent=False)
         with torch.no_grad():
             self.tied_to.weight.fill_(seed)
             self.tied_to.bias.fill_(seed + 0.5)
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return observation + self.scalar.detach()
+        return observation + self.scalar.detach() + self.unsaved
 
 
 def linear_policy(value: float = 1.0) -> TensorDictModule:

@@ -137,6 +137,8 @@ def _named_values(weights: Any) -> dict[str, Any]:
         return {**tensordict_tensors(weights.exclude(EXTRA_STATE)), EXTRA_STATE: flat}
     if isinstance(weights, Mapping):
         return _flattened(weights)
+    if callable(weights):
+        return {}  # a policy without weights, such as a random one
     raise InvalidWeightsError(
         f"cannot send a {type(weights).__name__}: give a module, a TensorDict or a state dict"
     )

@@ -43,8 +43,7 @@ class ForwardGuard:
     def loading(self) -> Iterator[None]:
         """Wait for running forward calls to end, and let none begin.
 
-        It may be entered again by the thread that is in it. That thread must not be in a forward
-        call itself, and no other may load meanwhile.
+        The thread that loads must not be in a forward call itself.
         """
         with self._condition:
             self._loads += 1

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -15,10 +15,34 @@ from dbuffer.errors import TargetTypeError, WeightsMismatchError
 from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, Structure, decode
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.version_info import VersionInfo
-from dbuffer.snapshot import Snapshot
+from dbuffer.layout import Layout
+from dbuffer.snapshot import Snapshot, SnapshotTensors
 from dbuffer.sources import tensordict_tensors, without_wrappers
 from dbuffer.targets import Match, Matcher
-from dbuffer.tensors import DTYPES
+from dbuffer.tensors import copy_one
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A version in this process's own memory, so that the store is not held while it waits."""
+
+    version: int
+    info: VersionInfo
+    layout: Layout
+    tensors: SnapshotTensors
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Self:
+        """Copy a version. It is whole when its snapshot is left without an error."""
+        memory = torch.empty(snapshot.data_bytes, dtype=torch.uint8)
+        tensors = snapshot.copy_into(memory)
+        return cls(snapshot.version, VersionInfo.of(snapshot), snapshot.layout, tensors)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor by any of its names, in memory of its own."""
+        return self.tensors[self.layout.aliases.get(name, name)].clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,61 +52,67 @@ class Plan:
     match: Match
     to_install: dict[str, torch.Tensor]
     """Room for the values of tensors that the model has on the meta device."""
-    states: list[tuple[nn.Module, Structure]]
-    extra_tensors: dict[str, torch.Tensor]
+    states: list[tuple[nn.Module, Any]]
 
 
 class ModelLoader:
-    """Loads snapshots into one worker's model, while none of its forward calls runs."""
+    """Loads versions into one worker's model, while none of its forward calls runs."""
 
     def __init__(self) -> None:
         self.guard = ForwardGuard()
         self._matcher = Matcher()
 
-    def load(self, snapshot: Snapshot, model: Any, quiet: contextlib.ExitStack) -> None:
-        """Load it. From here on no forward call begins until ``quiet`` is closed.
+    def take_over(self, model: Any) -> None:
+        """Guard a model that versions will be loaded into, and make its tensors its own.
 
-        The snapshot may still turn out to have been evicted, when it is left. Then the model holds
-        a mix, and the caller loads another one before it closes ``quiet``.
+        A policy that came to this process through multiprocessing shares its memory with the
+        trainer's: each would see what the other writes, in the middle of a forward call.
+        """
+        self.guard.attach(model)
+        if not isinstance(model, nn.Module):
+            return
+        shared = [t for t in (*model.parameters(), *model.buffers()) if _is_shared(t)]
+        with self.guard.loading():
+            for tensor in shared:
+                tensor.data = tensor.data.clone()
+        if shared:
+            logger.info("%d tensors of the model no longer share memory", len(shared))
+
+    def load(self, staged: Staged, model: Any) -> None:
+        """Load it.
 
         Raises:
             WeightsMismatchError: it does not fit; the model was not touched.
             Exception: anything else: the model refuses to run until another version is loaded.
         """
-        plan = self._plan(snapshot, model)
-        self.guard.attach(model)
-        quiet.enter_context(self.guard.loading())
-        try:
-            snapshot.fill(plan.match)
-            for name, tensor in plan.to_install.items():
-                _install(model, name, tensor)
-            for module, structure in plan.states:
-                module.set_extra_state(decode(structure, plan.extra_tensors.__getitem__))
-        except BaseException as error:
-            self.guard.refuse(f"loading version {snapshot.version} ended half-way with {error!r}")
-            raise
+        plan = self._plan(staged, model)
+        with self.guard.loading():
+            try:
+                for target, spec in zip(plan.match.targets, staged.layout.specs, strict=True):
+                    copy_one(target, staged.tensors[spec.name])
+                for alias, index in plan.match.aliases:
+                    copy_one(alias, staged.tensors[staged.layout.specs[index].name])
+                for name, tensor in plan.to_install.items():
+                    _install(model, name, tensor)
+                for module, state in plan.states:
+                    module.set_extra_state(state)
+            except BaseException as error:
+                self.guard.refuse(f"loading version {staged.version} ended half-way with {error!r}")
+                raise
+            self.guard.accept()
 
-    def _plan(self, snapshot: Snapshot, model: Any) -> Plan:
-        specs = {spec.name: spec for spec in snapshot.specs}
-        names = specs.keys() | snapshot.aliases.keys()
+    def _plan(self, staged: Staged, model: Any) -> Plan:
+        names = {spec.name for spec in staged.layout.specs} | staged.layout.aliases.keys()
         to_install: dict[str, torch.Tensor] = {}
         targets: dict[str, torch.Tensor] = {}
         for name, tensor in _targets_of(model, names).items():
             targets[name] = tensor
             if tensor.is_meta and isinstance(model, nn.Module):
                 targets[name] = to_install[name] = torch.empty_like(tensor, device="cpu")
-        extra = {
-            name: torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
-            for name, spec in specs.items()
-            if name.startswith(f"{EXTRA_STATE}.")
-        }
-        extra |= {
-            alias: torch.empty(specs[name].shape, dtype=DTYPES[specs[name].dtype])
-            for alias, name in snapshot.aliases.items()
-            if alias.startswith(f"{EXTRA_STATE}.")
-        }
-        match = self._matcher.match(targets | extra, snapshot.layout)
-        return Plan(match, to_install, _states_of(snapshot, model), extra)
+        # Matched as well, so that nothing that was published is passed over.
+        extra = {name: staged.tensor(name) for name in names if name.startswith(f"{EXTRA_STATE}.")}
+        match = self._matcher.match(targets | extra, staged.layout)
+        return Plan(match, to_install, _states_of(staged, model))
 
 
 def has_weights(model: Any) -> bool:
@@ -95,7 +125,7 @@ def is_on_meta(model: Any) -> bool:
     return model is not None and any(t.is_meta for t in _targets_of(model, ()).values())
 
 
-def _targets_of(model: Any, published: Any) -> Mapping[str, torch.Tensor]:
+def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Tensor]:
     """The tensors that weights are to be loaded into; of those never saved, only the published."""
     if isinstance(model, TensorDictBase):
         return tensordict_tensors(model)
@@ -106,18 +136,18 @@ def _targets_of(model: Any, published: Any) -> Mapping[str, torch.Tensor]:
         }
         saved = model.state_dict(keep_vars=True).keys()
         return {name: t for name, t in tensors.items() if name in saved or name in published}
-    if not hasattr(model, "__dict__") or not callable(model):
+    if not callable(model):
         raise TargetTypeError(f"weights cannot be loaded into a {type(model).__name__}")
     return {}  # a policy without weights, such as a random one
 
 
-def _states_of(snapshot: Snapshot, model: Any) -> list[tuple[nn.Module, Structure]]:
+def _states_of(staged: Staged, model: Any) -> list[tuple[nn.Module, Any]]:
     """The modules whose extra state was published, and it.
 
     Raises:
         WeightsMismatchError: the model has no such module.
     """
-    structures = VersionInfo.of(snapshot).extra_state
+    structures: Mapping[str, Structure] = staged.info.extra_state
     if not structures:
         return []
     modules: dict[str, nn.Module] = {}
@@ -128,7 +158,14 @@ def _states_of(snapshot: Snapshot, model: Any) -> list[tuple[nn.Module, Structur
         raise WeightsMismatchError(
             f"extra state was published for {sorted(missing)}, and the model has no such modules"
         )
-    return [(modules[path], structure) for path, structure in structures.items()]
+    return [
+        (modules[path], decode(structure, staged.tensor)) for path, structure in structures.items()
+    ]
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    # On a GPU every tensor says so, because any can be.
+    return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

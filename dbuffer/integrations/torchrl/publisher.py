@@ -67,6 +67,15 @@ class Publisher:
         self._version = publication.version
         return [Published(self._for_all, self._version, self._workers)]
 
+    def wait_present(self, timeout_s: float) -> None:
+        """Wait until all workers have opened the store.
+
+        Raises:
+            AcknowledgementTimeoutError: they have not, in time.
+        """
+        names = [receiver_id(worker) for worker in self._workers]
+        self._for_all.wait_applied(0, receivers=names, timeout_s=timeout_s)
+
     def wait(self, published: Iterable[Published], timeout_s: float) -> None:
         """Wait until the workers have applied all of it.
 

@@ -181,8 +181,15 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
         weights: Any | None = None,
     ) -> None:
         """Publish the first weights, without waiting: workers may only be starting."""
+        published: list[Published] = []
         if weights is not None or self._first != "none":
-            self._publish(self._resolve(weights), None, is_initial=True)
+            published = self._publish(self._resolve(weights), None, is_initial=True)
+        if isinstance(self.context, DistributedCollector):
+            # It gives its nodes 10 s for their first answer from here on, whatever state they are
+            # in; TorchRL's own scheme returns from this when they are there.
+            publisher = self._open_publisher()
+            publisher.wait_present(self.timeout_s)
+            publisher.wait(published, self.timeout_s)
 
     def send(self, weights: Any = None, worker_ids: WorkerIds = None) -> None:
         """Publish weights, and wait until the workers that they are for have applied them.
@@ -341,8 +348,10 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
         if context is None:
             return
         model_id = self._model_id or DEFAULT_MODEL_ID
-        hands_on = model_id in (getattr(context, "_weight_sync_schemes", None) or {})
-        if isinstance(context, Collector) and not hands_on:
+        inner = (getattr(context, "_weight_sync_schemes", None) or {}).get(model_id)
+        if inner is not None and not inner.synchronized_on_sender:
+            return  # its workers are only starting, and begin with what this model has
+        if isinstance(context, Collector) and inner is None:
             # It runs the model itself, so that nothing is left to do with the weights.
             if model_id == DEFAULT_MODEL_ID and not info.is_initial:
                 context.increment_version()

@@ -23,6 +23,7 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferWeightReceiver,
     VLLMDoubleBufferWeightSender,
     extract_for_vllm,
+    without_torchrl_wrapper,
 )
 from dbuffer.layout import TensorSpec
 from dbuffer.receiver import WeightReceiver
@@ -213,6 +214,7 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
 
     LoRA adapters are merged, as TorchRL's function of this name does.
     """
+    model = without_torchrl_wrapper(model)
     strategy = "state_dict" if hasattr(model, "merge_and_unload") else "tensordict"
     extract = WeightStrategy(extract_as=strategy).extract_weights
     tensors = extract_for_vllm(model, extract).tensors

@@ -346,6 +346,11 @@ class VLLMDoubleBufferWeightReceiver:
     def shutdown(self) -> None:
         """Stop following. The engine keeps its weights. Again does nothing."""
         for follower in self._followers:
+            try:
+                follower.stop_workers()
+            # Whatever an engine raises that has ended itself: it follows nothing then.
+            except Exception:
+                logger.debug("an engine could not be told to stop following", exc_info=True)
             follower.close()
         if self._watch is not None:
             self._watch.close()
@@ -399,9 +404,17 @@ class VLLMDoubleBufferWeightReceiver:
 
 def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
     """What a checkpoint of the model would hold: no buffers that are never saved."""
+    weights = without_torchrl_wrapper(weights)
     extracted = extract(weights, extract_weights)
     if not isinstance(weights, nn.Module):
         return extracted
     never_saved = dict(weights.named_buffers()).keys() - weights.state_dict(keep_vars=True).keys()
     kept = {name: t for name, t in extracted.tensors.items() if name not in never_saved}
     return Extracted(kept, extracted.extra_state)
+
+
+def without_torchrl_wrapper(model: Any) -> Any:
+    """The model in a ``TransformersWrapper``, whose names an engine knows; others as they are."""
+    is_wrapper = type(model).__module__.startswith("torchrl.modules.llm.")
+    inner = getattr(model, "model", None) if is_wrapper else None
+    return inner if isinstance(inner, nn.Module) else model

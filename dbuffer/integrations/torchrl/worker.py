@@ -21,7 +21,7 @@ from dbuffer.errors import (
     VersionTimeoutError,
 )
 from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
-from dbuffer.integrations.torchrl.loading import ModelLoader
+from dbuffer.integrations.torchrl.loading import ModelLoader, Staged
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.receiver import WeightReceiver
@@ -126,7 +126,7 @@ class WorkerReceiver:
 
     def use(self, model: Any) -> None:
         """The model is another object from now on: bring it to where the last one was."""
-        self.loader.guard.attach(model)
+        self.loader.take_over(model)
         with self._lock:
             if self._order is None:
                 return
@@ -176,39 +176,29 @@ class WorkerReceiver:
     def _take(self, feed: Feed, timeout_s: float) -> bool:
         """Load a store's newest version, unless something later is loaded already."""
         with self._lock:
-            with contextlib.ExitStack() as quiet:
-                version, info = self._load(feed, timeout_s, quiet)
-            if info is not None and self._order is not None and self._order > self._announced:
-                self._applied_hook(info)
-                self._announced = self._order
-            feed.seen = version
+            staged, is_newer = self._stage(feed, timeout_s)
+            if is_newer:
+                self.loader.load(staged, self._get_model())
+                self._order = feed.order_of(staged.version, staged.info)
+                if self._order > self._announced:
+                    self._applied_hook(staged.info)
+                    self._announced = self._order
+            feed.seen = staged.version
             feed.receiver.record.set(problem=None, problem_version=None)
-            feed.receiver.acknowledge(version)
-            if info is not None:
+            feed.receiver.acknowledge(staged.version)
+            if is_newer:
                 self.num_loads += 1
                 self._has_loaded.notify_all()
-            return info is not None
+            return is_newer
 
-    def _load(
-        self, feed: Feed, timeout_s: float, quiet: contextlib.ExitStack
-    ) -> tuple[int, VersionInfo | None]:
-        """The version that was looked at, and what it says if it was loaded."""
-        is_mixed = False
+    def _stage(self, feed: Feed, timeout_s: float) -> tuple[Staged, bool]:
+        """A whole version, and whether it is to be loaded; the model runs meanwhile."""
         while True:
             try:
                 with feed.receiver.open(feed.seen, timeout_s, acknowledge=False) as snapshot:
-                    info = VersionInfo.of(snapshot)
-                    order = feed.order_of(snapshot.version, info)
-                    if self._order is not None and order <= self._order and not is_mixed:
-                        return snapshot.version, None
-                    self.loader.load(snapshot, self._get_model(), quiet)
+                    staged = Staged.of(snapshot)
             except SnapshotEvictedError as error:
-                # Nothing runs the model yet: `quiet` is open. If the next try fails as well, this
-                # is what keeps it from running.
-                logger.warning("%s; loading the newest", error)
-                self.loader.guard.refuse(str(error))
-                is_mixed = True
+                logger.warning("%s; reading the newest", error)
                 continue
-            self.loader.guard.accept()
-            self._order = order
-            return snapshot.version, info
+            order = feed.order_of(staged.version, staged.info)
+            return staged, self._order is None or order > self._order

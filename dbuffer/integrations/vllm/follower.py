@@ -245,6 +245,12 @@ class Follower:
             self.applied, self._session.options.poll_interval_s, stop_event
         )
 
+    def stop_workers(self) -> None:
+        """Let the engine's workers look at the store no more. The engine keeps its weights."""
+        if self._session is not None and not self._session.facts.has_backend:
+            self._call("stop following", "dbuffer_shutdown")
+        self._is_lost = True  # a later sync must begin anew
+
     def close(self) -> None:
         """Stop following. The engine keeps its weights; its workers go on looking at the store."""
         if self._session is not None:

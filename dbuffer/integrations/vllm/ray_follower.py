@@ -92,6 +92,10 @@ class RayFollower:
         """What speaks against loading such tensors; see :meth:`Follower.misfits`."""
         return list(self._call("misfits", tensors))
 
+    def stop_workers(self) -> None:
+        """Let the engine's workers look at the store no more; see :meth:`Follower.stop_workers`."""
+        self._call("stop_workers")
+
     def close(self) -> None:
         """Nothing: the follower in the actor ends with it, and may be found again."""
 

@@ -1,0 +1,74 @@
+"""The examples as their users run them, and with the weights held back: then they must fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from vllm_engines import NEEDS_VLLM, kill_group
+
+TIMEOUT_S = 280.0
+
+
+class Run(NamedTuple):
+    """How an example ended, and what it printed."""
+
+    code: int
+    text: str
+
+    def numbers(self, pattern: str) -> list[float]:
+        """What the pattern's group found, in each line that it stands in."""
+        return [float(found) for found in re.findall(pattern, self.text)]
+
+
+def run(name: str, tmp_path: Path, *options: str) -> Run:
+    """Run an example with its temporary files below ``tmp_path``; it must leave nothing there."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"dbuffer.examples.{name}", *options],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        text, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        kill_group(process)
+    print(text)
+    assert list(tmp_path.glob("dbuffer-*")) == []
+    return Run(process.returncode, text)
+
+
+@pytest.mark.slow
+def test_cartpole_is_solved_over_the_scheme(tmp_path: Path) -> None:
+    done = run("cartpole", tmp_path)
+    assert done.code == 0, done.text
+    assert done.numbers(r"return +([\d.]+)")[-1] >= 150
+    # A synchronous collector never acts by any policy but the newest.
+    assert done.numbers(r"policy lag (\d+)") == [0] * 15
+    assert "\nsolved in" in done.text
+
+
+@pytest.mark.slow
+def test_cartpole_is_not_solved_by_workers_without_new_weights(tmp_path: Path) -> None:
+    done = run("cartpole", tmp_path, "--broken-sync")
+    assert done.code == 1, done.text
+    # In the same number of batches, and not by a hair.
+    assert max(done.numbers(r"return +([\d.]+)")) < 75
+    assert done.numbers(r"policy lag (\d+)") == list(range(15))
+    assert "not solved in" in done.text
+
+
+@NEEDS_VLLM
+def test_grpo_engine_learns_with_its_trainer(tmp_path: Path) -> None:
+    done = run("grpo", tmp_path)
+    assert done.code == 0, done.text
+    assert "climbed; the engine's greedy answers and the fresh one's are equal" in done.text
+    # The engine's own log-probabilities say that it sampled with the trainer's weights.
+    assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
