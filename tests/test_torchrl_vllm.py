@@ -211,6 +211,29 @@ class Rotary(torch.nn.Module):
         self.register_buffer("inv_freq", torch.ones(2), persistent=False)
 
 
+def test_what_is_in_torchrls_wrapper_is_sent_by_the_names_that_an_engine_knows(
+    scheme: VLLMDoubleBufferSyncScheme,
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from torchrl.modules.llm import TransformersWrapper
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="a")
+    model = make_model("qwen3", 0)
+    wrapper = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
+    sender, transport = scheme.create_sender(), scheme.create_transport()
+    sender.register_model(wrapper)
+    sender.update_weights()
+    received = transport.receive_weights()
+    assert received is not None
+    assert received.keys() == get_model_metadata(model).keys() == get_model_metadata(wrapper).keys()
+    assert "model.embed_tokens.weight" in get_model_metadata(wrapper)
+    sender.shutdown()
+    transport.close()
+
+
 @pytest.mark.parametrize("by", ["sender", "transport"])
 def test_buffers_that_are_never_saved_are_not_sent(
     scheme: VLLMDoubleBufferSyncScheme, by: str
