@@ -83,7 +83,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB); or TorchRL's double buffer next to ours: speed, torn reads "
-        "and killed writers (4 minutes, 14 GB)",
+        "and killed writers (3 minutes, 14 GB)",
     )
     parser.add_argument(
         "--dir",

@@ -1121,6 +1121,19 @@ def test_order_of_calls(scheme: DoubleBufferSyncScheme) -> None:
     scheme.shutdown()
 
 
+def test_arguments_that_exclude_each_other(scheme: DoubleBufferSyncScheme) -> None:
+    policy = ConstantPolicy()
+    weights = TensorDict.from_module(policy)
+    for more in ({"weights": weights}, {"model": policy}):
+        with pytest.raises(ValueError, match="params_map goes without"):
+            scheme.init_on_sender(params_map={0: weights}, **more)
+    with pytest.raises(ValueError, match="exclude each other"):
+        scheme.init_on_sender(model_id="policy", model=policy, weights=weights, num_workers=1)
+    assert not scheme.initialized_on_sender
+    scheme.init_on_sender(params_map={0: weights})
+    scheme.shutdown()
+
+
 def test_pickling_at_any_time(address: Path) -> None:
     """A copy is a scheme that has not begun, and does not disturb the one that has."""
     policy = ConstantPolicy(1.0)

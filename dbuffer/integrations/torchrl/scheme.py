@@ -124,7 +124,8 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
             ValueError: arguments exclude each other.
             WriterActiveError: another sender has the store.
         """
-        if params_map is not None and (weights, model, context) != (None, None, None):
+        others = [value for value in (weights, model, context) if value is not None]
+        if params_map is not None and others:
             raise ValueError("params_map goes without weights, model and context")
         if weights is not None and model is not None:
             raise ValueError("weights and model exclude each other")
