@@ -65,10 +65,12 @@ def test_cartpole_is_not_solved_by_workers_without_new_weights(tmp_path: Path) -
     assert "not solved in" in done.text
 
 
-@NEEDS_VLLM
-def test_grpo_engine_learns_with_its_trainer(tmp_path: Path) -> None:
-    done = run("grpo", tmp_path)
-    assert done.code == 0, done.text
-    assert "climbed; the engine's greedy answers and the fresh one's are equal" in done.text
-    # The engine's own log-probabilities say that it sampled with the trainer's weights.
-    assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
+class TestGRPO:
+    pytestmark = NEEDS_VLLM
+
+    def test_engine_learns_with_its_trainer(self, tmp_path: Path) -> None:
+        done = run("grpo", tmp_path)
+        assert done.code == 0, done.text
+        assert "climbed; the engine's greedy answers and the fresh one's are equal" in done.text
+        # The engine's own log-probabilities say that it sampled with the trainer's weights.
+        assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
