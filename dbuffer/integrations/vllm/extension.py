@@ -11,6 +11,8 @@ from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.integrations.vllm.worker import raising_once, start_on_all_ranks
 from dbuffer.layout import TensorSpec
 
+_LAST = "_dbuffer_last_receiver"
+
 
 class WorkerExtension:
     """Methods for ``collective_rpc``, on all ranks; vLLM adds them to its worker.
@@ -29,7 +31,8 @@ class WorkerExtension:
         """
         with raising_once(Ranks(self.vllm_config).may_raise):
             options = EngineOptions.parse(init_info)
-            before = getattr(self, "_dbuffer_receiver", None)
+            # One that was shut down still knows what the model has.
+            before = getattr(self, "_dbuffer_receiver", None) or getattr(self, _LAST, None)
             self._dbuffer_receiver = None
             self._dbuffer_receiver = start_on_all_ranks(
                 self.vllm_config, self.get_model(), self.device, options, before
@@ -66,8 +69,9 @@ class WorkerExtension:
         return None
 
     def dbuffer_shutdown(self: Any) -> None:
-        """Stop following."""
+        """Stop following. The model keeps its weights; to follow again, call dbuffer_init."""
         receiver = getattr(self, "_dbuffer_receiver", None)
         if receiver is not None:
             receiver.close()
+            setattr(self, _LAST, receiver)
             self._dbuffer_receiver = None
