@@ -724,7 +724,7 @@ class TestCheckpoints:
 
 
 SHARDED = """
-    import sys, weakref
+    import os, sys, weakref
     import torch
     from torch import distributed, nn
     from torch.distributed.fsdp import fully_shard
@@ -774,8 +774,10 @@ SHARDED = """
     else:
         for weights in (model, model.state_dict()):
             dbuffer.gather_tensors(weights)
-    print(f"GATHERED {len(gathered)}")
+    print(f"GATHERED {len(gathered)}", flush=True)
     distributed.destroy_process_group()
+    # Not to the interpreter's own end, in which PyTorch's threads sometimes abort the process.
+    os._exit(0)
 """
 
 
