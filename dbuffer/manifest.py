@@ -213,6 +213,10 @@ class ReceiverRecord(Record):
         if not all(type(value) in (int, float) for value in self.stats.values()):
             raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 
+    def has_problem_with(self, version: int) -> bool:
+        """Whether it cannot have ``version``; what was wrong with one before says nothing of it."""
+        return self.problem is not None and (self.problem_version or version) >= version
+
 
 def is_receiver_id(text: str) -> bool:
     """Whether ``text`` can name a receiver, and with it a file."""

@@ -232,14 +232,15 @@ class WeightSender:
 
     def _check_can_apply(self, records: list[ReceiverRecord], version: int) -> None:
         for record in records:
-            if record.problem is not None and (record.problem_version or 0) >= version:
+            # From before this sender: of an earlier run, whose processes have ended.
+            if record.updated_at < self._opened_at:
+                continue
+            if record.has_problem_with(version):
                 raise ReceiverFailedError(
                     f"{record.receiver} (process {record.pid} on {record.host}) could not apply "
-                    f"version {record.problem_version}: {record.problem}"
+                    f"version {record.problem_version or version}: {record.problem}"
                 )
-            # A record from before this sender is of an earlier run, whose processes have ended.
-            is_of_this_run = record.updated_at >= self._opened_at
-            if is_of_this_run and not process_may_live(record.host, record.pid):
+            if not process_may_live(record.host, record.pid):
                 raise ReceiverFailedError(
                     f"{record.receiver} (process {record.pid}) has ended, at version "
                     f"{record.applied_version}"

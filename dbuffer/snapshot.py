@@ -116,6 +116,14 @@ class Snapshot:
         self._check_copied(self._copier.read_hashed(self._mapped, list(tensors.values())))
         return tensors
 
+    def copy(self) -> SnapshotTensors:
+        """Copy all tensors into new memory, which outlives this snapshot.
+
+        Raises:
+            ChecksumError: they were damaged since this snapshot was opened and verified.
+        """
+        return self.copy_into(torch.empty(self.data_bytes, dtype=torch.uint8))
+
     @property
     def layout(self) -> Layout:
         """Its tensors' places in the file."""

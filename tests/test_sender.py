@@ -572,6 +572,11 @@ class TestWaitingForReceiversByName:
             one.record.write(problem="tensor 'a' is odd", problem_version=1)
             with pytest.raises(ReceiverFailedError, match=r"one .* version 1: tensor 'a' is odd"):
                 sender.wait_applied(1, receivers=["one"], timeout_s=60)
+            # The store itself is the problem, so every version is.
+            one.record.write(problem="the store was removed", problem_version=None)
+            with pytest.raises(ReceiverFailedError, match=r"one .* version 1: the store was"):
+                sender.wait_applied(1, receivers=["one"], timeout_s=60)
+            one.record.write(problem="tensor 'a' is odd", problem_version=1)
             # Whichever will do: another one may come.
             with pytest.raises(AcknowledgementTimeoutError):
                 sender.wait_applied(1, receivers=1, timeout_s=0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbuffer.errors import EngineUnsupportedError
-from dbuffer.integrations.vllm.engines import AsyncEngine, OfflineEngine, ServerEngine
+from dbuffer.integrations.vllm.engines import engine_of
 from dbuffer.integrations.vllm.follower import Follower
 from dbuffer.integrations.vllm.options import EngineOptions
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
@@ -26,18 +25,12 @@ def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFoll
     Raises:
         EngineUnsupportedError: there is no engine in it.
     """
-    if isinstance(target, str):
-        return [Follower(ServerEngine(target), options)]
     if is_ray_actor(target):
         return [RayFollower(target, options)]
-    if hasattr(target, "llm_engine"):
-        return [Follower(OfflineEngine(target), options)]
-    if hasattr(target, "output_handler") and hasattr(target, "engine_core"):
-        return [Follower(AsyncEngine(target, AsyncEngine.loop_of(target)), options)]
     if actors := getattr(target, "actors", None):
         return [RayFollower(actor, options) for actor in actors]
     for name in _HOLDERS:
         held = getattr(target, name, None)
         if held is not None:
             return followers_of(held, options)
-    raise EngineUnsupportedError(f"there is no vLLM engine in a {type(target).__name__}")
+    return [Follower(engine_of(target), options)]

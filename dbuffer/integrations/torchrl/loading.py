@@ -34,11 +34,9 @@ class Staged:
     tensors: SnapshotTensors
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> Self:
+    def of(cls, snapshot: Snapshot, info: VersionInfo) -> Self:
         """Copy a version. It is whole when its snapshot is left without an error."""
-        memory = torch.empty(snapshot.data_bytes, dtype=torch.uint8)
-        tensors = snapshot.copy_into(memory)
-        return cls(snapshot.version, VersionInfo.of(snapshot), snapshot.layout, tensors)
+        return cls(snapshot.version, info, snapshot.layout, snapshot.copy())
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor by any of its names, in memory of its own."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 
 from dbuffer.buffer import DoubleBuffer
@@ -50,7 +49,14 @@ class DoubleBufferTransport:
             InvalidWeightsError: something in it cannot be published.
             WriterActiveError: another sender has the store.
         """
-        extracted = self._extract(weights)
+        return self.publish(self._extract(weights))
+
+    def publish(self, extracted: Extracted) -> Publication:
+        """Publish what was extracted already.
+
+        Raises:
+            InvalidWeightsError, WriterActiveError: see :meth:`send_weights`.
+        """
         if self._sender is None:
             self._sender = self._options.make_sender(self.remote_addr)
         info = VersionInfo(extra_state=extracted.extra_state)
@@ -127,7 +133,6 @@ class DoubleBufferTransport:
 
 
 def _copy_of(snapshot: Snapshot) -> TensorDict:
-    memory = torch.empty(snapshot.data_bytes, dtype=torch.uint8)
-    tensors = dict(snapshot.copy_into(memory))
+    tensors = dict(snapshot.copy())
     tensors |= {alias: tensors[name] for alias, name in snapshot.aliases.items()}
     return TensorDict(tensors, batch_size=[])

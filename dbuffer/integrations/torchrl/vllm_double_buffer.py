@@ -251,7 +251,7 @@ class VLLMDoubleBufferWeightSender:
         extracted = extract_for_vllm(weights, self._strategy.extract_weights)
         if self._transport is None:
             self._transport = self._scheme.create_transport()
-        self._transport.send_weights("vllm_model", extracted.tensors)
+        self._transport.publish(extracted)
         failures = []
         for hook in self._post_hooks:
             try:

@@ -126,8 +126,8 @@ class WorkerReceiver:
 
     def use(self, model: Any) -> None:
         """The model is another object from now on: bring it to where the last one was."""
-        self.loader.take_over(model)
-        with self._lock:
+        with self._lock:  # nothing is loaded into tensors that are being replaced
+            self.loader.take_over(model)
             if self._order is None:
                 return
             order, self._order = self._order, None
@@ -176,29 +176,32 @@ class WorkerReceiver:
     def _take(self, feed: Feed, timeout_s: float) -> bool:
         """Load a store's newest version, unless something later is loaded already."""
         with self._lock:
-            staged, is_newer = self._stage(feed, timeout_s)
-            if is_newer:
+            version, staged = self._stage(feed, timeout_s)
+            if staged is not None:
                 self.loader.load(staged, self._get_model())
-                self._order = feed.order_of(staged.version, staged.info)
+                self._order = feed.order_of(version, staged.info)
                 if self._order > self._announced:
                     self._applied_hook(staged.info)
                     self._announced = self._order
-            feed.seen = staged.version
+            feed.seen = version
             feed.receiver.record.set(problem=None, problem_version=None)
-            feed.receiver.acknowledge(staged.version)
-            if is_newer:
-                self.num_loads += 1
-                self._has_loaded.notify_all()
-            return is_newer
+            feed.receiver.acknowledge(version)
+            if staged is None:
+                return False
+            self.num_loads += 1
+            self._has_loaded.notify_all()
+            return True
 
-    def _stage(self, feed: Feed, timeout_s: float) -> tuple[Staged, bool]:
-        """A whole version, and whether it is to be loaded; the model runs meanwhile."""
+    def _stage(self, feed: Feed, timeout_s: float) -> tuple[int, Staged | None]:
+        """The newest version, and a whole copy if it is to be loaded; the model runs meanwhile."""
         while True:
             try:
                 with feed.receiver.open(feed.seen, timeout_s, acknowledge=False) as snapshot:
-                    staged = Staged.of(snapshot)
+                    info = VersionInfo.of(snapshot)
+                    order = feed.order_of(snapshot.version, info)
+                    is_newer = self._order is None or order > self._order
+                    staged = Staged.of(snapshot, info) if is_newer else None
             except SnapshotEvictedError as error:
                 logger.warning("%s; reading the newest", error)
                 continue
-            order = feed.order_of(staged.version, staged.info)
-            return staged, self._order is None or order > self._order
+            return snapshot.version, staged

@@ -408,6 +408,21 @@ class ServerEngine:
         return response
 
 
+def engine_of(target: Any, *, api_key: str | None = None) -> Engine:
+    """The engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL.
+
+    Raises:
+        EngineUnsupportedError: it is none of them.
+    """
+    if isinstance(target, str):
+        return ServerEngine(target, api_key=api_key)
+    if hasattr(target, "llm_engine"):
+        return OfflineEngine(target)
+    if hasattr(target, "output_handler") and hasattr(target, "engine_core"):
+        return AsyncEngine(target, AsyncEngine.loop_of(target))
+    raise EngineUnsupportedError(f"a {type(target).__name__} is no engine of vLLM's")
+
+
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True

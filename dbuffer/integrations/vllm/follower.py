@@ -31,12 +31,12 @@ from dbuffer.errors import (
     VersionTimeoutError,
 )
 from dbuffer.integrations.vllm.engines import (
-    AsyncEngine,
     Engine,
     EngineFacts,
     OfflineEngine,
     PauseMode,
     ServerEngine,
+    engine_of,
 )
 from dbuffer.integrations.vllm.metrics import EngineMetrics
 from dbuffer.integrations.vllm.options import (
@@ -442,8 +442,7 @@ class _Session:
                 self._measure_ranks(ready)
                 return
             for record in records:
-                # What was wrong with a version before says nothing of this one.
-                if record is not None and _has_problem(record, version):
+                if record is not None and record.has_problem_with(version):
                     raise EngineUpdateError(
                         f"{record.receiver} cannot get ready: {record.problem}; {serves_on}"
                     )
@@ -486,10 +485,6 @@ class _Session:
             self.metrics.add("failures", gained.get("failures", 0))
             if gained.get("staged", 0) > 0:
                 self.metrics.observe("stage_seconds", gained["stage_s"] / gained["staged"])
-
-
-def _has_problem(record: ReceiverRecord, version: int) -> bool:
-    return record.problem is not None and (record.problem_version or version) >= version
 
 
 class BackgroundFollower:
@@ -644,12 +639,9 @@ def follow(
         chosen = EngineOptions.parse({"store": os.fspath(Path(store).absolute()), **options})
     elif options:
         raise OptionError(f"{', '.join(options)} given without a store")
-    if isinstance(engine, str):
-        server = ServerEngine(engine, api_key=api_key)
-        return BackgroundFollower(Follower(server, chosen, pause=pause))
-    if hasattr(engine, "llm_engine"):
-        follower = Follower(OfflineEngine(engine), chosen, pause=pause)
-        follower.start()
-        return follower
-    asynchronous = AsyncEngine(engine, asyncio.get_running_loop())
-    return BackgroundFollower(Follower(asynchronous, chosen, pause=pause))
+    found = engine_of(engine, api_key=api_key)
+    follower = Follower(found, chosen, pause=pause)
+    if not isinstance(found, OfflineEngine):
+        return BackgroundFollower(follower)
+    follower.start()
+    return follower

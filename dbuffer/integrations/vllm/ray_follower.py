@@ -18,7 +18,7 @@ from dbuffer.errors import (
     EngineUnsupportedError,
     VersionTimeoutError,
 )
-from dbuffer.integrations.vllm.engines import AsyncEngine, Engine, OfflineEngine
+from dbuffer.integrations.vllm.engines import Engine, engine_of
 from dbuffer.integrations.vllm.follower import Follower, Switch
 from dbuffer.integrations.vllm.options import EngineOptions
 
@@ -146,10 +146,8 @@ def _engine_in(instance: Any) -> Engine:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     for candidate in (instance, *vars(instance).values()):
-        if isinstance(candidate, vllm.LLM):
-            return OfflineEngine(candidate)
-        if isinstance(candidate, AsyncLLM):
-            return AsyncEngine(candidate, AsyncEngine.loop_of(candidate))
+        if isinstance(candidate, vllm.LLM | AsyncLLM):
+            return engine_of(candidate)
     raise EngineUnsupportedError(
         f"an actor of {type(instance).__name__} has no attribute that is a vllm.LLM or AsyncLLM"
     )
