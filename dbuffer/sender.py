@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, cast
 
 import torch
 
-from dbuffer import filesystem, sources
+from dbuffer import filesystem, sources, spans
 from dbuffer.errors import (
     AcknowledgementTimeoutError,
     ClosedError,
@@ -22,14 +22,14 @@ from dbuffer.errors import (
     OptionError,
     ReceiverFailedError,
 )
-from dbuffer.layout import Layout, TensorSpec, align, digest
+from dbuffer.layout import BLOCK_BYTES, Layout, TensorSpec, align, digest
 from dbuffer.manifest import MAX_RECORD_BYTES, Manifest, ReceiverRecord
 from dbuffer.sources import Describer, Rename, Source, Weights
 from dbuffer.tensors import (
-    BLOCK_BYTES,
     DTYPES,
     Copier,
     MappedTensors,
+    as_bytes,
     can_cast_to,
     copy_one,
     join_digests,
@@ -105,7 +105,8 @@ class WeightSender:
         rename: a mapping of names, or a function from name to name.
         num_threads: threads that copy. Default: the machine's cores, at most 8.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
-            before they are evicted.
+            before they are evicted. On network mounts nobody waits; there it is how long an old
+            version is kept for readers that say they still read it.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
 
@@ -294,8 +295,10 @@ class WeightSender:
         try:
             if claim.is_new:
                 footer.write(claim)
-            mapped = self._map(claim, footer)
-            checksums = self._copy(mapped, source, progress)
+            if self._writer.mount.is_network:
+                checksums = self._write(claim, footer.layout, source, progress)
+            else:
+                checksums = self._copy(self._map(claim, footer), source, progress)
             self._commit(claim, footer, checksums, metadata)
         except BaseException:
             self._writer.abandon(claim)
@@ -352,6 +355,30 @@ class WeightSender:
                 progress(done, total)
         return self._copier.checksums(mapped) if self._checksum else None
 
+    def _write(
+        self, claim: Claim, layout: Layout, source: Source, progress: Progress | None
+    ) -> list[int] | None:
+        """Write everything into the file, which is not mapped; the checksums, if wanted."""
+        if not source.is_lazy:
+            tensors = cast("list[torch.Tensor]", source.tensors)
+            file = claim.file.number
+            checksums = spans.write_tensors(
+                file, claim.path, layout, tensors, self._copier, hashed=self._checksum
+            )
+            return checksums if self._checksum else None
+        checksums = []
+        for spec, offset, tensor in zip(layout.specs, layout.offsets, source.tensors, strict=True):
+            checksums += self._append(claim, offset, _bytes_of(sources.fetch(tensor), spec))
+            if progress is not None:
+                progress(offset + spec.num_bytes, layout.checksums_offset)
+        return checksums if self._checksum else None
+
+    def _append(self, claim: Claim, offset: int, data: memoryview) -> list[int]:
+        """Write one tensor; its checksum, if wanted."""
+        with filesystem.os_errors("write a tensor", claim.path):
+            filesystem.write_at(claim.file.number, offset, data)
+        return [_checksum(data)] if self._checksum else []
+
     def _commit(
         self,
         claim: Claim,
@@ -400,11 +427,7 @@ class WeightSender:
             checksums: list[int] = []
             end = 0
             for spec, tensor in stream:
-                data = _bytes_of(tensor, DTYPES[spec.dtype])
-                with filesystem.os_errors("write a tensor", claim.path):
-                    filesystem.write_at(claim.file.number, end, data)
-                if self._checksum:
-                    checksums.append(_checksum(data))
+                checksums += self._append(claim, end, _bytes_of(tensor, spec))
                 specs.append(spec)
                 end = align(end + spec.num_bytes)
                 if progress is not None:
@@ -449,11 +472,12 @@ def _children(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
+def _bytes_of(tensor: torch.Tensor, spec: TensorSpec) -> memoryview:
     """The tensor's bytes in main memory, cast; a view of the tensor itself where it can be."""
+    dtype = DTYPES[spec.dtype]
     plain = tensor.detach().resolve_conj().resolve_neg()
     flat = plain.to(device="cpu", dtype=dtype).contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+    return as_bytes(flat.view(torch.uint8))
 
 
 def _checksum(data: memoryview) -> int:
