@@ -24,11 +24,11 @@ from dbuffer.errors import (
 )
 from dbuffer.layout import BLOCK_BYTES, Layout, TensorSpec, align, digest
 from dbuffer.manifest import MAX_RECORD_BYTES, Manifest, ReceiverRecord
+from dbuffer.output import Footer, KeptMappings
 from dbuffer.sources import Describer, Rename, Source, Weights
 from dbuffer.tensors import (
     DTYPES,
     Copier,
-    MappedTensors,
     as_bytes,
     can_cast_to,
     copy_one,
@@ -61,36 +61,6 @@ class Publication:
     """Bytes of all tensors."""
     duration_s: float
     """From the call of `send` to its return, waiting for slow readers included."""
-
-
-@dataclass(frozen=True, slots=True)
-class Footer:
-    """What follows the tensors in a weights file, and stays as it is while the layout does."""
-
-    layout: Layout
-    encoded: bytes
-    """The layout in our own form."""
-    tail: bytes
-    """And in tensordict's."""
-    layout_xxh3: str
-
-    @classmethod
-    def of(cls, layout: Layout) -> Footer:
-        """Encode a layout, once."""
-        encoded = layout.encode()
-        return cls(layout, encoded, layout.encode_for_tensordict(), digest(encoded))
-
-    @property
-    def file_bytes(self) -> int:
-        """Size of the whole weights file."""
-        return self.layout.layout_offset + len(self.encoded) + len(self.tail)
-
-    def write(self, claim: Claim) -> None:
-        """Write it into a new file."""
-        with filesystem.os_errors("write the layout", claim.path):
-            filesystem.write_at(
-                claim.file.number, self.layout.layout_offset, self.encoded + self.tail
-            )
 
 
 class WeightSender:
@@ -144,7 +114,7 @@ class WeightSender:
         )
         self._checksum = self._writer.mount.is_network if checksum == "auto" else checksum
         self._describer = Describer(dtype=dtype, rename=rename)
-        self._mapped: dict[Path, MappedTensors] = {}
+        self._mapped = KeptMappings()
         self._footer: Footer | None = None
 
     @property
@@ -287,18 +257,13 @@ class WeightSender:
         self, source: Source, version: int, metadata: dict[str, Any], progress: Progress | None
     ) -> Layout:
         footer = self._footer_of(source)
-        # A mapping keeps an unlinked file's room, which the new file may need.
-        self._mapped = {
-            path: mapped for path, mapped in self._mapped.items() if mapped.layout is footer.layout
-        }
+        self._mapped.drop_other_layouts(footer.layout)
         claim = self._claim(version, footer.layout_xxh3, footer.file_bytes)
         try:
             if claim.is_new:
                 footer.write(claim)
-            if self._writer.mount.is_network:
-                checksums = self._write(claim, footer.layout, source, progress)
-            else:
-                checksums = self._copy(self._map(claim, footer), source, progress)
+            write = self._write if self._writer.mount.is_network else self._copy
+            checksums = write(claim, footer, source, progress)
             self._commit(claim, footer, checksums, metadata)
         except BaseException:
             self._writer.abandon(claim)
@@ -322,24 +287,11 @@ class WeightSender:
             self._footer = last = Footer.of(Layout.of(source.specs, source.aliases))
         return last
 
-    def _map(self, claim: Claim, footer: Footer) -> MappedTensors:
-        """The claimed file in memory, mapped once for as long as the file lives."""
-        identity = filesystem.identity_of(claim.file.number)
-        mapped = self._mapped.get(claim.path)
-        if mapped is None or mapped.identity != identity:
-            self._mapped = {
-                path: known
-                for path, known in self._mapped.items()
-                if path.parent.name != claim.buffer
-            }
-            mapped = MappedTensors(claim.file.number, footer.file_bytes, footer.layout, shared=True)
-            self._mapped[claim.path] = mapped
-        return mapped
-
     def _copy(
-        self, mapped: MappedTensors, source: Source, progress: Progress | None
+        self, claim: Claim, footer: Footer, source: Source, progress: Progress | None
     ) -> list[int] | None:
-        """Copy everything into the file; the checksums, if they are wanted."""
+        """Copy everything into the file, which is mapped; the checksums, if they are wanted."""
+        mapped = self._mapped.of(claim, footer.file_bytes, footer.layout)
         if not source.is_lazy:
             tensors = cast("list[torch.Tensor]", source.tensors)
             if self._checksum:
@@ -356,9 +308,10 @@ class WeightSender:
         return self._copier.checksums(mapped) if self._checksum else None
 
     def _write(
-        self, claim: Claim, layout: Layout, source: Source, progress: Progress | None
+        self, claim: Claim, footer: Footer, source: Source, progress: Progress | None
     ) -> list[int] | None:
         """Write everything into the file, which is not mapped; the checksums, if wanted."""
+        layout = footer.layout
         if not source.is_lazy:
             tensors = cast("list[torch.Tensor]", source.tensors)
             file = claim.file.number

@@ -24,7 +24,7 @@ MAX_IMPORT_S = 0.3
 
 LAYERS = (
     *("errors", "manifest", "layout", "filesystem", "buffer", "retirement", "writer"),
-    *("tensors", "spans", "checkpoint", "sources", "targets", "snapshot", "watcher"),
+    *("tensors", "spans", "output", "checkpoint", "sources", "targets", "snapshot", "watcher"),
     *("sender", "records", "receiver", "stager"),
 )
 """Imports point from right to left."""
