@@ -19,6 +19,7 @@ from dbuffer.errors import (
     StoreFormatError,
     StoreFullError,
     StoreInsecureError,
+    StoreMismatchError,
     StoreNotFoundError,
     TargetTypeError,
     VersionError,
@@ -28,6 +29,7 @@ from dbuffer.errors import (
     WriterActiveError,
     WriterSupersededError,
 )
+from dbuffer.mirror import Mirror
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import Publication, WeightSender
 from dbuffer.snapshot import Snapshot
@@ -46,6 +48,7 @@ __all__ = [
     "EngineUnsupportedError",
     "EngineUpdateError",
     "InvalidWeightsError",
+    "Mirror",
     "OptionError",
     "Publication",
     "ReceiverFailedError",
@@ -56,6 +59,7 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "StoreInsecureError",
+    "StoreMismatchError",
     "StoreNotFoundError",
     "TargetTypeError",
     "VersionError",
