@@ -52,6 +52,10 @@ MANIFEST_FILE = "manifest.json"
 WRITER_FILE = "writer.json"
 WRITER_LOCK_FILE = "writer.lock"
 RECEIVERS_DIRECTORY = "receivers"
+SCRATCH_DIRECTORY = "tmp"
+"""Where files are written before they are renamed to their places. A directory of its own: over
+NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
+hosts for a minute, and watchdog holds back the first of two events in one directory."""
 
 _SETTLE_S = 2.0
 """How long pointer and manifest may disagree. A writer is between the two for microseconds; a
@@ -121,9 +125,9 @@ class DoubleBuffer:
             raise StoreNotFoundError(f"there is no store at {self.root}")
         if not self.allow_shared_store:
             filesystem.check_trust(self.root)
-            for buffer in BUFFERS:
+            for name in (*BUFFERS, SCRATCH_DIRECTORY):
                 with contextlib.suppress(StoreNotFoundError):  # a sender is making them
-                    filesystem.check_trust(self.root / buffer)
+                    filesystem.check_trust(self.root / name)
 
     @functools.cached_property
     def mount(self) -> Mount:

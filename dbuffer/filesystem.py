@@ -259,9 +259,7 @@ def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
 def replace_file(path: Path, data: bytes, *, scratch: Path, durable: bool = False) -> None:
     """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
 
-    ``scratch`` is the directory of the temporary file. It must not be one that watches for
-    ``path``: a rename inside a watched directory is two events, and watchdog holds back the
-    first for half a second to pair them.
+    ``scratch`` is the directory of the temporary file, one that nobody watches or lists.
     """
     name = f".{path.name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
     temporary = scratch / name

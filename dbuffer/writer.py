@@ -24,6 +24,7 @@ from dbuffer.buffer import (
     MANIFEST_FILE,
     POINTER_FILE,
     RECEIVERS_DIRECTORY,
+    SCRATCH_DIRECTORY,
     WRITER_FILE,
     WRITER_LOCK_FILE,
     DoubleBuffer,
@@ -95,7 +96,7 @@ class BufferWriter:
         self._owner_only = not allow_shared_store
         filesystem.make_directory(self.root, parents=True)
         self.store.check()
-        for name in (*BUFFERS, RECEIVERS_DIRECTORY):
+        for name in (SCRATCH_DIRECTORY, *BUFFERS, RECEIVERS_DIRECTORY):
             filesystem.make_directory(self.root / name)
         self.mount = self.store.mount
         # Other hosts see what was flushed, and nothing else.
@@ -169,7 +170,7 @@ class BufferWriter:
         marked = Manifest(
             state="writing", version=version, generation=generation, run=self.record.run, file=name
         )
-        self._put(self.root / buffer / MANIFEST_FILE, marked, scratch=self.root / buffer)
+        self._put(self.root / buffer / MANIFEST_FILE, marked)
         path = self.root / buffer / name
         is_new = file is None
         if file is None:
@@ -213,7 +214,7 @@ class BufferWriter:
         # writes over that one's manifest, and once more before the flip. A successor that comes
         # between a check and the line after it is not seen.
         self._check_not_superseded()
-        self._put(directory / MANIFEST_FILE, complete, scratch=directory)
+        self._put(directory / MANIFEST_FILE, complete)
         self._check_not_superseded()
         pointer = Pointer(
             version=complete.version,
@@ -223,7 +224,7 @@ class BufferWriter:
         )
         # Unlocked first: a receiver that is woken by the pointer finds the file free.
         filesystem.unlock(claim.file.number)
-        self._put(self.root / POINTER_FILE, pointer, scratch=directory)
+        self._put(self.root / POINTER_FILE, pointer)
         if self.mount.is_network:
             self._forget(claim.file)  # no further version goes into it
             self._read_back(pointer, complete, claim.path)
@@ -284,9 +285,8 @@ class BufferWriter:
             pid=os.getpid(),
             started_at=time.time(),
         )
-        self._put(self.root / WRITER_FILE, record, scratch=self.root / BUFFERS[0])
-        for name in (*BUFFERS, RECEIVERS_DIRECTORY):
-            filesystem.remove_stale_temporaries(self.root / name)
+        self._put(self.root / WRITER_FILE, record)
+        filesystem.remove_stale_temporaries(self.root / SCRATCH_DIRECTORY)
         for buffer in BUFFERS:
             self._clear_away(buffer)
         self._forget_old_receivers()
@@ -303,7 +303,8 @@ class BufferWriter:
             if path.name != keep:
                 self._retired.add(path, None)
 
-    def _put(self, path: Path, record: Record, *, scratch: Path) -> None:
+    def _put(self, path: Path, record: Record) -> None:
+        scratch = self.root / SCRATCH_DIRECTORY
         filesystem.replace_file(path, encode(record), scratch=scratch, durable=self._sync)
 
     def _check_not_superseded(self) -> None:
