@@ -261,7 +261,7 @@ class BufferWriter:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with os_errors("open the writer's lock", path):
             lock = Descriptor(os.open(path, flags, 0o600))
-            locked = filesystem.try_lock(lock.number, exclusive=True)
+            locked = filesystem.try_lock_if_any(lock.number, path)
         if not locked:
             lock.close()
             holder = self._readable_writer()
