@@ -167,7 +167,7 @@ class DoubleBuffer:
         Of two whole versions the lower one was published for certain; the higher one was, if it
         has been seen. While one buffer is being written the other one holds the newest.
         """
-        manifests = {buffer: self.manifest(buffer) for buffer in BUFFERS}
+        manifests = self._manifests_of_one_moment()
         if None in manifests.values():
             return None  # the first version is on its way
         whole = [
@@ -181,6 +181,13 @@ class DoubleBuffer:
             self._went_by_manifests = True
             logger.warning("%s has no %s: going by its manifests", self.root, POINTER_FILE)
         return seen[0] if seen else None
+
+    def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
+        """Both, as they stood together: a writer may come round between one look and the other."""
+        before = None
+        while (found := {buffer: self.manifest(buffer) for buffer in BUFFERS}) != before:
+            before = found
+        return found
 
     def manifest(self, buffer: str) -> Manifest | None:
         """What a buffer holds; None if it never held anything."""
@@ -305,7 +312,11 @@ class DoubleBuffer:
         # then found nobody who announced it.
         if self.manifest(buffer) != manifest:
             return f"buffer {buffer} was rewritten"
-        size = os.fstat(file.number).st_size
+        try:
+            with os_errors("read", path):
+                size = os.fstat(file.number).st_size
+        except StoreNotFoundError:
+            return f"{path} is not there"
         if size != manifest.file_bytes:
             return f"{path} has {size} bytes, and was published with {manifest.file_bytes}"
         return ""

@@ -47,6 +47,9 @@ MOUNT_VARIABLE = "DBUFFER_MOUNT"
 """``network`` or ``local`` in this environment variable overrules what a mount looks like: for a
 disk of this host that other hosts see over a network, for a FUSE mount that nobody else sees."""
 
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""What a mount answers that knows no locks."""
+
 _LOCK_RETRY_MIN_S = 0.0005
 _LOCK_RETRY_MAX_S = 0.02
 _STALE_TEMPORARY_S = 60.0
@@ -360,7 +363,7 @@ def try_lock_if_any(descriptor: int, path: Path) -> bool:
     try:
         return try_lock(descriptor, exclusive=True)
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+        if error.errno not in NO_LOCKS:
             raise
         _tell_once("no locks on %s: a second sender is found out, and not kept out", path)
         return True

@@ -342,7 +342,8 @@ class WeightSender:
         layout, table_xxh3 = footer.layout, None
         if checksums is not None:
             table = pack_checksums(checksums)
-            filesystem.write_at(claim.file.number, layout.checksums_offset, table)
+            with filesystem.os_errors("write the checksums", claim.path):
+                filesystem.write_at(claim.file.number, layout.checksums_offset, table)
             table_xxh3 = digest(table)
         self._writer.commit(
             claim,

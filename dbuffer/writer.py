@@ -189,7 +189,14 @@ class BufferWriter:
                 path.unlink(missing_ok=True)
             else:
                 self._retired.add(path, old.version)
+        # And what a publish left that failed between its mark and this.
+        self._retire_unnamed_files(buffer, keep=keep)
         self._retired.remove_unneeded()
+
+    def _retire_unnamed_files(self, buffer: str, *, keep: str | None) -> None:
+        for path in (self.root / buffer).glob("weights-*.td"):
+            if path.name != keep:
+                self._retired.add(path, None)
 
     def commit(self, claim: Claim, complete: Manifest) -> None:
         """Make the claimed buffer the newest version, in the one step of moving the pointer.
@@ -299,9 +306,7 @@ class BufferWriter:
         if not self.mount.is_network:
             self._remove_unnamed_files(buffer, keep=keep)
             return
-        for path in (self.root / buffer).glob("weights-*.td"):
-            if path.name != keep:
-                self._retired.add(path, None)
+        self._retire_unnamed_files(buffer, keep=keep)
 
     def _put(self, path: Path, record: Record) -> None:
         scratch = self.root / SCRATCH_DIRECTORY
@@ -321,6 +326,9 @@ class BufferWriter:
         pointer = self._readable_pointer()
         if pointer is not None:
             return other_buffer(pointer.buffer)
+        if self._was_nothing_published():
+            # What a dead writer began: it must not come to light as the older of two versions.
+            return BUFFERS[1]
         # With no pointer to go by, spare the buffer that may hold the newest version.
         newest = max(BUFFERS, key=lambda buffer: self._version_in(buffer))
         return other_buffer(newest)
@@ -335,6 +343,10 @@ class BufferWriter:
             # The first version of all: its writer died before it moved the pointer.
             return max(complete, default=1) - 1
         return max(complete, default=0)
+
+    def _was_nothing_published(self) -> bool:
+        first, second = (self.root / buffer / MANIFEST_FILE for buffer in BUFFERS)
+        return not (self.root / POINTER_FILE).exists() and not (first.exists() and second.exists())
 
     def _version_in(self, buffer: str) -> int:
         manifest = self._readable_manifest(buffer)

@@ -326,10 +326,10 @@ def observe_starts(store: Path, engines: list[Any], seen: dict[str, Any]) -> Non
     ):
         engines.append(vllm.LLM(**engine_arguments(checkpoint, **settings, **more)))
         seen[name] = greedy(engines[-1])
-    observe_local_copy(store, engines, seen)
+    observe_local_copy(store.parent, engines, seen)
 
 
-def observe_local_copy(remote: Path, engines: list[Any], seen: dict[str, Any]) -> None:
+def observe_local_copy(directory: Path, engines: list[Any], seen: dict[str, Any]) -> None:
     """An engine that is told of a store and where to copy it; and TorchRL's way of saying so."""
     import vllm
     from tiny_models import make_model
@@ -337,9 +337,11 @@ def observe_local_copy(remote: Path, engines: list[Any], seen: dict[str, Any]) -
     from dbuffer.integrations.torchrl import VLLMDoubleBufferSyncScheme
     from dbuffer.integrations.vllm import follow
 
-    local = remote.parent / "local"
+    remote, local = directory / "remote", directory / "local"
     told = {"store": str(remote), "local_store": str(local), "poll_interval_s": 0.05}
-    checkpoint = remote.parent.parent / "qwen3-0"
+    checkpoint = directory.parent / "qwen3-0"
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        sender.send(make_model("qwen3", 1))
     llm = vllm.LLM(**engine_arguments(checkpoint, additional_config={"dbuffer": told}))
     engines.append(llm)
     found: dict[str, Any] = {"started": greedy(llm)}

@@ -247,6 +247,11 @@ def _probe_rename(site: Site) -> Outcome:
 
 def _probe_locks(site: Site) -> Outcome:
     with scratch(site.base) as place, _new_file(place / "lock") as file:
+        if site.mount.is_network and not _knows_locks(file):
+            return adapted(
+                "the mount knows none",
+                "readers do without; a second sender is found out by epochs, and not kept out",
+            )
         with OtherProcess() as other:
             taken = other.ask("lock", str(place / "lock"))
             excludes = taken and not filesystem.try_lock(file, exclusive=True)
@@ -266,6 +271,18 @@ def _probe_locks(site: Site) -> Outcome:
     if site.mount.is_network:
         return good(found, "a second sender on this host is kept out; readers do without")
     return good(found, "readers keep what they read, and a second sender is kept out")
+
+
+def _knows_locks(file: int) -> bool:
+    """Whether a lock can be asked for at all; on Lustre it cannot, by default."""
+    try:
+        filesystem.try_lock(file, exclusive=True)
+    except OSError as error:
+        if error.errno not in filesystem.NO_LOCKS:
+            raise
+        return False
+    filesystem.unlock(file)
+    return True
 
 
 def _becomes_free(file: int) -> bool:
