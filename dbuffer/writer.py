@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -264,13 +265,8 @@ class BufferWriter:
                 claim.path.unlink()
 
     def _take_writer_lock(self) -> Descriptor:
-        path = self.root / WRITER_LOCK_FILE
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os_errors("open the writer's lock", path):
-            lock = Descriptor(os.open(path, flags, 0o600))
-            locked = filesystem.try_lock_if_any(lock.number, path)
-        if not locked:
-            lock.close()
+        lock = _try_writer_lock(self.root)
+        if lock is None:
             holder = self._readable_writer()
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
             raise WriterActiveError(
@@ -487,6 +483,33 @@ class BufferWriter:
             if time.time() - record.updated_at > FORGET_RECEIVERS_AFTER_S:
                 path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
                 path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writer_lock(root: Path) -> Iterator[None]:
+    """Keep senders out of a store for a ``with`` block.
+
+    Raises:
+        WriterActiveError: one has it open.
+    """
+    lock = _try_writer_lock(root)
+    if lock is None:
+        raise WriterActiveError(f"a sender has {root} open for writing; give another directory")
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def _try_writer_lock(root: Path) -> Descriptor | None:
+    path = root / WRITER_LOCK_FILE
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os_errors("open the writer's lock", path):
+        lock = Descriptor(os.open(path, flags, 0o600))
+        if filesystem.try_lock_if_any(lock.number, path):
+            return lock
+    lock.close()
+    return None
 
 
 def _was_never_published(manifest: Manifest) -> bool:
