@@ -180,6 +180,7 @@ class Mirror:
         """
         stop = stop_event or self._stop
         if self._lock is None and not self._elect():
+            self._wait_until_prepared()
             logger.info("another mirror of %s is at work: standing by", self._local.root)
             while self._lock is None and not stop.wait(_STAND_BY_S):
                 self._elect()
@@ -270,9 +271,18 @@ class Mirror:
             self._lock = None
 
     def _wait_until_prepared(self) -> None:
-        """Wait until the elected mirror has seen to what was in the local store."""
+        """Wait until the elected mirror has seen to what was in the local store.
+
+        Raises:
+            StoreMismatchError: it has not, as what is there is what it mirrors.
+        """
         deadline = time.monotonic() + _PREPARED_S
-        while time.monotonic() < deadline and self._is_stale() and not self._are_users_right():
+        while self._is_stale() and not self._are_users_right():
+            if time.monotonic() > deadline:
+                raise StoreMismatchError(
+                    f"a mirror of another store than {self._remote.root} is at work in "
+                    f"{self._local.root}; stop it, or give another directory"
+                )
             time.sleep(_LOOK_S)
 
     def _is_stale(self) -> bool:

@@ -103,7 +103,8 @@ class BufferWriter:
         # Other hosts see what was flushed, and nothing else.
         self._sync = durable or self.mount.is_network
         self._files: dict[Path, Descriptor] = {}
-        self._retired = RetiredFiles(self._live_receivers, reader_timeout_s)
+        self._open_files = filesystem.open_files_for(self.root)
+        self._retired = RetiredFiles(self._live_receivers, reader_timeout_s, self._let_go)
         self._generation = 0
         self._lock = self._take_writer_lock()
         try:
@@ -122,6 +123,8 @@ class BufferWriter:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        if self._open_files is not None:
+            self._open_files.close()
         self._lock.close()
 
     def next_version(self, version: int | None) -> int:
@@ -187,6 +190,7 @@ class BufferWriter:
         if old is not None:
             path = self.root / buffer / old.file
             if _was_never_published(old):
+                self._let_go(path)
                 path.unlink(missing_ok=True)
             else:
                 self._retired.add(path, old.version)
@@ -234,7 +238,6 @@ class BufferWriter:
         filesystem.unlock(claim.file.number)
         self._put(self.root / POINTER_FILE, pointer)
         if self.mount.is_network:
-            self._forget(claim.file)  # no further version goes into it
             self._read_back(pointer, complete, claim.path)
             self._retired.remove_unneeded()
 
@@ -306,7 +309,9 @@ class BufferWriter:
 
     def _put(self, path: Path, record: Record) -> None:
         scratch = self.root / SCRATCH_DIRECTORY
-        filesystem.replace_file(path, encode(record), scratch=scratch, durable=self._sync)
+        filesystem.replace_file(
+            path, encode(record), scratch=scratch, durable=self._sync, open_files=self._open_files
+        )
 
     def _check_not_superseded(self) -> None:
         record = self.store.writer()
@@ -451,6 +456,11 @@ class BufferWriter:
             raise
         self._files[path] = file
         return file
+
+    def _let_go(self, path: Path) -> None:
+        """Close a file that was kept open so that no host holds up its removal; see `OpenFiles`."""
+        if (file := self._files.get(path)) is not None:
+            self._forget(file)
 
     def _forget(self, file: Descriptor) -> None:
         self._files = {path: known for path, known in self._files.items() if known is not file}
