@@ -1,4 +1,4 @@
-"""``python -m benchmarks``, and the same with ``gpu``, ``pause`` or ``torchrl``."""
+"""``python -m benchmarks``, and the same with ``gpu``, ``pause``, ``torchrl`` or ``fanout``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks import (
     fan_out,
+    fanout,
     flips,
     gpu,
     memory,
@@ -45,6 +46,9 @@ _PEERS = (*_PEERS_FOR_EXPERTS, DistributedCheckpoint)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["fanout"]:  # which has options of its own
+        return fanout.main(arguments[1:])
     options = _parse(arguments)
     # Unwinding deletes gigabytes of files in shared memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -79,11 +83,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("cpu", "gpu", "pause", "torchrl"),
+        choices=("cpu", "gpu", "pause", "torchrl", "fanout"),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB); or TorchRL's double buffer next to ours: speed, torn reads "
-        "and killed writers (3 minutes, 14 GB)",
+        "and killed writers (3 minutes, 14 GB); or how a publish reaches a fleet of nodes "
+        "(fanout --help)",
     )
     parser.add_argument(
         "--dir",

@@ -137,6 +137,12 @@ class DoubleBuffer:
     def exists(self) -> bool:
         """Whether there is a directory, published to or not."""
         with os_errors("look for a store", self.root):
+            if self.root.is_dir():
+                return True
+            # A host that has looked before may keep in mind for a minute that it was not there.
+            for directory in reversed(self.root.parents):
+                with contextlib.suppress(OSError):
+                    filesystem.refresh(directory)
             return self.root.is_dir()
 
     def pointer(self) -> Pointer | None:

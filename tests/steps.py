@@ -40,6 +40,39 @@ PUBLISHED = {
 PUBLISHED_DURABLY = {
     "pointer in place, before its flush": Step("call", "sync_directory", nth=3),
 }
+NETWORK_PUBLISH = {
+    "before it looks for the idle buffer": Step("call", "BufferWriter.claim"),
+    "before the mark is written": Step("call", "replace_file", "manifest.json"),
+    "mark written beside the manifest": Step("c_call", "replace", "manifest.json"),
+    "mark in place": Step("c_return", "replace", "manifest.json"),
+    "mark flushed": Step("return", "replace_file", "manifest.json"),
+    "before the old file is put away": Step("call", "BufferWriter._put_away"),
+    "after the old file was put away": Step("return", "BufferWriter._put_away"),
+    "before the new file": Step("call", "BufferWriter._create"),
+    "new file empty": Step("call", "check_room"),
+    "layout written": Step("return", "Footer.write"),
+    "before the tensors": Step("call", "WeightSender._write"),
+    "in the middle of the tensors": Step("call", "_hash_span"),
+    "after the tensors": Step("return", "WeightSender._write"),
+    "after the checksums": Step("call", "BufferWriter.commit"),
+    "before the flush": Step("call", "sync_file"),
+    "after the flush": Step("return", "sync_file"),
+    "before the manifest": Step("call", "replace_file", "manifest.json", nth=2),
+    "manifest written beside the mark": Step("c_call", "replace", "manifest.json", nth=2),
+    "manifest in place": Step("c_return", "replace", "manifest.json", nth=2),
+    "manifest flushed": Step("return", "replace_file", "manifest.json", nth=2),
+    "before the pointer": Step("call", "replace_file", "CURRENT"),
+    "pointer written beside the old one": Step("c_call", "replace", "CURRENT"),
+}
+NETWORK_PUBLISHED = {
+    "pointer in place": Step("c_return", "replace", "CURRENT"),
+    "pointer flushed": Step("return", "replace_file", "CURRENT"),
+    "before it is read back": Step("call", "BufferWriter._read_back"),
+    "after it was read back": Step("return", "BufferWriter._read_back"),
+    "before old files go": Step("call", "RetiredFiles.remove_unneeded", nth=2),
+    "after old files went": Step("return", "RetiredFiles.remove_unneeded", nth=2),
+    "at the end": Step("return", "WeightSender.send"),
+}
 RECOVERY = {
     "writer's lock taken": Step("return", "BufferWriter._take_writer_lock"),
     "writer's record begun": Step("c_return", "open", "writer.json"),

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import random
+import shutil
 import signal
 import struct
 import sys
@@ -26,7 +27,7 @@ from typing import Any
 
 import pytest
 import torch
-from steps import CASES, EVERY_PUBLISH, RECOVERY
+from steps import CASES, EVERY_PUBLISH, NETWORK_PUBLISH, NETWORK_PUBLISHED, RECOVERY
 from support import (
     OTHER,
     SMALL,
@@ -42,6 +43,7 @@ from support import (
 )
 
 import dbuffer
+from dbuffer import filesystem, retirement
 
 SOON_S = 1.0
 """What must not wait for anybody takes milliseconds; a busy machine may need longer."""
@@ -54,7 +56,9 @@ def publish_up_to(
     connection: Connection, store: Path, situation: str, step: Step, action: Callable[[], None]
 ) -> None:
     """Publish what the situation asks for, and do ``action`` at ``step`` of the last publish."""
-    last = OTHER if situation == "new layout" else SMALL
+    if situation.endswith("network"):
+        os.environ["DBUFFER_MOUNT"] = "network"
+    last = OTHER if situation.startswith("new layout") else SMALL
     durable = situation.endswith("durable")
     with dbuffer.WeightSender(store, durable=durable, checksum=True, num_threads=1) as sender:
         if not situation.startswith("first"):
@@ -194,7 +198,10 @@ def read_and_publish(store: Path, at_least: int, *, checksum: bool) -> int:
     with dbuffer.WeightSender(store, checksum=checksum, num_threads=1) as sender:
         publication = sender.send(SMALL.weights(found + 1))
     assert publication.version == found + 1 == newest(store, verify=checksum)
-    assert_tidy(store)
+    if filesystem.mount_of(store).is_network:  # what somebody may read stays for a while
+        assert named_in(store) <= weights_in(store)
+    else:
+        assert_tidy(store)
     return found + 1
 
 
@@ -213,11 +220,12 @@ def die_before_call(number: int) -> None:
     sys.setprofile(watch)
 
 
-def kill_before_every_call(connection: Connection, store: Path, prepares: bool) -> None:
+def kill_before_every_call(connection: Connection, store: Path, prepares: bool, mount: str) -> None:
     """Start a sender and publish, dying one call later each time, until it is through.
 
     ``prepares``: after a publish of the same layout by the same sender, which is not killed.
     """
+    os.environ["DBUFFER_MOUNT"] = mount
     ledger = Ledger()
     last = number = 0
     was_killed = True
@@ -245,9 +253,12 @@ def kill_before_every_call(connection: Connection, store: Path, prepares: bool) 
     connection.send(number)
 
 
+@pytest.mark.parametrize("mount", ["local", "network"])
 @pytest.mark.parametrize("prepares", [False, True], ids=["from the start", "in place"])
-def test_killed_before_every_call_that_changes_the_disk(store: Path, prepares: bool) -> None:
-    with Child(kill_before_every_call, store, prepares) as child:
+def test_killed_before_every_call_that_changes_the_disk(
+    store: Path, prepares: bool, mount: str
+) -> None:
+    with Child(kill_before_every_call, store, prepares, mount) as child:
         assert child.receive() > 20
 
 
@@ -290,6 +301,97 @@ def test_killed_at_500_random_moments(shm_path: Path) -> None:
             deaths, published = child.receive(2 * TIMEOUT_S)
             assert deaths == 250
             assert published > 250, "the processes died before they did much"
+
+
+# ---------------------------------------------------------------------------------------------
+# The same as on a network mount, where every publish is to a new file
+
+NETWORK_SITUATIONS = ["network", "first ever, network"]
+
+
+class Clock:
+    """Stands for the clock by which old files age."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def assert_recovers_across_a_network(store: Path, expected: int | None, clock: Clock) -> None:
+    """As above; and what nobody can have read goes at once, what somebody may read in time."""
+    assert newest(store, verify=True) == expected
+    make_temporaries_old(store)
+    unnamed = weights_in(store) - named_in(store)
+    started = time.monotonic()
+    with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=60) as sender:
+        assert newest(store, verify=True) == expected
+        for version in range((expected or 0) + 2, (expected or 0) + 5):
+            assert unnamed <= weights_in(store), "another host may read it still"
+            publication = sender.send(SMALL.weights(version), version=version)
+            assert publication.version == version == newest(store, verify=True)
+        assert time.monotonic() - started < 10 * SOON_S, "a dead process was waited for"
+        clock.now_s += 59.9
+        sender.send(SMALL.weights(100), version=100)
+        assert unnamed <= weights_in(store)
+        clock.now_s += 0.2
+        sender.send(SMALL.weights(101), version=101)
+        assert not unnamed & weights_in(store)
+        clock.now_s += 60.0
+        sender.send(SMALL.weights(102), version=102)
+    assert len(weights_in(store) - named_in(store)) <= 1, "just what the last publish put away"
+    assert not list(store.rglob("*.tmp"))
+
+
+def weights_in(store: Path) -> set[Path]:
+    return set(store.glob("[AB]/weights-*"))
+
+
+def named_in(store: Path) -> set[Path]:
+    double = dbuffer.buffer.DoubleBuffer(store)
+    manifests = {buffer: double.manifest(buffer) for buffer in ("A", "B")}
+    return {store / buffer / found.file for buffer, found in manifests.items() if found}
+
+
+def kill_at_every_step(connection: Connection, directory: Path, situation: str) -> None:
+    os.environ["DBUFFER_MOUNT"] = "network"
+    retirement.time = clock = Clock()  # type: ignore[attr-defined]
+    last = None if situation.startswith("first") else 3
+    for number, (name, step) in enumerate({**NETWORK_PUBLISH, **NETWORK_PUBLISHED}.items()):
+        store = directory / f"{number}"
+        body = functools.partial(publish_up_to, connection, store, situation, step, die)
+        assert fork_and_kill(body), f"'{name}' was never reached"
+        expected = (last or 0) + 1 if name in NETWORK_PUBLISHED else last
+        try:
+            assert_recovers_across_a_network(store, expected, clock)
+        except Exception as error:
+            error.add_note(f"killed at '{name}'")
+            raise
+        shutil.rmtree(store)
+    connection.send(number)
+
+
+@pytest.mark.parametrize("situation", NETWORK_SITUATIONS)
+def test_killed_at_each_step_of_a_publish_across_a_network(shm_path: Path, situation: str) -> None:
+    with Child(kill_at_every_step, shm_path, situation) as child:
+        assert child.receive() + 1 == len(NETWORK_PUBLISH) + len(NETWORK_PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mark in place", "in the middle of the tensors", "manifest in place", "pointer in place"],
+)
+def test_a_frozen_sender_delays_no_reader_across_a_network(
+    store: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    step = {**NETWORK_PUBLISH, **NETWORK_PUBLISHED}[name]
+    with Child(publish_up_to, store, "network", step, stop) as child:
+        child.wait_until_stopped()
+        started = time.monotonic()
+        expected = 4 if name in NETWORK_PUBLISHED else 3
+        assert newest(store) == newest(store, verify=True) == expected
+        assert time.monotonic() - started < SOON_S
 
 
 # ---------------------------------------------------------------------------------------------

@@ -122,6 +122,31 @@ class TestReading:
         with pytest.raises(FileNotFoundError):
             filesystem.read_small(tmp_path / "none", 10)
 
+    @pytest.mark.parametrize("name", ["open", "read", "fstat"])
+    def test_a_stale_handle_is_tried_again_for_a_while(self, tmp_path, monkeypatch, name):
+        """A file that is replaced between lookup and read; the next lookup finds the new one."""
+        path = tmp_path / "file"
+        path.write_bytes(b"12345")
+        real, left = getattr(os, name), 0
+
+        def stale(*arguments):
+            nonlocal left
+            if left > 0:
+                left -= 1
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return real(*arguments)
+
+        before = num_descriptors()
+        monkeypatch.setattr(os, name, stale)
+        for times in (1, 2, 4):
+            left = times
+            assert filesystem.read_small(path, 5) == b"12345"
+        left = 1000
+        with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+            filesystem.read_small(path, 5)
+        monkeypatch.undo()
+        assert num_descriptors() == before
+
     @pytest.mark.parametrize("kind", ["link", "dangling link", "directory", "pipe"])
     @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_RDWR], ids=["read", "write"])
     def test_nothing_but_a_plain_file(self, tmp_path, kind, flags):
@@ -242,6 +267,7 @@ def test_allocated_space_is_real(tmp_path):
         (errno.EROFS, StoreAccessError),
         (errno.EACCES, StoreAccessError),
         (errno.ENOENT, StoreNotFoundError),
+        (errno.ESTALE, StoreNotFoundError),
     ],
 )
 def test_os_errors_become_ours(tmp_path, number, kind):

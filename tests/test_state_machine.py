@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,7 @@ from hypothesis.stateful import (
 from support import SHARED_MEMORY, assert_tidy, make_temporaries_old
 
 import dbuffer
-from dbuffer import filesystem
+from dbuffer import filesystem, retirement
 from dbuffer.buffer import DoubleBuffer, other_buffer
 
 Tensors = dict[str, torch.Tensor]
@@ -117,9 +119,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     readers = Bundle("readers")
     snapshots = Bundle("snapshots")
+    is_network = False
 
     def __init__(self) -> None:
         super().__init__()
+        self.patches = contextlib.ExitStack()
+        mount = {"DBUFFER_MOUNT": "network" if self.is_network else "local"}
+        self.patches.enter_context(mock.patch.dict(os.environ, mount))
+        self.patches.enter_context(mock.patch.object(retirement, "KEEP_AT_LEAST_S", 0.0))
         base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self.directory = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))
         self.store = self.directory / "store"
@@ -146,6 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
         if hasattr(self, "sender"):
             self.sender.close()
         shutil.rmtree(self.directory)
+        self.patches.close()
 
     def note_publication(self, version: int, tensors: Tensors, metadata: Any) -> None:
         self.published[version] = tensors
@@ -154,6 +162,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def note_claim(self) -> None:
         """The buffer that is not the newest was taken, whoever held it."""
+        if self.is_network:
+            return  # its file was left alone, and is in memory besides
         for held in self.held:
             held.is_evicted |= held.version != self.newest
 
@@ -361,7 +371,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_left_over(self) -> None:
-        if hasattr(self, "sender"):
+        if hasattr(self, "sender") and not self.is_network:  # there they go in time
             files = [*self.store.rglob("weights-*")]
             assert len(files) <= 3, "a crash may leave one, until the next publish"
 
@@ -369,10 +379,44 @@ class StoreMachine(RuleBasedStateMachine):
     def restart_and_tidy(self) -> None:
         make_temporaries_old(self.store)
         self.restart()
+        if self.is_network:
+            time.sleep(READER_TIMEOUT_S)
+            self.publish(0, 1, as_stream=False)
         self.publish(0, 0, as_stream=False)
         assert_tidy(self.store)
+
+
+class NetworkStoreMachine(StoreMachine):
+    """As on a network mount, where the pointer may be away for a while."""
+
+    is_network = True
+
+    @precondition(lambda self: self.newest)
+    @rule(seen=st.booleans())
+    def look_while_the_pointer_is_away(self, seen: bool) -> None:
+        pointer = self.store / "CURRENT"
+        into: Tensors = {}
+        with dbuffer.WeightReceiver(self.store, receiver_id="away", num_threads=1) as receiver:
+            if seen:
+                assert receiver.wait_for_version(timeout_s=0) == self.newest
+                with receiver.open(acknowledge=False):
+                    pass
+            data = pointer.read_bytes()
+            pointer.unlink()
+            version = None
+            # None: a buffer was damaged, or holds nothing yet.
+            with contextlib.suppress(dbuffer.StoreCorruptError, dbuffer.VersionRegressedError):
+                version = receiver.load_into(lambda pairs: into.update(copied(pairs)))
+            pointer.write_bytes(data)
+            pointer.chmod(0o600)
+        if version is not None:
+            assert version >= (self.newest if seen else 0)
+            assert are_equal(into, self.published[version]), "it was published, just so"
 
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(max_examples=60, stateful_step_count=30, report_multiple_bugs=False)
 TestStore.pytestmark = [pytest.mark.slow]
+TestNetworkStore = NetworkStoreMachine.TestCase
+TestNetworkStore.settings = settings(TestStore.settings, max_examples=30)
+TestNetworkStore.pytestmark = [pytest.mark.slow]

@@ -3,12 +3,17 @@
 Three layers keep a read whole, and each is tested with those before it switched off. A fourth
 case switches off all three and must see torn reads: without it, nothing here would prove that
 the readers could have seen one.
+
+Across a network none of them is needed: no file is written twice, and none goes while somebody
+says that he reads it. Here a file that was removed answers as a file server would.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import os
 import random
 import sys
 import time
@@ -22,12 +27,14 @@ import pytest
 from support import SMALL, Child, Pattern, Step, at_step, without_flock
 
 import dbuffer
-from dbuffer import filesystem
+from dbuffer import filesystem, layout, retirement
 from dbuffer.buffer import DoubleBuffer
 from dbuffer.receiver import WeightReceiver
 from dbuffer.tensors import Copier
 
 NUM_PUBLISHES = 2000
+NUM_PUBLISHES_ACROSS_A_NETWORK = 600
+"""Each takes longer: three files are flushed, and three directories."""
 NUM_READERS = 4
 WEIGHTS = Pattern(num_tensors=64, numel=2048)  # 16 KiB each, 1 MiB in all
 
@@ -39,12 +46,24 @@ class Layers:
     locks: bool
     generations: bool
     checksums: bool
+    announces: bool | None = None
+    """Across a network: whether readers say what they read."""
+
+    @property
+    def is_network(self) -> bool:
+        return self.announces is not None
+
+    @property
+    def num_publishes(self) -> int:
+        return NUM_PUBLISHES_ACROSS_A_NETWORK if self.is_network else NUM_PUBLISHES
 
 
 LOCKS = Layers(locks=True, generations=True, checksums=False)
 GENERATIONS = Layers(locks=False, generations=True, checksums=False)
 CHECKSUMS = Layers(locks=False, generations=False, checksums=True)
 NOTHING = Layers(locks=False, generations=False, checksums=False)
+NETWORK = Layers(locks=False, generations=False, checksums=False, announces=True)
+NETWORK_UNANNOUNCED = Layers(locks=False, generations=False, checksums=False, announces=False)
 
 
 def switch_off_what_is_not_in(layers: Layers) -> None:
@@ -52,6 +71,24 @@ def switch_off_what_is_not_in(layers: Layers) -> None:
         without_flock()
     if not layers.generations:
         DoubleBuffer.is_unchanged = lambda self, held: True
+    if layers.is_network:
+        os.environ["DBUFFER_MOUNT"] = "network"
+        layout.SPAN_BYTES = 32 * 1024  # so that a reader is in the middle of a file for long
+        retirement.KEEP_AT_LEAST_S = 0.0
+        os.pread, os.preadv = stale_if_removed(os.pread), stale_if_removed(os.preadv)
+    if layers.announces is False:
+        WeightReceiver._announce = lambda self, version: None
+
+
+def stale_if_removed(function: Any) -> Any:
+    """A file server knows no file that has no name."""
+
+    def call(descriptor: int, *arguments: Any) -> Any:
+        if os.fstat(descriptor).st_nlink == 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return function(descriptor, *arguments)
+
+    return call
 
 
 def count_detections(counts: Counter[str]) -> None:
@@ -69,7 +106,8 @@ def count_detections(counts: Counter[str]) -> None:
 
     counted(filesystem, "try_lock")
     counted(DoubleBuffer, "is_unchanged")
-    counted(WeightReceiver, "_is_right")
+    counted(WeightReceiver, "is_right")
+    counted(WeightReceiver, "_read")
 
 
 def copy_with_pauses(rng: random.Random, longest_s: float) -> None:
@@ -94,7 +132,7 @@ def write(connection: Connection, store: Path, layers: Layers) -> None:
         sender.send(WEIGHTS.weights(1))
         connection.send("published")
         connection.recv()
-        for version in range(2, NUM_PUBLISHES + 1):
+        for version in range(2, layers.num_publishes + 1):
             sender.send(WEIGHTS.weights(version))
     connection.send(counts)
 
@@ -112,7 +150,7 @@ def read(connection: Connection, store: Path, layers: Layers, seed: int) -> None
     versions: list[int] = []
     connection.send("ready")
     with dbuffer.WeightReceiver(store, verify=layers.checksums, num_threads=1) as receiver:
-        while not versions or versions[-1] < NUM_PUBLISHES:
+        while not versions or versions[-1] < layers.num_publishes:
             holds = layers.locks and rng.random() < 0.3
             if holds:
                 found = hold(receiver, rng)
@@ -158,7 +196,7 @@ def run(store: Path, layers: Layers) -> tuple[Counter[str], list[Counter[str]]]:
     [
         pytest.param(LOCKS, "try_lock", id="locks"),
         pytest.param(GENERATIONS, "is_unchanged", id="generations alone"),
-        pytest.param(CHECKSUMS, "_is_right", id="checksums alone"),
+        pytest.param(CHECKSUMS, "is_right", id="checksums alone"),
     ],
 )
 def test_no_reader_mixes_versions_or_goes_back(store: Path, layers: Layers, detector: str) -> None:
@@ -168,6 +206,26 @@ def test_no_reader_mixes_versions_or_goes_back(store: Path, layers: Layers, dete
         assert counts["steps back"] == 0
         assert counts["reads"] >= 5
     assert sum(counts[detector] for counts in (written, *read)) > 0, "nothing was put to the test"
+
+
+@pytest.mark.slow
+def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(store: Path) -> None:
+    _, read = run(store, NETWORK)
+    for counts in read:
+        assert counts["mixes"] == 0
+        assert counts["steps back"] == 0
+        assert counts["_read"] == 0, "a file went while a reader said that it reads it"
+        assert counts["reads"] >= 5
+
+
+@pytest.mark.slow
+def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(store: Path) -> None:
+    """The control; and what happens to readers that may not write a record."""
+    _, read = run(store, NETWORK_UNANNOUNCED)
+    for counts in read:
+        assert counts["mixes"] == 0
+        assert counts["steps back"] == 0
+    assert sum(counts["_read"] for counts in read) > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,125 @@
+"""The fan-out benchmark: its simulation against closed forms, and a small tree of real mirrors."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import fanout
+from benchmarks.__main__ import main
+from benchmarks.fanout import Fleet, Link, Transfer, simulate
+
+A, B, C = Link("a"), Link("b"), Link("c")
+
+
+def ends(transfers: list[Transfer], **bytes_per_s: float) -> list[float]:
+    return simulate(transfers, bytes_per_s).ended_s
+
+
+def test_one_transfer_is_as_fast_as_its_slowest_link() -> None:
+    outcome = simulate([Transfer(100, (A, B, C))], {"a": 10, "b": 4, "c": 5})
+    assert outcome.ended_s == pytest.approx([25])
+    assert outcome.waited_for == pytest.approx({"b": 25})
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000])
+def test_a_link_is_shared(count: int) -> None:
+    assert ends([Transfer(100, (A,))] * count, a=10) == pytest.approx([10 * count] * count)
+
+
+def test_what_one_cannot_use_the_others_get() -> None:
+    """Two share 10; one of them is held to 2 elsewhere, so the other one has 8."""
+    assert ends([Transfer(80, (A, B)), Transfer(80, (A,))], a=10, b=2) == pytest.approx([40, 10])
+
+
+def test_what_one_does_not_need_any_more_the_others_get() -> None:
+    """At 5 each until 4 s; then the longer one has all."""
+    assert ends([Transfer(20, (A,)), Transfer(100, (A,))], a=10) == pytest.approx([4, 12])
+
+
+def test_one_begins_when_the_one_before_it_has_ended() -> None:
+    chain = [Transfer(100, (A,)), Transfer(100, (B,), after=0), Transfer(100, (C,), after=1)]
+    assert ends(chain, a=10, b=20, c=50) == pytest.approx([10, 15, 17])
+
+
+def test_numbers_of_one_kind_are_links_of_their_own() -> None:
+    two = [Transfer(100, (Link("a", number),)) for number in (1, 2)]
+    assert ends(two, a=10) == pytest.approx([10, 10])
+
+
+def test_shares_are_max_min_fair() -> None:
+    """No link carries too much; and each flow has a full link on which nobody has more."""
+    rng = random.Random(3)
+    for _ in range(50):
+        speeds = {kind: rng.uniform(1, 10) for kind in "abcdef"}
+        flows = {
+            index: tuple(Link(kind) for kind in rng.sample("abcdef", rng.randint(1, 4)))
+            for index in range(rng.randint(1, 20))
+        }
+        rates = {index: rate for index, (rate, _) in fanout._fair_rates(flows, speeds).items()}
+        carried: Counter[Link] = Counter()
+        for index, links in flows.items():
+            for link in links:
+                carried[link] += rates[index]  # type: ignore[assignment]
+        assert all(used <= speeds[link.kind] * (1 + 1e-6) for link, used in carried.items())
+        for index, links in flows.items():
+            full = [link for link in links if carried[link] >= speeds[link.kind] * (1 - 1e-6)]
+            most = {
+                link: max(rates[other] for other, through in flows.items() if link in through)
+                for link in full
+            }
+            assert any(rates[index] >= rate * (1 - 1e-6) for rate in most.values())
+
+
+def test_a_flat_fleet_waits_for_the_server() -> None:
+    fleet = Fleet(num_bytes=140e9, nodes=1000, server=12.5e9)
+    [one] = [a for a in fanout.arrivals(fleet, []) if a.way == "NFS server, a mirror a node"]
+    assert one.published_s == pytest.approx(11.2)
+    assert one.all_s == one.half_s == pytest.approx(11.2 + 1000 * 11.2)
+    assert one.bottleneck == fanout.SERVER
+
+
+def test_a_small_fleet_waits_for_its_own_copy() -> None:
+    fleet = Fleet(num_bytes=80e9, nodes=1, copy=8e9)
+    one = fanout._arrival("", simulate(fleet.flat(fanout.SERVER), fleet.links))
+    assert one.all_s == pytest.approx(80 / 12.5 + 10)
+    assert one.bottleneck == fanout.COPY
+
+
+@pytest.mark.parametrize(("fan_out", "levels"), [(2, 9), (3, 6), (4, 5), (10, 3)])
+def test_a_full_tree_takes_as_long_as_its_levels(fan_out: int, levels: int) -> None:
+    """On each, a network goes out to so many children, one version each."""
+    nodes = sum(fan_out**level for level in range(1, levels + 1))
+    fleet = Fleet(num_bytes=140e9, nodes=nodes)
+    one = fanout._arrival("", simulate(fleet.tree(fan_out), fleet.links))
+    assert one.all_s == pytest.approx(11.2 * (1 + levels * fan_out))
+    assert one.bottleneck == fanout.OUT
+    assert one.ended_s[0] == pytest.approx(11.2 * (1 + fan_out))
+    assert len(one.ended_s) == nodes
+
+
+def test_a_tree_of_real_mirrors(shm_path: Path) -> None:
+    found = fanout.real_tree(shm_path, fan_out=2, levels=2, versions=2)
+    assert len(found.reads) == 6
+    assert all(1 <= reads < 1.05 for reads in found.reads), "a version is read once a mirror"
+    assert not list(shm_path.iterdir())
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / name for name in ("results.json", "plot.png")}
+    arguments = ["fanout", "--no-real", "--nodes", "30", "--fan-out", "3"]
+    assert (
+        main([*arguments, "--json", f"{files['results.json']}", "--plot", f"{files['plot.png']}"])
+        == 0
+    )
+    printed = capsys.readouterr().out
+    assert "| NFS server, tree of mirrors, 3 each " in printed
+    results = json.loads(files["results.json"].read_text())
+    assert [way["way"] for way in results["ways"]][-1] == "NFS server, tree of mirrors, 3 each"
+    assert files["plot.png"].read_bytes().startswith(b"\x89PNG")

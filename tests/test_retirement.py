@@ -1,0 +1,378 @@
+"""Old weights files on a network mount: kept while someone may read them, and no longer."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import OTHER, SMALL, Child, newest, weights_files
+
+import dbuffer
+from dbuffer import retirement
+from dbuffer.manifest import ReceiverRecord, encode
+from dbuffer.retirement import KEEP_AT_LEAST_S, RetiredFiles
+
+READER_TIMEOUT_S = 60.0
+
+
+class Clock:
+    """Stands for the monotonic clock of the module that counts ages."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(retirement, "time", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+
+
+def record_of(
+    held: int | None, receiver: str = "far", host: str = "another-host", pid: int = 1
+) -> ReceiverRecord:
+    return ReceiverRecord(
+        receiver=receiver,
+        host=host,
+        pid=pid,
+        applied_version=None,
+        held_version=held,
+        updated_at=0.0,
+    )
+
+
+def put_record(store: Path, record: ReceiverRecord) -> None:
+    (store / "receivers" / f"{record.receiver}.json").write_bytes(encode(record))
+
+
+def files_in(store: Path) -> list[str]:
+    return sorted(name for names in weights_files(store).values() for name in names)
+
+
+def named_files(store: Path) -> list[str]:
+    manifests = [store / buffer / "manifest.json" for buffer in ("A", "B")]
+    return sorted(json.loads(path.read_bytes())["file"] for path in manifests)
+
+
+# ---------------------------------------------------------------------------------------------
+# The rule by itself
+
+
+@pytest.fixture
+def old_file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights-0123456789abcdef-2.td"
+    path.write_bytes(b"old")
+    return path
+
+
+class Retiring:
+    """One file that was retired at 0 s, and who says to read what."""
+
+    def __init__(self, path: Path, version: int | None, clock: Clock) -> None:
+        self.records: list[ReceiverRecord] = []
+        self.let_go: list[Path] = []
+        self._path, self._clock = path, clock
+        self._start_s = clock.now_s
+        self._files = RetiredFiles(lambda: self.records, READER_TIMEOUT_S, self._note)
+        self._files.add(path, version)
+
+    def _note(self, path: Path) -> None:
+        assert path.exists(), "a file is let go of before it is removed"
+        self.let_go.append(path)
+
+    def is_there_at(self, age_s: float) -> bool:
+        self._clock.now_s = self._start_s + age_s
+        self._files.remove_unneeded()
+        return self._path.exists()
+
+
+def test_a_file_that_nobody_says_to_read_goes_after_a_moment(old_file: Path, clock: Clock) -> None:
+    retiring = Retiring(old_file, 7, clock)
+    assert retiring.is_there_at(0.0)
+    assert retiring.is_there_at(KEEP_AT_LEAST_S - 0.01)
+    assert not retiring.let_go
+    assert not retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert retiring.let_go == [old_file]
+
+
+def test_a_file_stays_while_a_record_says_that_it_is_read(old_file: Path, clock: Clock) -> None:
+    retiring = Retiring(old_file, 7, clock)
+    retiring.records = [record_of(None, "one"), record_of(7, "two"), record_of(8, "three")]
+    assert retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert retiring.is_there_at(READER_TIMEOUT_S - 0.01)
+    retiring.records = [record_of(None, "one"), record_of(8, "three")]
+    assert not retiring.is_there_at(READER_TIMEOUT_S - 0.005)
+
+
+def test_no_file_stays_for_longer_than_readers_are_waited_for(
+    old_file: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    retiring = Retiring(old_file, 7, clock)
+    retiring.records = [record_of(7, "stuck")]
+    assert retiring.is_there_at(READER_TIMEOUT_S - 0.01)
+    with caplog.at_level(logging.WARNING, "dbuffer"):
+        assert not retiring.is_there_at(READER_TIMEOUT_S)
+    assert "stuck" in caplog.text
+    assert "version 7" in caplog.text
+
+
+def test_a_file_of_which_nothing_is_known_stays_for_as_long_as_readers_are_waited_for(
+    old_file: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its version is not known, so no record can say that it is not read."""
+    retiring = Retiring(old_file, None, clock)
+    retiring.records = [record_of(None), record_of(3, "other")]
+    assert retiring.is_there_at(READER_TIMEOUT_S - 0.01)
+    assert not retiring.is_there_at(READER_TIMEOUT_S)
+    assert not caplog.records
+
+
+def test_a_file_is_as_old_as_its_first_retirement(old_file: Path, clock: Clock) -> None:
+    """A writer that fails again and again retires it each time; that must not keep it young."""
+    retiring = Retiring(old_file, 7, clock)
+    for age_s in (0.5, 1.0, 1.5):
+        assert retiring.is_there_at(age_s)
+        retiring._files.add(old_file, 7)
+    assert not retiring.is_there_at(KEEP_AT_LEAST_S)
+
+
+def test_a_file_that_cannot_be_removed_is_no_error(
+    old_file: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    retiring = Retiring(old_file, 7, clock)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert retiring.is_there_at(KEEP_AT_LEAST_S)
+    assert str(old_file) in caplog.text
+
+
+def test_a_file_that_is_gone_already_is_no_error(old_file: Path, clock: Clock) -> None:
+    retiring = Retiring(old_file, 7, clock)
+    old_file.unlink()
+    retiring._files._let_go = lambda path: None
+    assert not retiring.is_there_at(KEEP_AT_LEAST_S)
+
+
+# ---------------------------------------------------------------------------------------------
+# The rule at work
+
+
+@pytest.fixture
+def sender(store: Path, clock: Clock) -> Iterator[dbuffer.WeightSender]:
+    with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=READER_TIMEOUT_S) as sender:
+        yield sender
+
+
+def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
+    for version in versions:
+        sender.send(SMALL.weights(version), version=version)
+
+
+def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(
+    store: Path, sender: dbuffer.WeightSender, clock: Clock
+) -> None:
+    seen: set[str] = set()
+    for version in range(1, 11):
+        publish(sender, version)
+        files = set(files_in(store))
+        assert len(files - seen) == 1, "a version has a file that no version had before"
+        seen |= files
+        # At one a second: the two that are named, and those of the last two seconds.
+        assert len(files) <= 2 + KEEP_AT_LEAST_S
+        clock.now_s += 1.0
+    clock.now_s += KEEP_AT_LEAST_S
+    publish(sender, 11)
+    clock.now_s += KEEP_AT_LEAST_S
+    publish(sender, 12)
+    assert len(files_in(store)) == 2, "two versions need room for two"
+
+
+def test_a_version_that_is_read_elsewhere_outlives_many_publishes(
+    store: Path, sender: dbuffer.WeightSender, clock: Clock
+) -> None:
+    publish(sender, 1, 2)
+    [held] = weights_files(store)["B"]
+    put_record(store, record_of(1))
+    for version in range(3, 13):
+        clock.now_s += 5.0
+        publish(sender, version)
+        assert (store / "B" / held).exists(), "version 1 is being read"
+        assert len(files_in(store)) <= 4, "and nothing else is kept for that"
+    put_record(store, record_of(None))
+    publish(sender, 13)
+    assert not (store / "B" / held).exists()
+
+
+def test_a_reader_that_never_lets_go_keeps_a_bounded_number_of_files(
+    store: Path, sender: dbuffer.WeightSender, clock: Clock
+) -> None:
+    """Whatever stands in records: after the time-out a file goes."""
+    for number in range(20):
+        (store / "receivers").mkdir(exist_ok=True)
+        put_record(store, record_of(number + 1, f"stuck-{number}"))
+    for version in range(1, 41):
+        publish(sender, version)
+        clock.now_s += 10.0
+        assert len(files_in(store)) <= 3 + READER_TIMEOUT_S / 10.0
+    assert len(files_in(store)) <= 3
+
+
+@pytest.mark.parametrize("is_here", [True, False], ids=["this host", "another host"])
+def test_records_of_dead_processes_count_only_where_nobody_can_tell(
+    store: Path, sender: dbuffer.WeightSender, clock: Clock, is_here: bool
+) -> None:
+    with Child(do_nothing) as child:
+        assert child.wait() == 0
+        pid = child.pid
+    publish(sender, 1, 2)
+    [old] = weights_files(store)["B"]
+    host = socket.gethostname() if is_here else "another-host"
+    put_record(store, record_of(1, "dead", host, pid))
+    publish(sender, 3)
+    clock.now_s += KEEP_AT_LEAST_S
+    publish(sender, 4)
+    assert (store / "B" / old).exists() == (not is_here)
+
+
+def do_nothing(connection: Connection) -> None:
+    """A process that ends."""
+
+
+def test_a_damaged_record_does_not_stop_publishing(
+    store: Path, sender: dbuffer.WeightSender, clock: Clock
+) -> None:
+    publish(sender, 1, 2)
+    (store / "receivers" / "broken.json").write_bytes(b'{"format":1,"receiver":')
+    for version in (3, 4, 5):
+        clock.now_s += KEEP_AT_LEAST_S
+        publish(sender, version)
+        assert newest(store) == version
+    assert len(files_in(store)) <= 3
+
+
+def test_a_publish_that_failed_leaves_no_file(store: Path, sender: dbuffer.WeightSender) -> None:
+    publish(sender, 1, 2)
+    before = files_in(store)
+
+    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3)
+        raise KeyError("the trainer's own trouble")
+
+    for _ in range(5):
+        with pytest.raises(KeyError):
+            sender.send(breaks_off())
+        assert files_in(store) == before, "half a version is of no use to anybody"
+    publish(sender, 3)
+    assert newest(store) == 3
+
+
+def test_failures_leave_no_growing_heap(
+    store: Path, sender: dbuffer.WeightSender, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever flush fails: what no manifest names any more goes in time."""
+    publish(sender, 1, 2)
+    real_fsync = os.fsync
+    for failing in range(1, 41):
+        left = failing % 8 + 1
+
+        def fsync(descriptor: int) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise OSError(5, "Input/output error")
+            real_fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        with contextlib.suppress(dbuffer.StoreAccessError):
+            sender.send(OTHER.weights(failing + 2), version=failing + 2)
+        monkeypatch.setattr(os, "fsync", real_fsync)
+        clock.now_s += KEEP_AT_LEAST_S
+    clock.now_s += READER_TIMEOUT_S
+    publish(sender, 100)
+    clock.now_s += READER_TIMEOUT_S
+    publish(sender, 101)
+    # Two that are named, and the one that this publish put away.
+    assert len(files_in(store)) <= 3
+    assert newest(store) == 101
+
+
+def publish_and_die(connection: Connection, store: Path) -> None:
+    os.environ["DBUFFER_MOUNT"] = "network"
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        for version in (1, 2, 3, 4, 5):
+            sender.send(SMALL.weights(version))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(
+    store: Path, clock: Clock
+) -> None:
+    """The next writer knows no version of them, and none has waited for their readers."""
+    with Child(publish_and_die, store) as child:
+        assert child.wait() == -signal.SIGKILL
+    left = set(files_in(store)) - set(named_files(store))
+    assert left, "the killed writer had put files away"
+    with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=READER_TIMEOUT_S) as sender:
+        assert left < set(files_in(store)), "another host may read them"
+        publish(sender, 6)
+        clock.now_s += READER_TIMEOUT_S - 0.01
+        publish(sender, 7)
+        assert left < set(files_in(store))
+        clock.now_s += 0.01
+        publish(sender, 8)
+        assert not left & set(files_in(store))
+
+
+def test_only_weights_files_are_removed(
+    store: Path, sender: dbuffer.WeightSender, clock: Clock
+) -> None:
+    publish(sender, 1)
+    (store / "A" / "notes.txt").write_text("mine")
+    (store / "B" / "weights-mine.safetensors").write_text("mine")
+    sender.close()
+    with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=READER_TIMEOUT_S) as again:
+        for version in (2, 3, 4):
+            clock.now_s += READER_TIMEOUT_S
+            publish(again, version)
+    assert (store / "A" / "notes.txt").exists()
+    assert (store / "B" / "weights-mine.safetensors").exists()
+
+
+def test_a_record_is_read_as_it_is_now(store: Path, sender: dbuffer.WeightSender) -> None:
+    """What a receiver of ours says while it reads is what a writer goes by."""
+    publish(sender, 1, 2)
+    with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=1) as receiver:
+        with receiver.hold() as held:
+            assert held is not None
+            record = sender._writer.store.receiver("mine")
+            assert record is not None
+            assert record.held_version == held.manifest.version == 2
+        record = sender._writer.store.receiver("mine")
+        assert record is not None
+        assert dataclasses.replace(record, held_version=None) == record

@@ -1,0 +1,392 @@
+"""Weights files that are not mapped: read, written and copied in spans, byte for byte the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import dbuffer
+from dbuffer import spans
+from dbuffer.layout import BLOCK_BYTES, ITEM_BYTES, SPAN_BYTES, Layout, TensorSpec
+from dbuffer.tensors import DTYPE_NAMES, DTYPES, Copier, FileTensors, MappedTensors
+
+EDGES = [0, 1, 63, 64, 65, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]
+LONG = [SPAN_BYTES - 64, SPAN_BYTES, SPAN_BYTES + 1, 2 * SPAN_BYTES + 17]
+SIZES = st.one_of(
+    st.integers(0, 300), st.sampled_from(EDGES), st.sampled_from(EDGES), st.sampled_from(LONG)
+)
+NUM_THREADS = st.sampled_from([1, 2, 3, 8])
+
+
+def bytes_of(num_bytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def layout_of(sizes: Sequence[int]) -> Layout:
+    return Layout.of(TensorSpec(f"t{i}", "uint8", (size,)) for i, size in enumerate(sizes))
+
+
+class Files:
+    """Files of a layout's size, in one place."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._opened: list[int] = []
+
+    def new(self, layout: Layout, name: str, *, size: int | None = None) -> tuple[int, Path]:
+        path = self._directory / name
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+        self._opened.append(descriptor)
+        os.truncate(path, layout.layout_offset if size is None else size)
+        return descriptor, path
+
+    def close(self) -> None:
+        while self._opened:
+            os.close(self._opened.pop())
+
+
+@pytest.fixture
+def files(shm_path: Path) -> Iterator[Files]:
+    files = Files(shm_path)
+    yield files
+    files.close()
+
+
+def mapped_file(
+    files: Files, layout: Layout, sources: list[torch.Tensor]
+) -> tuple[bytes, list[int]]:
+    """What the writer that maps its file makes of it."""
+    file, path = files.new(layout, "mapped")
+    mapped = MappedTensors(file, max(layout.layout_offset, 1), layout, shared=True)
+    checksums = Copier(1).write_hashed(mapped, sources)
+    return path.read_bytes(), checksums
+
+
+def written_file(
+    files: Files,
+    layout: Layout,
+    sources: Sequence[torch.Tensor],
+    num_threads: int,
+    *,
+    hashed: bool = True,
+) -> tuple[bytes, list[int]]:
+    file, path = files.new(layout, "written")
+    copier = Copier(num_threads)
+    checksums = spans.write_tensors(file, path, layout, sources, copier, hashed=hashed)
+    copier.close()
+    os.truncate(path, max(layout.layout_offset, path.stat().st_size))
+    return path.read_bytes(), checksums
+
+
+# ---------------------------------------------------------------------------------------------
+# Spans cover the file
+
+
+@given(st.lists(SIZES, min_size=1, max_size=12))
+@example([0])
+@example([0, 0, SPAN_BYTES, 0])
+@example([1] * 200)
+def test_spans_cover_all_bytes_once_in_whole_blocks(sizes: list[int]) -> None:
+    layout = layout_of(sizes)
+    end = block = 0
+    for span in layout.spans:
+        assert (span.start, span.first_block) == (end, block)
+        assert span.end_block > span.first_block
+        assert span.end - span.start < SPAN_BYTES + BLOCK_BYTES + 64
+        end, block = span.end, span.end_block
+    assert end == layout.checksums_offset
+    assert block == len(layout.blocks)
+
+
+def test_no_span_but_the_last_is_short() -> None:
+    layout = layout_of([3 * SPAN_BYTES, 100, 5 * BLOCK_BYTES])
+    assert all(span.end - span.start >= SPAN_BYTES for span in layout.spans[:-1])
+
+
+# ---------------------------------------------------------------------------------------------
+# Written
+
+
+@given(sizes=st.lists(SIZES, min_size=1, max_size=8), num_threads=NUM_THREADS)
+@settings(max_examples=15)
+def test_the_same_bytes_and_checksums_as_through_a_mapping(
+    files: Files, sizes: list[int], num_threads: int
+) -> None:
+    layout = layout_of(sizes)
+    sources = [bytes_of(size, index) for index, size in enumerate(sizes)]
+    expected = mapped_file(files, layout, sources)
+    assert written_file(files, layout, sources, num_threads) == expected
+    assert written_file(files, layout, sources, num_threads, hashed=False) == (expected[0], [])
+    files.close()
+
+
+def odd_tensors(numel: int) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
+    """Tensors that do not lie in memory as the file holds them, and the file's dtype."""
+    side = max(1, int(numel**0.5))
+    square = torch.arange(side * side, dtype=torch.float32).view(side, side)
+    complex_numbers = torch.complex(square, -square)
+    return {
+        "plain": (square, torch.float32),
+        "transposed": (square.T, torch.float32),
+        "every other": (square.view(-1)[::2], torch.float32),
+        "expanded": (square[:1].expand(5, side), torch.float32),
+        "cast": (square, torch.bfloat16),
+        "cast up": (square.to(torch.float16), torch.float64),
+        "cast and transposed": (square.T, torch.float16),
+        "cast to bytes": (square / side, torch.float8_e4m3fn),
+        "conjugate": (complex_numbers.conj(), torch.complex64),
+        "conjugate and transposed": (complex_numbers.mH, torch.complex64),
+        "negated": (complex_numbers.conj().imag, torch.float32),
+        "parameter": (torch.nn.Parameter(square.T), torch.float32),
+        "inside": (square.view(-1)[1:-1], torch.float32),
+        "none": (square[:0].T, torch.bfloat16),
+        "flags": (square > 3, torch.bool),
+        "scalar": (torch.tensor(2.5), torch.float32),
+    }
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("numel", [1, 1000, 3 * SPAN_BYTES // 8])
+def test_tensors_that_lie_otherwise(files: Files, num_threads: int, numel: int) -> None:
+    """Not contiguous, of another dtype, conjugate: also where they go over many spans."""
+    tensors = odd_tensors(numel)
+    layout = Layout.of(
+        TensorSpec(name, DTYPE_NAMES[dtype], tuple(tensor.shape))
+        for name, (tensor, dtype) in tensors.items()
+    )
+    sources = [tensor for tensor, _ in tensors.values()]
+    data, checksums = written_file(files, layout, sources, num_threads)
+    assert (data, checksums) == mapped_file(files, layout, sources)
+    found = FileTensors(torch.frombuffer(bytearray(data), dtype=torch.uint8), layout)
+    for view, (tensor, dtype) in zip(found.views, tensors.values(), strict=True):
+        right = tensor.detach().resolve_conj().resolve_neg().to(dtype).contiguous()
+        assert (view.dtype, view.shape) == (right.dtype, right.shape)
+        assert view.tolist() == right.tolist() if view.numel() < 5000 else torch.equal(view, right)
+
+
+@pytest.mark.parametrize("name", ITEM_BYTES)
+def test_every_dtype(files: Files, name: str) -> None:
+    dtype = DTYPES[name]
+    plain = bytes_of(960).bitwise_and_(1).view(dtype).view(-1, 4)
+    layout = Layout.of([TensorSpec("a", name, tuple(plain.shape)), TensorSpec("b", name, (0,))])
+    sources = [plain, plain.view(-1)[:0]]
+    assert written_file(files, layout, sources, 2) == mapped_file(files, layout, sources)
+
+
+def test_gaps_are_written_as_zeros(files: Files) -> None:
+    """Over memory that held the tensors before: what lies between two tensors is not theirs."""
+    layout = layout_of([SPAN_BYTES, *[1] * 20])
+    sources = [torch.full((size,), 255, dtype=torch.uint8) for size in layout.sizes]
+    data, _ = written_file(files, layout, sources, 1)
+    gaps = [data[start + 1 : start + 64] for start in layout.offsets[1:]]
+    assert set(b"".join(gaps)) == {0}
+
+
+def test_memory_a_thread_is_bounded(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is not gathered on its way to the file."""
+    layout = layout_of([8 * SPAN_BYTES])
+    made: list[int] = []
+    empty = torch.empty
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*arguments, **options)
+        made.append(tensor.nbytes)
+        return tensor
+
+    sources = [bytes_of(8 * SPAN_BYTES)]
+    monkeypatch.setattr(torch, "empty", noted)
+    written_file(files, layout, sources, 2)
+    assert sum(made) <= 2 * 2 * SPAN_BYTES
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=os.strerror)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_write_that_is_refused_is_an_error_whichever_thread_it_is_in(
+    files: Files, monkeypatch: pytest.MonkeyPatch, number: int, num_threads: int
+) -> None:
+    layout = layout_of([5 * SPAN_BYTES])
+    file, path = files.new(layout, "written")
+    pwrite = os.pwrite
+
+    def refuse(descriptor: int, data: Any, offset: int) -> int:
+        if offset + len(data) > 4 * SPAN_BYTES:
+            raise OSError(number, os.strerror(number))
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    copier = Copier(num_threads)
+    with pytest.raises(dbuffer.StoreAccessError, match=str(path)) as caught:
+        spans.write_tensors(file, path, layout, [bytes_of(5 * SPAN_BYTES)], copier, hashed=True)
+    assert isinstance(caught.value, dbuffer.errors.StoreFullError) == (number == errno.ENOSPC)
+    copier.close()
+
+
+# ---------------------------------------------------------------------------------------------
+# Read and copied
+
+
+@given(sizes=st.lists(SIZES, min_size=1, max_size=8), num_threads=NUM_THREADS)
+@settings(max_examples=15)
+def test_read_and_copied_as_they_were_written(
+    files: Files, sizes: list[int], num_threads: int
+) -> None:
+    layout = layout_of(sizes)
+    sources = [bytes_of(size, index) for index, size in enumerate(sizes)]
+    data, checksums = mapped_file(files, layout, sources)
+    file, path = files.new(layout, "source")
+    os.pwrite(file, data, 0)
+    copier = Copier(num_threads)
+    done: list[int] = []
+    for hashed in (True, False):
+        # Full of something else before, and a bit too long, as memory that is used again.
+        memory = torch.full((layout.checksums_offset + 64,), 0xA5, dtype=torch.uint8)
+        found = FileTensors(memory, layout)
+        digests = spans.read_tensors(file, path, found, copier, hashed=hashed, on_bytes=done.append)
+        assert digests == (checksums if hashed else [])
+        for view, source in zip(found.views, sources, strict=True):
+            assert torch.equal(view, source)
+        assert (memory[layout.checksums_offset :] == 0xA5).all()
+        destination, copy = files.new(layout, "copy", size=0)
+        digests = spans.copy_tensors(
+            file, destination, path, layout, copier, hashed=hashed, on_bytes=done.append
+        )
+        assert digests == (checksums if hashed else [])
+        assert copy.read_bytes() == data[: layout.checksums_offset]
+    assert sum(done) == 4 * layout.checksums_offset
+    copier.close()
+    files.close()
+
+
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=6).filter(any),
+    share=st.floats(0, 1, exclude_max=True),
+    num_threads=NUM_THREADS,
+)
+@settings(max_examples=15)
+def test_a_file_that_is_too_short_is_refused(
+    files: Files, sizes: list[int], share: float, num_threads: int
+) -> None:
+    layout = layout_of(sizes)
+    file, path = files.new(layout, "short", size=int(share * layout.checksums_offset))
+    other, _ = files.new(layout, "other")
+    memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
+    copier = Copier(num_threads)
+    with pytest.raises(dbuffer.StoreCorruptError, match="shorter"):
+        spans.read_tensors(file, path, memory, copier, hashed=True)
+    with pytest.raises(dbuffer.StoreCorruptError, match="shorter"):
+        spans.copy_tensors(file, other, path, layout, copier, hashed=True)
+    copier.close()
+    files.close()
+
+
+@given(bit=st.integers(0, 8 * (SPAN_BYTES + 1000) - 1))
+@settings(max_examples=10)
+def test_any_flipped_bit_changes_the_one_checksum_it_belongs_to(files: Files, bit: int) -> None:
+    sizes = [500, SPAN_BYTES + 500]
+    layout = layout_of(sizes)
+    sources = [bytes_of(size, index) for index, size in enumerate(sizes)]
+    data, checksums = mapped_file(files, layout, sources)
+    tensor = 0 if bit < 8 * 500 else 1
+    at = layout.offsets[tensor] * 8 + (bit if tensor == 0 else bit - 8 * 500)
+    flipped = bytearray(data)
+    flipped[at // 8] ^= 1 << at % 8
+    file, path = files.new(layout, "source")
+    os.pwrite(file, flipped, 0)
+    memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
+    copier = Copier(2)
+    found = spans.read_tensors(file, path, memory, copier, hashed=True)
+    copier.close()
+    files.close()
+    assert [a != b for a, b in zip(found, checksums, strict=True)] == [tensor == 0, tensor == 1]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.EIO, dbuffer.StoreAccessError), (errno.ESTALE, dbuffer.StoreNotFoundError)],
+)
+def test_a_read_that_fails_ends_all_threads_before_it_is_told(
+    files: Files, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    """Nobody writes into memory behind the back of who was told of an error."""
+    layout = layout_of([8 * SPAN_BYTES])
+    file, path = files.new(layout, "source")
+    memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
+    preadv = os.preadv
+    lock, running = threading.Lock(), 0
+    gate = threading.Event()
+
+    def count(descriptor: int, buffers: Any, offset: int) -> int:
+        nonlocal running
+        if offset == 0:
+            gate.set()
+            raise OSError(number, os.strerror(number))
+        with lock:
+            running += 1
+        gate.wait(10)
+        threading.Event().wait(0.02)
+        try:
+            return preadv(descriptor, buffers, offset)
+        finally:
+            with lock:
+                running -= 1
+
+    monkeypatch.setattr(os, "preadv", count)
+    copier = Copier(4)
+    with pytest.raises(kind, match=str(path)):
+        spans.read_tensors(file, path, memory, copier, hashed=True)
+    assert running == 0
+    copier.close()
+
+
+def num_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_no_descriptor_stays_open(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layout_of([3 * SPAN_BYTES])
+    file, path = files.new(layout, "source")
+    short, _ = files.new(layout, "short", size=10)
+    other, _ = files.new(layout, "other")
+    memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
+    copier = Copier(3)
+    before = num_descriptors()
+    spans.read_tensors(file, path, memory, copier, hashed=True)
+    spans.copy_tensors(file, other, path, layout, copier, hashed=True)
+    for _ in range(3):
+        with pytest.raises(dbuffer.StoreCorruptError):
+            spans.read_tensors(short, path, memory, copier, hashed=True)
+    assert num_descriptors() == before
+    copier.close()
+
+
+# ---------------------------------------------------------------------------------------------
+# At the sender
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("kind", ["at once", "as a stream"])
+def test_a_network_store_and_a_local_one_hold_the_same_file(
+    shm_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int, kind: str
+) -> None:
+    found = {}
+    for mount in ("local", "network"):
+        monkeypatch.setenv("DBUFFER_MOUNT", mount)
+        weights = {name: tensor.detach() for name, (tensor, _) in odd_tensors(700_000).items()}
+        with dbuffer.WeightSender(
+            shm_path / mount, checksum=True, dtype=torch.bfloat16, num_threads=num_threads
+        ) as sender:
+            sender.send(weights if kind == "at once" else iter(weights.items()))
+        [path] = (shm_path / mount).glob("B/weights-*")
+        found[mount] = path.read_bytes()
+    assert found["local"] == found["network"]
