@@ -12,6 +12,7 @@ from dbuffer.errors import (
     EngineUpdateError,
     InvalidWeightsError,
     OptionError,
+    RankFailedError,
     ReceiverFailedError,
     SnapshotEvictedError,
     StoreAccessError,
@@ -30,8 +31,8 @@ from dbuffer.errors import (
 )
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import Publication, WeightSender
+from dbuffer.sharded import ShardedWeightSender
 from dbuffer.snapshot import Snapshot
-from dbuffer.sources import gather_tensors
 
 __version__ = "0.1.0"
 
@@ -48,7 +49,9 @@ __all__ = [
     "InvalidWeightsError",
     "OptionError",
     "Publication",
+    "RankFailedError",
     "ReceiverFailedError",
+    "ShardedWeightSender",
     "Snapshot",
     "SnapshotEvictedError",
     "StoreAccessError",
@@ -67,5 +70,4 @@ __all__ = [
     "WriterActiveError",
     "WriterSupersededError",
     "__version__",
-    "gather_tensors",
 ]

@@ -160,7 +160,7 @@ class Copier:
             return
         share = -(-source.numel() // self.num_threads)
         starts = range(0, source.numel(), share)
-        self._in_parallel(work, [(at, min(at + share, source.numel())) for at in starts])
+        self.in_parallel(work, [(at, min(at + share, source.numel())) for at in starts])
 
     def write_hashed(self, mapped: MappedTensors, sources: list[torch.Tensor]) -> list[int]:
         """Copy into the file; the checksum of each tensor, of the bytes that are there now."""
@@ -182,8 +182,8 @@ class Copier:
             for index in range(first, end):
                 digests[index] = mapped.hash_block(mapped.blocks[index])
 
-        self._in_parallel(work, mapped.cut_blocks(self.num_threads))
-        return _join(mapped.blocks, digests, len(mapped.layout.specs))
+        self.in_parallel(work, mapped.cut_blocks(self.num_threads))
+        return join_blocks(mapped.blocks, digests, len(mapped.layout.specs))
 
     def _copy(
         self,
@@ -195,7 +195,7 @@ class Copier:
             # One call for many tensors: the interpreter's lock is let go once, not per tensor.
             torch._foreach_copy_(destinations[first:end], sources[first:end])
 
-        self._in_parallel(work, mapped.cut_tensors(self.num_threads))
+        self.in_parallel(work, mapped.cut_tensors(self.num_threads))
 
     def _copy_and_hash(
         self, mapped: MappedTensors, others: list[torch.Tensor], *, into_file: bool
@@ -215,8 +215,8 @@ class Copier:
                     ctypes.memmove(*ends, block.num_bytes)
                 digests[index] = mapped.hash_block(block)
 
-        self._in_parallel(work, mapped.cut_blocks(self.num_threads))
-        return _join(blocks, digests, len(others))
+        self.in_parallel(work, mapped.cut_blocks(self.num_threads))
+        return join_blocks(blocks, digests, len(others))
 
     def _plain_addresses(
         self, mapped: MappedTensors, others: Sequence[torch.Tensor], *, into_file: bool
@@ -230,7 +230,7 @@ class Copier:
                 copy_one(*((view, other) if into_file else (other, view)))
         return addresses
 
-    def _in_parallel(
+    def in_parallel(
         self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]
     ) -> None:
         """Call ``work(first, end)`` for all slices at once."""
@@ -294,7 +294,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     return slices
 
 
-def _join(blocks: Sequence[Block], digests: Sequence[int], num_tensors: int) -> list[int]:
+def join_blocks(blocks: Sequence[Block], digests: Sequence[int], num_tensors: int) -> list[int]:
     """The checksum of each tensor from the digests of its blocks."""
     joined = [0] * num_tensors
     first = 0

@@ -1,0 +1,205 @@
+"""`Agreement`: the ranks of a trainer take each step together, or learn together that one failed.
+
+A rank that raises on its own leaves the others waiting in the next collective. So every step ends
+in an exchange that carries its outcome on each rank; where one failed, all of them raise its
+error. The exchange has a process group of its own: the trainer's collectives cannot get between,
+and dropping it closes its connections, by which the other ranks notice at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+from torch import distributed
+
+from dbuffer import errors
+from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
+
+_FRAME_BYTES = 1024
+"""What is no longer goes in one collective, what is longer in two."""
+
+_LENGTH_BYTES = 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[T]):
+    """How a step went on one rank."""
+
+    value: T | None
+    error: str | None = None
+    """The message, where it failed."""
+    kind: str = RankFailedError.__name__
+    """The error's class, where it is one of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Where a rank runs."""
+
+    host: str
+    boot: str
+    """Tells machines of one name apart, and containers of one machine together."""
+    pid: int
+
+    @classmethod
+    def here(cls) -> Peer:
+        """This process."""
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        return cls(
+            socket.gethostname(), boot.read_text().strip() if boot.exists() else "", os.getpid()
+        )
+
+    def is_beside(self, other: Peer) -> bool:
+        """Whether two ranks run on one machine, and know each other's processes."""
+        return (self.host, self.boot) == (other.host, other.boot)
+
+
+class Agreement:
+    """The ranks of a process group, as one that takes steps.
+
+    Making one is collective, as every step is.
+
+    Args:
+        group: a group of torch.distributed; None: all ranks.
+        timeout_s: how long the ranks wait for one that does not come.
+
+    Raises:
+        OptionError: torch.distributed was not initialised, or this rank is not in the group.
+        RankFailedError: a rank did not come.
+    """
+
+    def __init__(self, group: distributed.ProcessGroup | None, *, timeout_s: float) -> None:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise OptionError(
+                "torch.distributed is not initialised in this process: call "
+                "torch.distributed.init_process_group() first (torchrun sets what it needs)"
+            )
+        self.rank = distributed.get_rank(group)
+        if self.rank < 0:
+            raise OptionError("this process is not in the group: let only its ranks make a sender")
+        self.size = distributed.get_world_size(group)
+        self.peers: list[Peer] = []
+        try:
+            # Of CPUs, whatever the trainer's group is of: what is exchanged lies in main memory.
+            self._group: Any = distributed.new_group(
+                distributed.get_process_group_ranks(group),
+                timeout=datetime.timedelta(seconds=timeout_s),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise RankFailedError(f"the ranks cannot find each other: {error}") from error
+        self.peers = self.each("say where it runs", Peer.here)
+
+    def each(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Let every rank do ``action``; what it returned on each, by rank.
+
+        Args:
+            what: the step, as in "rank 1 could not {what}".
+            action: no collective may fail in it on some ranks and be waited for by others.
+
+        Raises:
+            DBufferError: the error of the first rank that failed, on all of them.
+            RankFailedError: that error was none of ours, or a rank was lost.
+        """
+        cause: Exception | None = None
+        outcome: _Outcome[T]
+        try:
+            outcome = _Outcome(action())
+        except DBufferError as error:
+            cause, outcome = error, _Outcome(None, str(error), type(error).__name__)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
+            cause, outcome = error, _Outcome(None, f"{type(error).__name__}: {error}")
+        outcomes = self._exchange(what, outcome, cause)
+        for rank, one in enumerate(outcomes):
+            if one.error is not None:
+                kind: type[DBufferError] = getattr(errors, one.kind)
+                raise kind(f"rank {rank} could not {what}: {one.error}") from cause
+        return [one.value for one in outcomes]  # type: ignore[misc]  # it has one: no error
+
+    def first(self, what: str, action: Callable[[], T]) -> T:
+        """Let rank 0 do ``action`` while the others wait; what it returned, on all of them.
+
+        Raises:
+            DBufferError, RankFailedError: as :meth:`each`.
+        """
+        value: T = self.each(what, action if self.rank == 0 else _nothing)[0]
+        return value
+
+    @property
+    def is_open(self) -> bool:
+        """Whether steps can be taken."""
+        return self._group is not None
+
+    def close(self) -> None:
+        """Drop the connections; ranks that wait in a step raise."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            if distributed.is_initialized():
+                distributed.destroy_process_group(group)
+
+    def _exchange(
+        self, what: str, outcome: _Outcome[T], cause: Exception | None
+    ) -> list[_Outcome[T]]:
+        if not self.is_open:
+            raise ClosedError("this sender is closed, or has lost a rank; make a new one")
+        try:
+            return [pickle.loads(data) for data in self._gather(pickle.dumps(outcome))]  # noqa: S301
+        except RuntimeError as error:
+            self._lose(what, cause or error)
+        except BaseException:
+            self.close()  # interrupted, and out of step with the others for good
+            raise
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank."""
+        framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+        frames = self._gather_frames(framed, _FRAME_BYTES)
+        ends = [_LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "little") for frame in frames]
+        if max(ends) > _FRAME_BYTES:
+            frames = self._gather_frames(framed, max(ends))
+        return [frame[_LENGTH_BYTES:end] for frame, end in zip(frames, ends, strict=True)]
+
+    def _gather_frames(self, data: bytes, num_bytes: int) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes)), dtype=torch.uint8)
+        frames = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(self.size)]
+        distributed.all_gather(frames, mine, group=self._group)
+        return [frame.numpy().tobytes() for frame in frames]
+
+    def _lose(self, what: str, cause: Exception) -> NoReturn:
+        self.close()
+        ended = [
+            f"rank {rank} (process {peer.pid} on {peer.host})"
+            for rank, peer in enumerate(self.peers)
+            if rank != self.rank and _has_ended(peer)
+        ]
+        who = " and ".join(ended) + " has ended" if ended else "a rank was lost"
+        raise RankFailedError(
+            f"{who} when the ranks were to {what} ({str(cause).splitlines()[0]:.200}); "
+            "make a new sender in a new process group"
+        ) from cause
+
+
+def _nothing() -> Any:
+    """What the ranks do that only wait."""
+
+
+def _has_ended(peer: Peer) -> bool:
+    """Whether a process of this machine is gone, or waits to be buried; others may live."""
+    if not peer.is_beside(Peer.here()):
+        return False
+    try:
+        stat = Path(f"/proc/{peer.pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
