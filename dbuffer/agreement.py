@@ -12,6 +12,7 @@ import datetime
 import os
 import pickle
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 from torch import distributed
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from dbuffer import errors
 from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
@@ -89,16 +91,7 @@ class Agreement:
             raise OptionError("this process is not in the group: let only its ranks make a sender")
         self.size = distributed.get_world_size(group)
         self.peers: list[Peer] = []
-        try:
-            # Of CPUs, whatever the trainer's group is of: what is exchanged lies in main memory.
-            self._group: Any = distributed.new_group(
-                distributed.get_process_group_ranks(group),
-                timeout=datetime.timedelta(seconds=timeout_s),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-        except RuntimeError as error:
-            raise RankFailedError(f"the ranks cannot find each other: {error}") from error
+        self._group = _connect(group, self.rank, self.size, timeout_s)
         self.peers = self.each("say where it runs", Peer.here)
 
     def each(self, what: str, action: Callable[[], T]) -> list[T]:
@@ -143,10 +136,7 @@ class Agreement:
 
     def close(self) -> None:
         """Drop the connections; ranks that wait in a step raise."""
-        if self._group is not None:
-            group, self._group = self._group, None
-            if distributed.is_initialized():
-                distributed.destroy_process_group(group)
+        self._group = None
 
     def _exchange(
         self, what: str, outcome: _Outcome[T], cause: Exception | None
@@ -173,7 +163,7 @@ class Agreement:
     def _gather_frames(self, data: bytes, num_bytes: int) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes)), dtype=torch.uint8)
         frames = [torch.empty(num_bytes, dtype=torch.uint8) for _ in range(self.size)]
-        distributed.all_gather(frames, mine, group=self._group)
+        self._group.allgather([frames], [mine]).wait()
         return [frame.numpy().tobytes() for frame in frames]
 
     def _lose(self, what: str, cause: Exception) -> NoReturn:
@@ -188,6 +178,28 @@ class Agreement:
             f"{who} when the ranks were to {what} ({str(cause).splitlines()[0]:.200}); "
             "make a new sender in a new process group"
         ) from cause
+
+
+_num_groups: Counter[tuple[int, ...]] = Counter()
+"""How many groups this process has made of which ranks."""
+
+
+def _connect(group: distributed.ProcessGroup | None, rank: int, size: int, timeout_s: float) -> Any:
+    """A group of our own of the same ranks; its connections close when it is dropped.
+
+    It is one of CPUs, whatever the trainer's is of: what is exchanged lies in main memory.
+    `torch.distributed.new_group` would let a second one of the same ranks hang: it looks for the
+    addresses of the first, which are still in the store.
+    """
+    ranks = tuple(distributed.get_process_group_ranks(group))
+    _num_groups[ranks] += 1
+    name = f"dbuffer/{'-'.join(map(str, ranks))}/{_num_groups[ranks]}"
+    store = PrefixStore(name, _get_default_store())
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        return distributed.ProcessGroupGloo(store, rank, size, timeout)
+    except RuntimeError as error:
+        raise RankFailedError(f"the ranks cannot find each other: {error}") from error
 
 
 def _nothing() -> Any:

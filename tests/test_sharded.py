@@ -1,0 +1,552 @@
+"""Trainers of several ranks publish what each holds; real processes, with gloo between them."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import SMALL, Step, assert_tidy, at_step, die, make_temporaries_old, newest, stop
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+from worlds import Failure, World
+
+import dbuffer
+from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
+
+Case = tuple[Any, dict[str, torch.Tensor]]
+"""What is sent, sharded, and the same whole, as state dict."""
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), request.param) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: Any) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), 4) as world:
+        yield world
+
+
+# ---------------------------------------------------------------------------------------------
+# What is sent
+
+
+def whole(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Different in every element, the same on all ranks."""
+    return torch.randn(shape).to(dtype)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def fsdp(size: int) -> Case:
+    """Rows that do not divide by the number of ranks, ranks that hold none, plain buffers."""
+    model = nn.Sequential(
+        *(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1)),
+        *(nn.BatchNorm1d(6), nn.Linear(64, 64), nn.Embedding(1001, 16)),
+    )
+    full = state_of(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, full
+
+
+def partly_fsdp(size: int) -> Case:
+    """Some layers sharded, others whole on each rank."""
+    model = nn.Sequential(*(nn.Linear(9, 9) for _ in range(4)), nn.Linear(700, 700))
+    full = state_of(model)
+    for layer in model[:2]:
+        fully_shard(layer)
+    return model, full
+
+
+def state_dict(size: int) -> Case:
+    model, full = fsdp(size)
+    return model.state_dict(), full
+
+
+def replicated(size: int) -> Case:
+    """As a DDP trainer has it, with all that plain tensors can be."""
+    full = {
+        "large": whole(600, 600),
+        "larger": whole(700, 700),
+        "transposed": whole(30, 50).t(),
+        "scalar": torch.tensor(2.5),
+        "integers": torch.arange(10),
+        "flags": torch.tensor([True, False]),
+        "empty": torch.empty(0, 4),
+        "half": whole(3, 3, dtype=torch.bfloat16),
+        "eight": whole(3, 3, dtype=torch.float8_e4m3fn),
+        "complex": torch.randn(4, dtype=torch.complex64).conj(),
+    }
+    return {f"module.{name}": tensor for name, tensor in full.items()}, full
+
+
+def tied(size: int) -> Case:
+    model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 12, bias=False), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    model.append(nn.Linear(8, 8))
+    model[3].bias = model[2].bias
+    full = model.state_dict(keep_vars=True)
+    fully_shard(model)
+    ties = {"1.weight": "0.weight", "3.bias": "2.bias"}
+    full = {name: tensor.detach().clone() for name, tensor in full.items()}
+    full |= {alias: full[name] for alias, name in ties.items()}
+    return model, full
+
+
+def compiled(size: int) -> Case:
+    """With what wrappers put into names."""
+    model, full = fsdp(size)
+    wrapped = nn.Module()
+    wrapped.module = nn.Module()
+    wrapped.module._orig_mod = model
+    return wrapped, full
+
+
+def hsdp(size: int) -> Case:
+    """Two replicas, each sharded."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(640, 641))
+    full = state_of(model)
+    fully_shard(model, mesh=mesh)
+    return model, full
+
+
+def two_dimensions(size: int) -> Case:
+    """FSDP of what tensor parallelism has cut by rows and by columns."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("data", "tensor"))
+    model = nn.Sequential(nn.Linear(10, 14), nn.Linear(14, 10), nn.Linear(10, 3))
+    full = state_of(model)
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model = parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    return model, full
+
+
+def placements(size: int) -> Case:
+    """All ways to cut rows and columns on a mesh of two dimensions."""
+    mesh = init_device_mesh("cpu", (2, size // 2))
+    ways = (Replicate(), Shard(0), Shard(1), Shard(2))
+    full = {f"{one} {two}": whole(5, 7, 3) for one in ways for two in ways}
+    pairs = zip(full.values(), ((one, two) for one in ways for two in ways), strict=True)
+    return dict(zip(full, (distribute_tensor(t, mesh, p) for t, p in pairs), strict=True)), full
+
+
+ROWS = [fsdp, partly_fsdp, state_dict, replicated, tied, compiled, hsdp, two_dimensions, placements]
+
+
+def strided(size: int) -> Case:
+    """What a rank holds are no neighbouring rows."""
+    mesh = init_device_mesh("cpu", (size,))
+    full = {"a": whole(8, 3), "b": whole(16), "rows": whole(8, 3)}
+    ways = [_StridedShard(0, split_factor=2)]
+    sharded = {name: distribute_tensor(full[name], mesh, ways) for name in ("a", "b")}
+    return {**sharded, "rows": distribute_tensor(full["rows"], mesh, [Shard(0)])}, full
+
+
+def sums(size: int) -> Case:
+    """What is yet to be added up."""
+    mesh = init_device_mesh("cpu", (size,))
+    full = {"sum": whole(6, 2), "rows": whole(5, 2)}
+    part = full["sum"] / size
+    full["sum"] = sum([part] * size, torch.zeros(6, 2))
+    return {
+        "sum": DTensor.from_local(part, mesh, [Partial()]),
+        "rows": distribute_tensor(full["rows"], mesh, [Shard(0)]),
+    }, full
+
+
+GATHERED = {strided: 2, sums: 1}
+
+# ---------------------------------------------------------------------------------------------
+# How it is sent
+
+
+def count_gathers(monkeypatched: list[Any]) -> Callable[[], None]:
+    gather = DTensor.full_tensor
+
+    def full_tensor(self: DTensor) -> torch.Tensor:
+        alive = sum(reference() is not None for reference in monkeypatched)
+        assert alive <= 1, f"{alive} gathered tensors are still alive"
+        tensor = gather(self)
+        monkeypatched.append(weakref.ref(tensor))
+        return tensor
+
+    DTensor.full_tensor = full_tensor
+    return lambda: setattr(DTensor, "full_tensor", gather)
+
+
+def send_both(
+    rank: int, case: Callable[[int], Case], store: Path, options: dict[str, Any]
+) -> tuple[dbuffer.Publication, int]:
+    """Publish from all ranks, and the same whole from rank 0; how many tensors were gathered."""
+    torch.manual_seed(0)
+    weights, full = case(distributed.get_world_size())
+    gathers: list[Any] = []
+    undo = count_gathers(gathers)
+    try:
+        with ShardedWeightSender(store / "sharded", **options) as sender:
+            for version in (3, 4, 5):  # the third into a file that is there
+                publication = sender.send(weights, version=version, metadata={"rank": rank})
+                assert publication.version == version
+    finally:
+        undo()
+    if rank == 0:
+        with WeightSender(store / "whole", **options) as sender:
+            sender.send(full)
+    distributed.barrier()
+    return publication, len(gathers) // 3
+
+
+def file_of(store: Path) -> bytes:
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        return snapshot.path.read_bytes()
+
+
+def assert_equal_stores(store: Path, *, verify: bool) -> None:
+    with (
+        WeightReceiver(store / "sharded", verify=verify) as sharded,
+        WeightReceiver(store / "whole", verify=verify) as whole,
+        sharded.open() as ours,
+        whole.open() as theirs,
+    ):
+        assert ours.metadata == {"rank": 0}
+        names = {**theirs.tensors} | {a: theirs.tensors[n] for a, n in theirs.aliases.items()}
+        found = {**ours.tensors} | {a: ours.tensors[n] for a, n in ours.aliases.items()}
+        assert found.keys() == names.keys()
+        for name, tensor in names.items():
+            one = found[name].contiguous().view(-1).view(torch.uint8)
+            other = tensor.contiguous().view(-1).view(torch.uint8)
+            assert torch.equal(one, other), name
+        if not ours.aliases:
+            assert ours.path.read_bytes() == theirs.path.read_bytes()
+
+
+@pytest.mark.parametrize("checksum", [False, True], ids=["", "checksums"])
+@pytest.mark.parametrize("case", ROWS, ids=lambda case: case.__name__)
+def test_the_file_is_that_of_the_whole_weights_and_nothing_is_gathered(
+    world, store, case, checksum
+):
+    published = world.run(send_both, case, store, {"checksum": checksum})
+    assert_equal_stores(store, verify=checksum)
+    assert {gathers for _, gathers in published} == {0}
+    publications = [publication for publication, _ in published]
+    assert {p.num_bytes for p in publications} == {publications[0].num_bytes}
+
+
+@pytest.mark.parametrize("case", GATHERED, ids=lambda case: case.__name__)
+def test_what_is_no_box_is_gathered_tensor_by_tensor(four, store, case):
+    published = four.run(send_both, case, store, {"checksum": True})
+    assert_equal_stores(store, verify=True)
+    assert {gathers for _, gathers in published} == {GATHERED[case]}
+
+
+@pytest.mark.parametrize("case", [fsdp, two_dimensions, strided], ids=lambda case: case.__name__)
+def test_casting_and_renaming(four, store, case):
+    options = {"dtype": torch.bfloat16, "rename": {"0.weight": "first"}, "durable": True}
+    four.run(send_both, case, store, options)
+    assert_equal_stores(store, verify=False)
+
+
+# ---------------------------------------------------------------------------------------------
+# What goes wrong on one rank is said on all
+
+BAD = 1
+"""The rank on which it goes wrong."""
+
+
+def pattern_of(version: int, size: int) -> dict[str, torch.Tensor]:
+    """What support's checks know, every second tensor sharded."""
+    mesh = init_device_mesh("cpu", (size,))
+    return {
+        name: distribute_tensor(tensor, mesh, [Shard(0)]) if index % 2 else tensor
+        for index, (name, tensor) in enumerate(SMALL.weights(version).items())
+    }
+
+
+def open_with_a_bad_option(rank: int, store: Path) -> None:
+    ShardedWeightSender(store, dtype=torch.int8 if rank == BAD else None)
+
+
+def open_without_threads(rank: int, store: Path) -> None:
+    ShardedWeightSender(store, num_threads=0 if rank == BAD else None)
+
+
+def open_twice(rank: int, store: Path) -> None:
+    with ShardedWeightSender(store), ShardedWeightSender(store):
+        pass
+
+
+def open_where_others_write(rank: int, store: Path) -> None:
+    store.mkdir(exist_ok=True)
+    store.chmod(0o777)
+    ShardedWeightSender(store)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (open_with_a_bad_option, "OptionError", "rank 1 could not .*int8"),
+        (open_without_threads, "OptionError", "rank 1 could not .*num_threads is 0"),
+        (open_twice, "WriterActiveError", "rank 0 could not open the store: process"),
+        (open_where_others_write, "StoreInsecureError", "rank 0 could not .*0777"),
+    ],
+)
+def test_a_store_that_cannot_be_opened(world, store, function, kind, message):
+    for outcome in world.outcomes(function, store):
+        assert isinstance(outcome, Failure)
+        assert outcome.kind == kind
+        assert re.search(message, outcome.message)
+
+
+def raise_for_one(name: str) -> str:
+    raise ZeroDivisionError(name)
+
+
+def other_names(weights: Any) -> Any:
+    return {("other" if name.endswith("3.weight") else name): t for name, t in weights.items()}
+
+
+def other_kind(weights: Any) -> Any:
+    return {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in weights.items()}
+
+
+PROBLEMS: dict[str, tuple[str, str, Callable[[Any], tuple[Any, dict[str, Any]]]]] = {
+    "other names": (
+        "InvalidWeightsError",
+        r"rank 1 is to publish other int64\[256\], sharded, where rank 0 .* layers.3.weight",
+        lambda weights: (other_names(weights), {}),
+    ),
+    "fewer tensors": (
+        "InvalidWeightsError",
+        "rank 1 is to publish nothing more, where rank 0 is to publish layers.7.weight",
+        lambda weights: (dict(list(weights.items())[:-1]), {}),
+    ),
+    "another version": (
+        "InvalidWeightsError",
+        "rank 1 is to publish version 7, where rank 0 is to publish version None",
+        lambda weights: (weights, {"version": 7}),
+    ),
+    "whole where others hold parts": (
+        "InvalidWeightsError",
+        r"rank 1 is to publish layers.1.weight int64\[256\], where",
+        lambda weights: (other_kind(weights), {}),
+    ),
+    "no weights": (
+        "InvalidWeightsError",
+        "rank 1 could not describe its weights: cannot publish a int",
+        lambda weights: (7, {}),
+    ),
+    "an iterator": (
+        "InvalidWeightsError",
+        "rank 1 could not describe its weights: an iterator",
+        lambda weights: (iter(weights.items()), {}),
+    ),
+    "a meta tensor": (
+        "InvalidWeightsError",
+        "rank 1 could not describe its weights: tensor 'm' is on the meta device",
+        lambda weights: (weights | {"m": torch.empty(1, device="meta")}, {}),
+    ),
+}
+
+
+def send_with_a_problem(rank: int, store: Path, problem: str) -> tuple[str, str]:
+    """Publish, try to publish what cannot be, publish again, with the same sender."""
+    size = distributed.get_world_size()
+    with ShardedWeightSender(store, checksum=True) as sender:
+        sender.send(pattern_of(1, size))
+        weights, options = pattern_of(2, size), {}
+        if rank == BAD:
+            weights, options = PROBLEMS[problem][2](weights)
+        try:
+            sender.send(weights, **options)
+        except dbuffer.DBufferError as error:
+            failure = type(error).__name__, str(error)
+        assert newest(store, verify=True) == 1
+        distributed.barrier()
+        for version in (3, 4, 5):
+            sender.send(pattern_of(version, size), version=version)
+            assert newest(store, verify=True) == version
+            distributed.barrier()
+    return failure
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_weights_that_do_not_fit_together_are_refused_on_all_ranks(world, store, problem):
+    kind, message, _ = PROBLEMS[problem]
+    for found, text in world.run(send_with_a_problem, store, problem):
+        assert found == kind
+        assert re.search(message, text)
+
+
+def send_where_one_cannot(rank: int, store: Path, function: str, on_rank: int) -> list[str]:
+    """Publish, with a step that raises once on one rank in the second."""
+    size = distributed.get_world_size()
+    with ShardedWeightSender(store, checksum=True) as sender:
+        sender.send(pattern_of(1, size))
+        if rank == on_rank:
+            owner, name = {
+                "_write_held": (ShardedWeightSender, "_write_held"),
+                "gathered": (dbuffer.shards, "held_boxes"),
+                "commit": (dbuffer.writer.BufferWriter, "commit"),
+                "claim": (dbuffer.writer.BufferWriter, "claim"),
+            }[function]
+            original = getattr(owner, name)
+
+            def fail(*_: Any, **__: Any) -> None:
+                setattr(owner, name, original)
+                raise OSError("it went up in smoke")
+
+            setattr(owner, name, fail)
+        try:
+            sender.send(pattern_of(2, size))
+        except dbuffer.RankFailedError as error:
+            message = str(error)
+        assert newest(store, verify=True) == 1
+        distributed.barrier()
+        sender.send(pattern_of(3, size), version=3)
+        assert newest(store, verify=True) == 3
+        distributed.barrier()
+    return [message]
+
+
+@pytest.mark.parametrize(
+    ("function", "on_rank"),
+    [("_write_held", 0), ("_write_held", 1), ("gathered", 1), ("commit", 0), ("claim", 0)],
+)
+def test_a_step_that_fails_on_one_rank_fails_on_all(world, store, function, on_rank):
+    for [message] in world.run(send_where_one_cannot, store, function, on_rank):
+        assert re.search(f"rank {on_rank} could not .*OSError: it went up in smoke", message)
+
+
+def send_a_part_alone(rank: int, store: Path) -> str:
+    weights = pattern_of(1, distributed.get_world_size())
+    if rank:
+        return ""
+    with WeightSender(store) as sender, pytest.raises(dbuffer.InvalidWeightsError) as caught:
+        sender.send(weights)
+    return str(caught.value)
+
+
+def test_one_rank_alone_cannot_publish_what_all_hold(world, store):
+    assert "dbuffer.ShardedWeightSender" in world.run(send_a_part_alone, store)[0]
+
+
+def load_into_a_part(rank: int, store: Path) -> str:
+    torch.manual_seed(0)
+    model, _ = fsdp(distributed.get_world_size())
+    with ShardedWeightSender(store) as sender:
+        sender.send(model)
+    with WeightReceiver(store, receiver_id=f"rank-{rank}") as receiver:
+        with pytest.raises(dbuffer.WeightsMismatchError) as caught:
+            receiver.load_into(model)
+    return str(caught.value)
+
+
+def test_a_sharded_model_cannot_be_loaded_into(world, store):
+    for message in world.run(load_into_a_part, store):
+        assert "sharded" in message
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that die
+
+STEPS = {
+    "before it describes": (1, Step("call", "held_boxes")),
+    "when all have described": (1, Step("return", "held_boxes")),
+    "rank 0, before the claim": (0, Step("call", "BufferWriter.claim")),
+    "rank 0, claimed": (0, Step("return", "BufferWriter.claim")),
+    "before it writes": (1, Step("call", "ShardedWeightSender._write_held")),
+    "rank 0, before it writes": (0, Step("call", "ShardedWeightSender._write_held")),
+    "in the middle of its rows": (1, Step("call", "copy_one", nth=2)),
+    "when it has written": (1, Step("return", "ShardedWeightSender._write_held")),
+    "in the middle of the checksums": (1, Step("call", "MappedTensors.hash_block", nth=2)),
+    "rank 0, before the commit": (0, Step("call", "BufferWriter.commit")),
+    "rank 0, manifest in place": (0, Step("c_return", "replace", "manifest.json", nth=2)),
+}
+
+
+def open_and_send(rank: int, store: Path, version: int) -> None:
+    with ShardedWeightSender(store, checksum=True, num_threads=1) as sender:
+        sender.send(pattern_of(version, distributed.get_world_size()), version=version)
+
+
+def send_until(
+    rank: int, store: Path, on_rank: int, step: Step, action: Callable[[], None], timeout_s: float
+) -> tuple[str, float]:
+    """Publish three versions, and do ``action`` on one rank at a step of the fourth."""
+    size = distributed.get_world_size()
+    options = {"rank_timeout_s": timeout_s, "reader_timeout_s": 0.0}
+    with ShardedWeightSender(store, checksum=True, num_threads=1, **options) as sender:
+        for version in (1, 2, 3):
+            sender.send(pattern_of(version, size))
+        weights = pattern_of(4, size)
+        if rank == on_rank:
+            at_step(step, action)
+        started = time.monotonic()
+        try:
+            sender.send(weights)
+        except dbuffer.RankFailedError as error:
+            waited_s = time.monotonic() - started
+            with pytest.raises(dbuffer.ClosedError):
+                sender.send(weights)
+            return str(error), waited_s
+    raise AssertionError("it was published")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_is_killed(store, tmp_path, size, step):
+    on_rank, at = STEPS[step]
+    with World(tmp_path, size) as world:
+        world.begin(send_until, store, on_rank, at, die, 600.0)
+        assert world.ranks[on_rank].wait() == -signal.SIGKILL, "the step was never reached"
+        for rank in set(range(size)) - {on_rank}:
+            message, waited_s = world.outcome(rank)
+            assert re.search(f"rank {on_rank} .process [0-9]+ on .* has ended", message), message
+            assert waited_s < 10
+    assert newest(store, verify=True) == 3
+    make_temporaries_old(store)
+    with World(tmp_path, size) as world:
+        for version in (5, 6, 7):
+            world.run(open_and_send, store, version)
+            assert newest(store, verify=True) == version
+    assert_tidy(store)
+
+
+def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path):
+    with World(tmp_path, 2) as world:
+        step = STEPS["in the middle of its rows"][1]
+        world.begin(send_until, store, 1, step, stop, 1.0)
+        message, waited_s = world.outcome(0)
+        assert "a rank was lost when the ranks were to write what it holds" in message
+        assert 0.5 < waited_s < 10
+        assert newest(store, verify=True) == 3
+        with World(tmp_path, 2) as other:
+            other.run(open_and_send, store, 5)
+            # It goes on, into a file that nobody reads any more.
+            world.ranks[1].signal(signal.SIGCONT)
+            message, _ = world.outcome(1)
+            assert newest(store, verify=True) == 5
+            other.run(open_and_send, store, 6)
+            assert newest(store, verify=True) == 6
