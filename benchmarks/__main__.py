@@ -1,4 +1,4 @@
-"""``python -m benchmarks``, and the same with ``gpu``, ``pause`` or ``torchrl``."""
+"""``python -m benchmarks``, and the same with ``gpu``, ``pause``, ``sharded`` or ``torchrl``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from benchmarks import (
     pause,
     plot,
     report,
+    sharded,
     targets,
     torchrl,
     transfers,
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return gpu.main(options.dir[0])
     if options.what == "pause":
         return pause.main(options)
+    if options.what == "sharded":
+        return sharded.main(options)
     if options.what == "torchrl":
         return torchrl.main(options)
     start_s = time.monotonic()
@@ -79,11 +82,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("cpu", "gpu", "pause", "torchrl"),
+        choices=("cpu", "gpu", "pause", "sharded", "torchrl"),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
-        "weights (4 minutes, 10 GB); or TorchRL's double buffer next to ours: speed, torn reads "
-        "and killed writers (3 minutes, 14 GB)",
+        "weights (4 minutes, 10 GB); or a trainer of four ranks (2 minutes, 6 GB); or TorchRL's "
+        "double buffer next to ours: speed, torn reads and killed writers (3 minutes, 14 GB)",
     )
     parser.add_argument(
         "--dir",
