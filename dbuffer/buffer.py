@@ -7,21 +7,32 @@ lock, so a file that is replaced needs no lock taken over: the old one goes with
 
 A reader that cannot trust locks compares generations: :meth:`DoubleBuffer.is_unchanged` after
 the last byte was read tells whether a writer has begun since.
+
+On a network mount there are no locks that all can trust, and each version has a file of its own,
+which is never written again. There a reader says in its record what it is about to read, and then
+looks at the manifest once more; a writer takes the manifest away, and then looks at the records
+before it removes a file. Whichever is first, one of them sees the other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from dbuffer import filesystem
-from dbuffer.errors import StoreCorruptError, StoreNotFoundError, VersionRegressedError
-from dbuffer.filesystem import Descriptor, os_errors
+from dbuffer.errors import (
+    StoreAccessError,
+    StoreCorruptError,
+    StoreNotFoundError,
+    VersionRegressedError,
+)
+from dbuffer.filesystem import Descriptor, Mount, os_errors
 from dbuffer.layout import Layout, digest
 from dbuffer.manifest import (
     BUFFERS,
@@ -50,10 +61,13 @@ _RETRY_S = 0.0005
 
 _LOCKED = "is locked by a writer"
 
+Announce = Callable[[int], None]
+"""Says in the store which version is about to be read."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeldBuffer:
-    """A buffer under a shared lock: its manifest, and its open weights file."""
+    """A buffer held for reading: its manifest, and its open weights file."""
 
     buffer: str
     manifest: Manifest
@@ -71,7 +85,7 @@ class HeldBuffer:
             StoreCorruptError: it is not the one that the manifest names.
         """
         manifest = self.manifest
-        data = filesystem.read_at(self.file.number, manifest.layout_offset, manifest.layout_bytes)
+        data = self._read_at(manifest.layout_offset, manifest.layout_bytes)
         if digest(data) != manifest.layout_xxh3:
             raise StoreCorruptError(f"{self.path}: its layout was damaged after it was published")
         try:
@@ -82,6 +96,14 @@ class HeldBuffer:
             raise StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
         return layout
 
+    def read_checksums(self) -> bytes:
+        """The table of checksums, not yet compared with the manifest's digest of it."""
+        return self._read_at(self.manifest.checksums_offset, 8 * self.manifest.num_tensors)
+
+    def _read_at(self, offset: int, num_bytes: int) -> bytes:
+        with os_errors("read", self.path):
+            return filesystem.read_at(self.file.number, offset, num_bytes)
+
 
 class DoubleBuffer:
     """A store's directory, read-only: what is newest, and holding it still while it is read."""
@@ -91,6 +113,7 @@ class DoubleBuffer:
         self.root = Path(root).absolute()
         self.allow_shared_store = allow_shared_store
         self._owner_only = not allow_shared_store
+        self._went_by_manifests = False
 
     def check(self) -> None:
         """Refuse a store that is not there, or in which others could put weights."""
@@ -101,6 +124,11 @@ class DoubleBuffer:
             for buffer in BUFFERS:
                 with contextlib.suppress(StoreNotFoundError):  # a sender is making them
                     filesystem.check_trust(self.root / buffer)
+
+    @functools.cached_property
+    def mount(self) -> Mount:
+        """What the store lies on. Looked up once, when the store is there."""
+        return filesystem.mount_of(self.root)
 
     def exists(self) -> bool:
         """Whether there is a directory, published to or not."""
@@ -118,6 +146,8 @@ class DoubleBuffer:
             VersionRegressedError: the store went back below that version.
         """
         pointer = self.pointer()
+        if pointer is None and self.mount.is_network:
+            pointer = self._pointer_by_manifests(not_below)
         found = 0 if pointer is None else pointer.version
         if found < not_below:
             raise VersionRegressedError(
@@ -125,6 +155,28 @@ class DoubleBuffer:
                 "replaced; make a new receiver to follow what is there now"
             )
         return pointer
+
+    def _pointer_by_manifests(self, not_below: int) -> Pointer | None:
+        """What ``CURRENT`` would say, were it there.
+
+        Over NFSv3 it is away while it is replaced, if a process on the writer's host has it open.
+        Of two whole versions the lower one was published for certain; the higher one was, if it
+        has been seen. While one buffer is being written the other one holds the newest.
+        """
+        manifests = {buffer: self.manifest(buffer) for buffer in BUFFERS}
+        if None in manifests.values():
+            return None  # the first version is on its way
+        whole = [
+            _pointer_to(buffer, manifest)
+            for buffer, manifest in manifests.items()
+            if manifest is not None and manifest.state == "complete"
+        ]
+        whole.sort(key=lambda pointer: pointer.version)
+        seen = [pointer for pointer in whole if pointer.version >= not_below]
+        if seen and not self._went_by_manifests:
+            self._went_by_manifests = True
+            logger.warning("%s has no %s: going by its manifests", self.root, POINTER_FILE)
+        return seen[0] if seen else None
 
     def manifest(self, buffer: str) -> Manifest | None:
         """What a buffer holds; None if it never held anything."""
@@ -149,10 +201,17 @@ class DoubleBuffer:
                 if record is not None:
                     yield record
 
-    def hold_newest(self, *, newer_than: int | None, not_below: int = 0) -> HeldBuffer | None:
-        """Lock the newest version for reading; None if there is none above ``newer_than``.
+    def hold_newest(
+        self,
+        *,
+        newer_than: int | None,
+        not_below: int = 0,
+        announce: Announce | None = None,
+    ) -> HeldBuffer | None:
+        """Hold the newest version for reading; None if there is none above ``newer_than``.
 
-        The caller must release what is returned.
+        The caller must release what is returned. On a network mount, who does not ``announce``
+        the version may lose its file while reading it.
 
         Raises:
             StoreNotFoundError, StoreInsecureError: see :meth:`check`.
@@ -165,13 +224,13 @@ class DoubleBuffer:
             pointer = self.newest_pointer(not_below=not_below)
             if pointer is None or (newer_than is not None and pointer.version <= newer_than):
                 return None
-            held, reason = self._hold(pointer)
+            held, reason = self._hold(pointer, announce)
             if held is not None:
                 return held
             disagreement.note(pointer, reason, self.root)
 
-    def hold_buffer(self, buffer: str) -> HeldBuffer | None:
-        """Lock one of the buffers for reading, newest or not; None if it is being written.
+    def hold_buffer(self, buffer: str, announce: Announce | None = None) -> HeldBuffer | None:
+        """Hold one of the buffers for reading, newest or not; None if it is being written.
 
         Raises:
             StoreCorruptError: its manifest and its file do not agree.
@@ -179,26 +238,20 @@ class DoubleBuffer:
         manifest = self.manifest(buffer)
         if manifest is None or manifest.state != "complete":
             return None
-        pointer = Pointer(
-            version=manifest.version,
-            buffer=buffer,
-            generation=manifest.generation,
-            run=manifest.run,
-        )
-        held, reason = self._hold(pointer)
+        held, reason = self._hold(_pointer_to(buffer, manifest), announce)
         # A writer locks a file before it marks its buffer: locked is as good as being written.
         is_locked = reason.endswith(_LOCKED)
         if held is None and not is_locked and self.manifest(buffer) == manifest:
             raise StoreCorruptError(f"{self.root}: {reason}")
         return held
 
-    def hold_version(self, version: int) -> HeldBuffer | None:
-        """Lock this version for reading; None if neither buffer holds it (any more, or yet)."""
+    def hold_version(self, version: int, announce: Announce | None = None) -> HeldBuffer | None:
+        """Hold this version for reading; None if neither buffer holds it (any more, or yet)."""
         self.check()
         for buffer in BUFFERS:
             manifest = self.manifest(buffer)
             if manifest is not None and manifest.version == version:
-                held = self.hold_buffer(buffer)
+                held = self.hold_buffer(buffer, announce)
                 if held is not None and held.manifest.version == version:
                     return held
                 if held is not None:
@@ -206,38 +259,65 @@ class DoubleBuffer:
         return None
 
     def is_unchanged(self, held: HeldBuffer) -> bool:
-        """Whether no writer has begun to rewrite the buffer since it was held."""
+        """Whether no writer has begun to rewrite the bytes that were held."""
+        if self.mount.is_network and held.manifest.is_final:
+            return True
         manifest = self.manifest(held.buffer)
         return manifest is not None and (
             (manifest.run, manifest.generation) == (held.manifest.run, held.manifest.generation)
         )
 
-    def _hold(self, pointer: Pointer) -> tuple[HeldBuffer | None, str]:
-        """Lock what the pointer names, or say why that cannot be done just now."""
+    def _hold(self, pointer: Pointer, announce: Announce | None) -> tuple[HeldBuffer | None, str]:
+        """Hold what the pointer names, or say why that cannot be done just now."""
         manifest = self.manifest(pointer.buffer)
         if manifest is None or not _names(pointer, manifest):
             return None, f"buffer {pointer.buffer} does not hold version {pointer.version}"
+        self._check_fit_for_network(manifest)
+        if announce is not None:
+            announce(pointer.version)
         path = self.root / pointer.buffer / manifest.file
         try:
             with os_errors("read", path):
+                filesystem.refresh(path.parent)
                 file = Descriptor(
                     filesystem.open_regular(path, os.O_RDONLY, owner_only=self._owner_only)
                 )
         except StoreNotFoundError:
             return None, f"{path} is not there"
-        if not filesystem.try_lock(file.number, exclusive=False):
+        reason = self._reason_not_to_read(file, path, pointer.buffer, manifest)
+        if reason:
             file.close()
-            return None, f"{path} {_LOCKED}"
-        # Read again, under the lock: a writer marks the manifest only after it has locked the
-        # file, so a manifest that has not changed by now cannot change until we unlock.
-        if self.manifest(pointer.buffer) != manifest:
-            file.close()
-            return None, f"buffer {pointer.buffer} was rewritten"
+            return None, reason
+        return HeldBuffer(pointer.buffer, manifest, path, file), ""
+
+    def _reason_not_to_read(
+        self, file: Descriptor, path: Path, buffer: str, manifest: Manifest
+    ) -> str:
+        # Over a network, locks may hold nobody back, and no file there is written a second time.
+        if not self.mount.is_network and not filesystem.try_lock(file.number, exclusive=False):
+            return f"{path} {_LOCKED}"
+        # Read again, now that it is locked or announced: a writer marks the manifest only after
+        # it has locked the file, and removes the file only after it has marked the manifest and
+        # then found nobody who announced it.
+        if self.manifest(buffer) != manifest:
+            return f"buffer {buffer} was rewritten"
         size = os.fstat(file.number).st_size
         if size != manifest.file_bytes:
-            file.close()
-            return None, f"{path} has {size} bytes, and was published with {manifest.file_bytes}"
-        return HeldBuffer(pointer.buffer, manifest, path, file), ""
+            return f"{path} has {size} bytes, and was published with {manifest.file_bytes}"
+        return ""
+
+    def _check_fit_for_network(self, manifest: Manifest) -> None:
+        """Refuse bytes that could be mixed without anybody seeing it.
+
+        Raises:
+            StoreAccessError: the sender takes for a disk of its own what is a network here.
+        """
+        if self.mount.is_network and not manifest.is_final and manifest.checksums_xxh3 is None:
+            raise StoreAccessError(
+                f"version {manifest.version} in {self.root} was published for one host only: there "
+                f"the store is a local disk, and here a network mount ({self.mount.filesystem}); "
+                f"set {filesystem.MOUNT_VARIABLE}=network in the sender's environment"
+            )
 
     def _read(self, kind: type[RecordT], path: Path) -> RecordT | None:
         try:
@@ -276,6 +356,15 @@ def _names(pointer: Pointer, manifest: Manifest) -> bool:
     return manifest.state == "complete" and (
         (manifest.version, manifest.generation, manifest.run)
         == (pointer.version, pointer.generation, pointer.run)
+    )
+
+
+def _pointer_to(buffer: str, manifest: Manifest) -> Pointer:
+    return Pointer(
+        version=manifest.version,
+        buffer=buffer,
+        generation=manifest.generation,
+        run=manifest.run,
     )
 
 

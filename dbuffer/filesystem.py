@@ -18,6 +18,7 @@ from pathlib import Path
 
 from dbuffer.errors import (
     DBufferError,
+    OptionError,
     StoreAccessError,
     StoreCorruptError,
     StoreFullError,
@@ -29,19 +30,26 @@ REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "overlay", "ramfs", 
 """Where allocated space stays allocated when it is written again.
 
 A copy-on-write filesystem (btrfs, zfs) needs new space for old pages, and a mapped page for
-which there is none is a SIGBUS. There, and on all that we do not know, each version gets a new
-file.
+which there is none is a SIGBUS. There each version gets a new file.
 """
 
-NETWORK_FILESYSTEMS = frozenset(
-    {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre"}
-    | {"ncpfs", "nfs", "nfs4", "ocfs2", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs"}
+LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
+    {"bcachefs", "btrfs", "ecryptfs", "exfat", "f2fs", "hugetlbfs", "jfs", "nilfs2", "ntfs3"}
+    | {"reiserfs", "rootfs", "ubifs", "vfat", "zfs"}
 )
-"""Where other hosts write, which inotify cannot see. Every ``fuse`` type counts as one too."""
+"""Which only this host writes. All else counts as a network: what works between hosts works on
+one, and the other way round it does not."""
+
+MOUNT_VARIABLE = "DBUFFER_MOUNT"
+"""``network`` or ``local`` in this environment variable overrules what a mount looks like: for a
+disk of this host that other hosts see over a network, for a FUSE mount that nobody else sees."""
 
 _LOCK_RETRY_MIN_S = 0.0005
 _LOCK_RETRY_MAX_S = 0.02
 _STALE_TEMPORARY_S = 60.0
+_STALE_RETRIES = 4
+"""A file that is replaced between lookup and read is a stale handle; the next lookup finds the
+new one."""
 
 _temporary_numbers = itertools.count()
 
@@ -64,8 +72,20 @@ def mount_of(path: Path) -> Mount:
         # Later lines hide earlier ones at the same place.
         if path.is_relative_to(mount_point) and len(mount_point) >= longest:
             filesystem, longest = kind, len(mount_point)
-    is_network = filesystem in NETWORK_FILESYSTEMS or filesystem.startswith("fuse")
-    return Mount(filesystem, is_network, filesystem in REWRITABLE_FILESYSTEMS)
+    is_network = _is_network(filesystem)
+    return Mount(filesystem, is_network, not is_network and filesystem in REWRITABLE_FILESYSTEMS)
+
+
+def _is_network(filesystem: str) -> bool:
+    match os.environ.get(MOUNT_VARIABLE, "auto"):
+        case "auto":
+            return filesystem not in LOCAL_FILESYSTEMS
+        case "network" | "local" as told:
+            return told == "network"
+        case other:
+            raise OptionError(
+                f"{MOUNT_VARIABLE} is {other!r:.80}, and may be 'network', 'local' or 'auto'"
+            )
 
 
 def _mounts() -> Iterator[tuple[str, str]]:
@@ -94,6 +114,8 @@ def os_errors(action: str, path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise StoreNotFoundError(f"cannot {action}: no {error.filename or path}") from error
     except OSError as error:
+        if error.errno == errno.ESTALE:  # over NFS: it was removed while we had it in hand
+            raise StoreNotFoundError(f"cannot {action}: {path} is gone") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreFullError(
                 f"cannot {action}: no room left for {path}; the last published version stays "
@@ -167,13 +189,34 @@ def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> int:
     return descriptor
 
 
+def refresh(directory: Path) -> None:
+    """Make this host look anew at a directory that another host writes to.
+
+    Opening a file by name alone may give the one that had the name up to a minute ago, for as
+    long as anybody keeps that one open; after its directory was opened it does not (measured
+    with NFSv3 and v4.2).
+    """
+    os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
 def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
-    """The whole of a small file.
+    """The whole of a small file, as it is now.
 
     Raises:
         FileNotFoundError, StoreInsecureError: as :func:`open_regular`.
         StoreCorruptError: it is no plain file, or larger than ``max_bytes``.
     """
+    for _ in range(_STALE_RETRIES):
+        try:
+            return _read_small(path, max_bytes, owner_only=owner_only)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return _read_small(path, max_bytes, owner_only=owner_only)
+
+
+def _read_small(path: Path, max_bytes: int, *, owner_only: bool) -> bytes:
+    refresh(path.parent)
     descriptor = open_regular(path, os.O_RDONLY, owner_only=owner_only)
     try:
         data = os.read(descriptor, max_bytes + 1)
@@ -192,6 +235,16 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
         offset += len(piece)
         num_bytes -= len(piece)
     return b"".join(pieces)
+
+
+def read_into(descriptor: int, offset: int, memory: memoryview) -> int:
+    """Fill ``memory`` from ``offset``; the bytes read, fewer only at the end of the file."""
+    done = 0
+    while done < memory.nbytes and (
+        num_bytes := os.preadv(descriptor, [memory[done:]], offset + done)
+    ):
+        done += num_bytes
+    return done
 
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
@@ -250,6 +303,20 @@ def allocate(descriptor: int, num_bytes: int, path: Path) -> None:
     """
     with os_errors("allocate a buffer", path):
         os.posix_fallocate(descriptor, 0, num_bytes)
+
+
+def check_room(path: Path, num_bytes: int) -> None:
+    """Refuse what plainly does not fit, where space cannot be allocated beforehand.
+
+    Over NFSv3 it cannot. What quotas and others take shows when the file is flushed.
+
+    Raises:
+        StoreFullError: there is no room.
+    """
+    with os_errors("look for room", path):
+        found = os.statvfs(path.parent)
+        if found.f_bavail * found.f_frsize < num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def sync_file(descriptor: int, path: Path) -> None:
@@ -344,3 +411,22 @@ def _close_all() -> None:
 def _close_quietly(number: int) -> None:
     with contextlib.suppress(OSError):
         os.close(number)
+
+
+def mount_details(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Where the mount under ``path`` comes from (a device, ``server:/export``), and its options."""
+    path = path.resolve()
+    source, options, longest = "unknown", "", -1
+    try:
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:  # not Linux
+        return source, ()
+    for line in table.splitlines():
+        before, _, after = line.partition(" - ")
+        mount_point = _unescape(before.split(" ")[4])
+        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
+            longest = len(mount_point)
+            source = _unescape(after.split(" ")[1])
+            # Of the mount, and of the filesystem below it, which may say some of them again.
+            options = f"{before.split(' ')[5]},{after.split(' ')[2]}"
+    return source, tuple(dict.fromkeys(option for option in options.split(",") if option))

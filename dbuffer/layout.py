@@ -28,6 +28,13 @@ from dbuffer.manifest import FORMAT, MAX_INTEGER, parse_object
 ALIGNMENT_BYTES = 64
 """A cache line, the widest vector register, and a multiple of every dtype's size."""
 
+BLOCK_BYTES = 1 << 20
+"""What is hashed in one go: copied, then hashed while it is still in a core's cache. Part of the
+format: a longer tensor's checksum is that of its blocks' digests."""
+
+SPAN_BYTES = 4 << 20
+"""Read or written in one call where a file is not mapped: long enough for a network."""
+
 ITEM_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -73,6 +80,25 @@ class TensorSpec(NamedTuple):
         return f"{self.name} {self.dtype}{list(self.shape)}"
 
 
+class Block(NamedTuple):
+    """A piece of one tensor, at most :data:`BLOCK_BYTES` long."""
+
+    tensor: int
+    offset: int
+    """Bytes from the beginning of the tensor."""
+    num_bytes: int
+
+
+class Span(NamedTuple):
+    """A run of whole blocks, the gaps behind them included: about :data:`SPAN_BYTES` of a file."""
+
+    first_block: int
+    end_block: int
+    start: int
+    """In the file."""
+    end: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """The tensors of a file in their order, and where each begins."""
@@ -101,6 +127,29 @@ class Layout:
     def num_bytes(self) -> int:
         """Bytes of all tensors, without padding."""
         return sum(self.sizes)
+
+    @functools.cached_property
+    def blocks(self) -> list[Block]:
+        """All blocks of all tensors, in the file's order; an empty tensor has one of length 0."""
+        return [
+            Block(index, offset, min(BLOCK_BYTES, size - offset))
+            for index, size in enumerate(self.sizes)
+            for offset in range(0, max(size, 1), BLOCK_BYTES)
+        ]
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        """All of the tensors' bytes, in the file's order."""
+        blocks, spans = self.blocks, []
+        starts = [self.offsets[block.tensor] + block.offset for block in blocks]
+        first = 0
+        for index, block in enumerate(blocks):
+            is_last = index + 1 == len(blocks)
+            if is_last or starts[index] + block.num_bytes - starts[first] >= SPAN_BYTES:
+                end = self.checksums_offset if is_last else starts[index + 1]
+                spans.append(Span(first, index + 1, starts[first], end))
+                first = index + 1
+        return spans
 
     @property
     def checksums_offset(self) -> int:

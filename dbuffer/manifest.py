@@ -28,6 +28,7 @@ BUFFERS = ("A", "B")
 _RUN = re.compile(r"[0-9a-f]{16}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
+_IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 RecordT = TypeVar("RecordT", bound="Record")
@@ -98,6 +99,8 @@ class Manifest(Record):
         "layout_xxh3": (str, type(None)),
         "checksums_offset": (int,),
         "checksums_xxh3": (str, type(None)),
+        "is_final": (bool,),
+        "origin": (str, type(None)),
         "published_at": (float,),
         "metadata": (dict,),
     }
@@ -119,6 +122,11 @@ class Manifest(Record):
     checksums_offset: int = 0
     checksums_xxh3: str | None = None
     """Digest of the table of checksums in the file; None if it was published without."""
+    is_final: bool = False
+    """Whether no byte of the file is ever written again. Without that, and without checksums, other
+    hosts cannot tell whether they have read it whole."""
+    origin: str | None = None
+    """For a version that was mirrored: its :attr:`identity` in the store where it was published."""
     published_at: float = 0.0
     """Seconds since the epoch on the writer's clock; for people, never compared."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -130,6 +138,7 @@ class Manifest(Record):
         self._matches("file", _WEIGHTS_FILE)
         self._matches("layout_xxh3", _DIGEST)
         self._matches("checksums_xxh3", _DIGEST)
+        self._matches("origin", _IDENTITY)
         if self.state not in ("writing", "complete"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
         if self.state == "complete":
@@ -138,6 +147,11 @@ class Manifest(Record):
                 raise StoreCorruptError(f"{self.NAME}: its checksums and its layout overlap")
             if self.layout_offset + self.layout_bytes > self.file_bytes:
                 raise StoreCorruptError(f"{self.NAME}: its layout lies beyond the end of the file")
+
+    @property
+    def identity(self) -> str:
+        """What no other version has, of this store or of another; a mirror's has the same."""
+        return self.origin or f"{self.run}-{self.generation}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -31,9 +30,15 @@ from dbuffer.errors import (
 from dbuffer.layout import Layout
 from dbuffer.manifest import host_in_id, is_receiver_id
 from dbuffer.records import RecordFile
-from dbuffer.snapshot import Snapshot, SnapshotTensors, wrong_tensors
+from dbuffer.snapshot import (
+    Snapshot,
+    SnapshotTensors,
+    map_privately,
+    read_whole,
+    wrong_tensors,
+)
 from dbuffer.targets import Matcher
-from dbuffer.tensors import Copier, MappedTensors, copy_one
+from dbuffer.tensors import Copier, FileTensors, MappedTensors, copy_one
 from dbuffer.watcher import Watcher
 
 logger = logging.getLogger(__name__)
@@ -102,6 +107,7 @@ class WeightReceiver:
         self._seen = 0
         self._loaded: int | None = None
         self._kept: dict[Path, MappedTensors] = {}
+        self._memory: torch.Tensor | None = None
         self._matcher = Matcher()
 
     @property
@@ -136,8 +142,10 @@ class WeightReceiver:
             StoreCorruptError, ChecksumError, StoreInsecureError: nothing was read.
         """
         self._check_open()
-        with self._hold_whole(newer_than, timeout_s, version) as (held, mapped):
-            yield Snapshot(held, mapped, self._copier, verify=self._must_verify(held))
+        with self._hold_whole(newer_than, timeout_s, version) as (held, tensors):
+            # What was read over a network was checked in memory, where nobody else writes.
+            verify = self._must_verify(held) and not self._is_network
+            yield Snapshot(held, tensors, self._copier, verify=verify)
             if not self._store.is_unchanged(held):
                 raise SnapshotEvictedError(
                     f"version {held.manifest.version} of {self.store} was held for longer than "
@@ -246,6 +254,7 @@ class WeightReceiver:
         self._watcher.close()
         self._copier.close()
         self._kept.clear()
+        self._memory = None
 
     def __enter__(self) -> Self:
         return self
@@ -291,29 +300,45 @@ class WeightReceiver:
         self._seen = version
 
     def _hold(self, newer_than: int | None) -> HeldBuffer | None:
-        held = self._store.hold_newest(newer_than=newer_than, not_below=self._seen)
+        with self._cleared_on_error():
+            held = self._store.hold_newest(
+                newer_than=newer_than, not_below=self._seen, announce=self._announce
+            )
         if held is not None:
             self._seen = held.manifest.version
-            self.record.write(held_version=held.manifest.version)
         return held
+
+    def _announce(self, version: int) -> None:
+        """Say in the store what is about to be read; before it is."""
+        if self.record.current.held_version != version:
+            self.record.write(held_version=version)
+
+    @contextlib.contextmanager
+    def _cleared_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self.record.current.held_version is not None:
+                self.record.write(held_version=None)
+            raise
 
     def _wait_and_hold_exactly(self, version: int, timeout_s: float, deadline: float) -> HeldBuffer:
         # Not held: what may be wrong with the newest one says nothing of this one.
         self._wait_until_published(version - 1, timeout_s, deadline)
-        held = self._store.hold_version(version)
-        if held is None:
-            raise VersionError(
-                f"version {version} is no longer in {self.store}: version {self._seen} and the "
-                "one before it are"
-            )
-        self.record.write(held_version=version)
+        with self._cleared_on_error():
+            held = self._store.hold_version(version, self._announce)
+            if held is None:
+                raise VersionError(
+                    f"version {version} is no longer in {self.store}: version {self._seen} and "
+                    "the one before it are"
+                )
         return held
 
     @contextlib.contextmanager
     def _hold_whole(
         self, newer_than: int | None, timeout_s: float, version: int | None
-    ) -> Iterator[tuple[HeldBuffer, MappedTensors]]:
-        """Hold and map the newest version, or exactly the one asked for; checked if it must be."""
+    ) -> Iterator[tuple[HeldBuffer, FileTensors]]:
+        """Hold the newest version, or exactly the one asked for, in memory; checked if need be."""
         deadline = time.monotonic() + timeout_s
         while True:
             if version is None:
@@ -321,9 +346,9 @@ class WeightReceiver:
             else:
                 held = self._wait_and_hold_exactly(version, timeout_s, deadline)
             with self._released(held):
-                mapped = self._map(held)
-                if self._is_whole(held, mapped):
-                    yield held, mapped
+                tensors = self._bring_in(held)
+                if tensors is not None:
+                    yield held, tensors
                     return
 
     @contextlib.contextmanager
@@ -334,11 +359,26 @@ class WeightReceiver:
             held.release()
             self.record.write(held_version=None)
 
-    def _map(self, held: HeldBuffer) -> MappedTensors:
-        """A mapping of its own for a snapshot: whoever writes into it spoils no other."""
-        return MappedTensors(
-            held.file.number, held.manifest.file_bytes, held.read_layout(), shared=False
-        )
+    def _bring_in(self, held: HeldBuffer) -> FileTensors | None:
+        """A version in memory, whole; None if a writer was faster."""
+        if self._is_network:
+            return self._read(held, None)
+        mapped = map_privately(held)
+        return mapped if self._is_whole(held, mapped) else None
+
+    def _read(self, held: HeldBuffer, memory: torch.Tensor | None) -> FileTensors | None:
+        """Read a version over the network; None if its file was removed, or its bytes changed."""
+        must_verify = self._must_verify(held)
+        try:
+            tensors, checksums = read_whole(held, self._copier, memory, hashed=must_verify)
+            if must_verify and not self._is_right(held, tensors.layout, checksums):
+                return None
+        except StoreNotFoundError as error:
+            logger.warning("version %d went while it was read: %s", held.manifest.version, error)
+            return None
+        # It is in memory, and nobody need keep the file for us.
+        self.record.write(held_version=None)
+        return tensors
 
     def _map_kept(self, held: HeldBuffer) -> MappedTensors:
         """A mapping that stays for the next versions in the same file, and is only copied from.
@@ -353,17 +393,19 @@ class WeightReceiver:
                 for path, kept in self._kept.items()
                 if path.parent.name != held.buffer and path.exists()
             }
-            mapped = self._kept[held.path] = self._map(held)
+            mapped = self._kept[held.path] = map_privately(held)
         return mapped
 
     def _load(self, held: HeldBuffer, target: Target) -> bool:
         """Fill the target; False if checksums show that a writer was faster."""
         if callable(target) and not isinstance(target, nn.Module | Mapping):
-            mapped = self._map(held)
-            if not self._is_whole(held, mapped):
+            tensors = self._bring_in(held)
+            if tensors is None:
                 return False
-            target(iter(SnapshotTensors(mapped.data, mapped.layout).items()))
+            target(iter(SnapshotTensors(tensors.data, tensors.layout).items()))
             return True
+        if self._is_network:
+            return self._load_read(held, target)
         mapped = self._map_kept(held)
         match = self._matcher.match(target, mapped.layout)
         # Damage is found before the target is touched ...
@@ -378,16 +420,28 @@ class WeightReceiver:
         checksums = self._copier.read_hashed(mapped, match.targets)
         return self._is_right(held, mapped.layout, checksums)
 
+    def _load_read(self, held: HeldBuffer, target: Any) -> bool:
+        """Fill the target with what was read and checked before; False if a writer was faster."""
+        match = self._matcher.match(target, held.read_layout())
+        tensors = self._read(held, self._memory)
+        if tensors is None:
+            return False
+        self._memory = tensors.data
+        for alias, index in match.aliases:
+            copy_one(alias, tensors.views[index])
+        self._copier.read(tensors, match.targets)
+        return True
+
     def _must_verify(self, held: HeldBuffer) -> bool:
         if self._verify != "auto":
             return self._verify
         return held.manifest.checksums_xxh3 is not None and self._is_network
 
-    @functools.cached_property
+    @property
     def _is_network(self) -> bool:
-        return filesystem.mount_of(self.store).is_network
+        return self._store.mount.is_network
 
-    def _is_whole(self, held: HeldBuffer, mapped: MappedTensors) -> bool:
+    def _is_whole(self, held: HeldBuffer, mapped: FileTensors) -> bool:
         """Whether the bytes are those published, as far as that is to be checked."""
         if not self._must_verify(held):
             return True

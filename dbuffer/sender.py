@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, cast
 
 import torch
 
-from dbuffer import filesystem, sources
+from dbuffer import filesystem, sources, spans
 from dbuffer.errors import (
     AcknowledgementTimeoutError,
     ClosedError,
@@ -22,14 +22,14 @@ from dbuffer.errors import (
     OptionError,
     ReceiverFailedError,
 )
-from dbuffer.layout import Layout, TensorSpec, align, digest
+from dbuffer.layout import BLOCK_BYTES, Layout, TensorSpec, align, digest
 from dbuffer.manifest import MAX_RECORD_BYTES, Manifest, ReceiverRecord
+from dbuffer.output import Footer, KeptMappings
 from dbuffer.sources import Describer, Rename, Source, Weights
 from dbuffer.tensors import (
-    BLOCK_BYTES,
     DTYPES,
     Copier,
-    MappedTensors,
+    as_bytes,
     can_cast_to,
     copy_one,
     join_digests,
@@ -63,36 +63,6 @@ class Publication:
     """From the call of `send` to its return, waiting for slow readers included."""
 
 
-@dataclass(frozen=True, slots=True)
-class Footer:
-    """What follows the tensors in a weights file, and stays as it is while the layout does."""
-
-    layout: Layout
-    encoded: bytes
-    """The layout in our own form."""
-    tail: bytes
-    """And in tensordict's."""
-    layout_xxh3: str
-
-    @classmethod
-    def of(cls, layout: Layout) -> Footer:
-        """Encode a layout, once."""
-        encoded = layout.encode()
-        return cls(layout, encoded, layout.encode_for_tensordict(), digest(encoded))
-
-    @property
-    def file_bytes(self) -> int:
-        """Size of the whole weights file."""
-        return self.layout.layout_offset + len(self.encoded) + len(self.tail)
-
-    def write(self, claim: Claim) -> None:
-        """Write it into a new file."""
-        with filesystem.os_errors("write the layout", claim.path):
-            filesystem.write_at(
-                claim.file.number, self.layout.layout_offset, self.encoded + self.tail
-            )
-
-
 class WeightSender:
     """The one writer of a store.
 
@@ -105,7 +75,8 @@ class WeightSender:
         rename: a mapping of names, or a function from name to name.
         num_threads: threads that copy. Default: the machine's cores, at most 8.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
-            before they are evicted.
+            before they are evicted. On network mounts nobody waits; there it is how long an old
+            version is kept for readers that say they still read it.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
 
@@ -143,7 +114,7 @@ class WeightSender:
         )
         self._checksum = self._writer.mount.is_network if checksum == "auto" else checksum
         self._describer = Describer(dtype=dtype, rename=rename)
-        self._mapped: dict[Path, MappedTensors] = {}
+        self._mapped = KeptMappings()
         self._footer: Footer | None = None
 
     @property
@@ -286,16 +257,13 @@ class WeightSender:
         self, source: Source, version: int, metadata: dict[str, Any], progress: Progress | None
     ) -> Layout:
         footer = self._footer_of(source)
-        # A mapping keeps an unlinked file's room, which the new file may need.
-        self._mapped = {
-            path: mapped for path, mapped in self._mapped.items() if mapped.layout is footer.layout
-        }
+        self._mapped.drop_other_layouts(footer.layout)
         claim = self._claim(version, footer.layout_xxh3, footer.file_bytes)
         try:
             if claim.is_new:
                 footer.write(claim)
-            mapped = self._map(claim, footer)
-            checksums = self._copy(mapped, source, progress)
+            write = self._write if self._writer.mount.is_network else self._copy
+            checksums = write(claim, footer, source, progress)
             self._commit(claim, footer, checksums, metadata)
         except BaseException:
             self._writer.abandon(claim)
@@ -319,24 +287,11 @@ class WeightSender:
             self._footer = last = Footer.of(Layout.of(source.specs, source.aliases))
         return last
 
-    def _map(self, claim: Claim, footer: Footer) -> MappedTensors:
-        """The claimed file in memory, mapped once for as long as the file lives."""
-        identity = filesystem.identity_of(claim.file.number)
-        mapped = self._mapped.get(claim.path)
-        if mapped is None or mapped.identity != identity:
-            self._mapped = {
-                path: known
-                for path, known in self._mapped.items()
-                if path.parent.name != claim.buffer
-            }
-            mapped = MappedTensors(claim.file.number, footer.file_bytes, footer.layout, shared=True)
-            self._mapped[claim.path] = mapped
-        return mapped
-
     def _copy(
-        self, mapped: MappedTensors, source: Source, progress: Progress | None
+        self, claim: Claim, footer: Footer, source: Source, progress: Progress | None
     ) -> list[int] | None:
-        """Copy everything into the file; the checksums, if they are wanted."""
+        """Copy everything into the file, which is mapped; the checksums, if they are wanted."""
+        mapped = self._mapped.of(claim, footer.file_bytes, footer.layout)
         if not source.is_lazy:
             tensors = cast("list[torch.Tensor]", source.tensors)
             if self._checksum:
@@ -351,6 +306,31 @@ class WeightSender:
             if progress is not None:
                 progress(done, total)
         return self._copier.checksums(mapped) if self._checksum else None
+
+    def _write(
+        self, claim: Claim, footer: Footer, source: Source, progress: Progress | None
+    ) -> list[int] | None:
+        """Write everything into the file, which is not mapped; the checksums, if wanted."""
+        layout = footer.layout
+        if not source.is_lazy:
+            tensors = cast("list[torch.Tensor]", source.tensors)
+            file = claim.file.number
+            checksums = spans.write_tensors(
+                file, claim.path, layout, tensors, self._copier, hashed=self._checksum
+            )
+            return checksums if self._checksum else None
+        checksums = []
+        for spec, offset, tensor in zip(layout.specs, layout.offsets, source.tensors, strict=True):
+            checksums += self._append(claim, offset, _bytes_of(sources.fetch(tensor), spec))
+            if progress is not None:
+                progress(offset + spec.num_bytes, layout.checksums_offset)
+        return checksums if self._checksum else None
+
+    def _append(self, claim: Claim, offset: int, data: memoryview) -> list[int]:
+        """Write one tensor; its checksum, if wanted."""
+        with filesystem.os_errors("write a tensor", claim.path):
+            filesystem.write_at(claim.file.number, offset, data)
+        return [_checksum(data)] if self._checksum else []
 
     def _commit(
         self,
@@ -400,11 +380,7 @@ class WeightSender:
             checksums: list[int] = []
             end = 0
             for spec, tensor in stream:
-                data = _bytes_of(tensor, DTYPES[spec.dtype])
-                with filesystem.os_errors("write a tensor", claim.path):
-                    filesystem.write_at(claim.file.number, end, data)
-                if self._checksum:
-                    checksums.append(_checksum(data))
+                checksums += self._append(claim, end, _bytes_of(tensor, spec))
                 specs.append(spec)
                 end = align(end + spec.num_bytes)
                 if progress is not None:
@@ -449,11 +425,12 @@ def _children(value: Any) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
+def _bytes_of(tensor: torch.Tensor, spec: TensorSpec) -> memoryview:
     """The tensor's bytes in main memory, cast; a view of the tensor itself where it can be."""
+    dtype = DTYPES[spec.dtype]
     plain = tensor.detach().resolve_conj().resolve_neg()
     flat = plain.to(device="cpu", dtype=dtype).contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+    return as_bytes(flat.view(torch.uint8))
 
 
 def _checksum(data: memoryview) -> int:

@@ -9,12 +9,19 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from dbuffer import filesystem
 from dbuffer.buffer import HeldBuffer
 from dbuffer.errors import ChecksumError
 from dbuffer.layout import Layout, TensorSpec, digest
+from dbuffer.spans import read_tensors
 from dbuffer.targets import Match
-from dbuffer.tensors import Copier, MappedTensors, copy_one, unpack_checksums, view_tensor
+from dbuffer.tensors import (
+    Copier,
+    FileTensors,
+    MappedTensors,
+    copy_one,
+    unpack_checksums,
+    view_tensor,
+)
 
 
 class SnapshotTensors(Mapping[str, torch.Tensor]):
@@ -41,12 +48,13 @@ class SnapshotTensors(Mapping[str, torch.Tensor]):
 class Snapshot:
     """One version, held still: no writer touches its bytes while it is open.
 
-    The tensors are views of mapped memory. They are valid until the snapshot is left; copy what
-    is needed longer. Writing into one changes this snapshot's copy of a page, and nothing else.
+    The tensors are views of mapped memory, or on a network mount of memory that the file was read
+    into. They are valid until the snapshot is left; copy what is needed longer. Writing into one
+    changes this snapshot's copy of a page, and nothing else.
     """
 
     def __init__(
-        self, held: HeldBuffer, mapped: MappedTensors, copier: Copier, *, verify: bool
+        self, held: HeldBuffer, mapped: FileTensors, copier: Copier, *, verify: bool
     ) -> None:
         self._verify = verify
         self._held = held
@@ -62,7 +70,7 @@ class Snapshot:
     @property
     def identity(self) -> str:
         """What no other version has, of this store or of one that takes its place."""
-        return f"{self._held.manifest.run}-{self._held.manifest.generation}"
+        return self._held.manifest.identity
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -160,6 +168,30 @@ class Snapshot:
         return f"Snapshot(version={self.version}, tensors={len(self.tensors)})"
 
 
+def map_privately(held: HeldBuffer) -> MappedTensors:
+    """Map a version; whoever writes into the mapping spoils no other."""
+    return MappedTensors(
+        held.file.number, held.manifest.file_bytes, held.read_layout(), shared=False
+    )
+
+
+def read_whole(
+    held: HeldBuffer, copier: Copier, memory: torch.Tensor | None = None, *, hashed: bool
+) -> tuple[FileTensors, list[int]]:
+    """Read a version, into ``memory`` if that is of the right size; with checksums, if wanted.
+
+    Raises:
+        StoreNotFoundError: its file was removed meanwhile.
+        StoreCorruptError, StoreAccessError: it cannot be read.
+    """
+    layout = held.read_layout()
+    num_bytes = layout.checksums_offset
+    if memory is None or memory.numel() != num_bytes:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+    tensors = FileTensors(memory, layout)
+    return tensors, read_tensors(held.file.number, held.path, tensors, copier, hashed=hashed)
+
+
 def wrong_tensors(held: HeldBuffer, layout: Layout, checksums: list[int]) -> list[str]:
     """Names of the tensors whose checksums are not those that were published.
 
@@ -172,8 +204,7 @@ def wrong_tensors(held: HeldBuffer, layout: Layout, checksums: list[int]) -> lis
             f"{held.path}: version {manifest.version} was published without checksums, so it "
             "cannot be verified; make the sender with checksum=True"
         )
-    num_bytes = 8 * manifest.num_tensors
-    table = filesystem.read_at(held.file.number, manifest.checksums_offset, num_bytes)
+    table = held.read_checksums()
     if digest(table) != manifest.checksums_xxh3:
         return ["the table of checksums"]
     expected = unpack_checksums(table)

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 
-from dbuffer import filesystem
 from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
     ClosedError,
@@ -99,7 +98,8 @@ class Stager:
         part_of: the receiver that acknowledges, where this is one rank of an engine.
         check: called with the tensors' specs whenever they change, in the stager's thread. What
             it raises makes the version unusable, and reaches who takes it.
-        copy: copy into memory of its own. ``"auto"``: on network mounts, and if ``pin_memory``.
+        copy: copy into memory of its own. ``"auto"``: if ``pin_memory``. On a network mount a
+            version is read into memory of its own in any case.
         pin_memory: that memory is page-locked, for a device to copy from.
         poll_interval_s, verify, num_threads, allow_shared_store: as for a `WeightReceiver`.
 
@@ -172,7 +172,7 @@ class Stager:
         """The store's newest version; None if there is no store, or nothing in it."""
         if not self._store.exists():
             return None
-        pointer = self._store.pointer()
+        pointer = self._store.newest_pointer(not_below=0)
         return None if pointer is None else pointer.version
 
     @property
@@ -406,9 +406,9 @@ class Stager:
         return snapshot.copy_into(self._memory.bytes)
 
     def _must_copy(self) -> bool:
-        if self._copy != "auto":
-            return self._copy
-        return self._pin_memory or filesystem.mount_of(self._receiver.store).is_network
+        if self._store.mount.is_network:  # a snapshot is in memory of its own already
+            return self._pin_memory
+        return self._pin_memory if self._copy == "auto" else self._copy
 
     def _count(self, what: str) -> None:
         with self._condition:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from dbuffer import filesystem
 from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import StoreCorruptError
 from dbuffer.manifest import BUFFERS, Manifest, ReceiverRecord
@@ -79,14 +78,14 @@ def read_status(store: DoubleBuffer) -> StoreStatus:
         StoreCorruptError: its pointer or one of its records is damaged.
     """
     store.check()
-    pointer = store.pointer()
+    pointer = store.newest_pointer(not_below=0)
     version = None if pointer is None else pointer.version
     newest = None if pointer is None else pointer.buffer
     receivers = list(store.receivers())
     writer = store.writer()
     return StoreStatus(
         store=str(store.root),
-        filesystem=filesystem.mount_of(store.root).filesystem,
+        filesystem=store.mount.filesystem,
         version=version,
         writer=None
         if writer is None

@@ -12,17 +12,14 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import xxhash
 
 from dbuffer import filesystem
 from dbuffer.errors import OptionError
-from dbuffer.layout import ITEM_BYTES, Layout
-
-BLOCK_BYTES = 1 << 20
-"""Copied, then hashed while it is still in a core's cache. Part of the format."""
+from dbuffer.layout import ITEM_BYTES, Block, Layout
 
 MAX_DEFAULT_THREADS = 8
 """Copies are bound by memory bandwidth, which a handful of cores use up."""
@@ -33,30 +30,17 @@ DTYPES: dict[str, torch.dtype] = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Block(NamedTuple):
-    """A piece of one tensor, at most :data:`BLOCK_BYTES` long."""
+class FileTensors:
+    """The tensors of a weights file in memory: typed views, and blocks to hash.
 
-    tensor: int
-    offset: int
-    """Bytes from the beginning of the tensor."""
-    num_bytes: int
-
-
-class MappedTensors:
-    """A weights file in memory, and each tensor in it as a view.
-
-    A writer's mapping is shared: what is copied in is in the file. A reader's is private: a
-    program that changes a snapshot's tensor changes its own copy of that page, never the file.
+    ``data`` holds the bytes from the first tensor on, at least to the end of the last.
     """
 
-    def __init__(self, file: int, file_bytes: int, layout: Layout, *, shared: bool) -> None:
+    def __init__(self, data: torch.Tensor, layout: Layout) -> None:
         self.layout = layout
-        self.identity = filesystem.identity_of(file)
-        """Of the file, which may be replaced by another of its name."""
-        self._map = _map(file, file_bytes, shared=shared)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.raw = memoryview(self._map)
-        self.address = self._bytes.data_ptr()
+        self._bytes = data
+        self.raw = as_bytes(data)
+        self.address = data.data_ptr()
         self._tensor_slices: dict[int, list[tuple[int, int]]] = {}
         self._block_slices: dict[int, list[tuple[int, int]]] = {}
 
@@ -70,8 +54,7 @@ class MappedTensors:
         return self._bytes[: self.layout.checksums_offset]
 
     def read_ahead(self) -> None:
-        """Touch every page, with the interpreter's lock let go."""
-        self._bytes[:: mmap.PAGESIZE].amax()
+        """Have every page at hand, which those of a mapping are not by themselves."""
 
     @functools.cached_property
     def views(self) -> list[torch.Tensor]:
@@ -91,19 +74,38 @@ class MappedTensors:
             slices = self._block_slices[parts] = split_evenly(sizes, parts)
         return slices
 
-    @functools.cached_property
+    @property
     def blocks(self) -> list[Block]:
-        """All blocks of all tensors, in the file's order; an empty tensor has one of length 0."""
-        return [
-            Block(index, offset, min(BLOCK_BYTES, spec.num_bytes - offset))
-            for index, spec in enumerate(self.layout.specs)
-            for offset in range(0, max(spec.num_bytes, 1), BLOCK_BYTES)
-        ]
+        """All blocks of all tensors, in the file's order."""
+        return self.layout.blocks
 
     def hash_block(self, block: Block) -> int:
         """The digest of one block's bytes."""
         start = self.layout.offsets[block.tensor] + block.offset
         return xxhash.xxh3_64_intdigest(self.raw[start : start + block.num_bytes])
+
+
+class MappedTensors(FileTensors):
+    """A weights file mapped into memory.
+
+    A writer's mapping is shared: what is copied in is in the file. A reader's is private: a
+    program that changes a snapshot's tensor changes its own copy of that page, never the file.
+    """
+
+    def __init__(self, file: int, file_bytes: int, layout: Layout, *, shared: bool) -> None:
+        mapped = _map(file, file_bytes, shared=shared)
+        super().__init__(torch.frombuffer(mapped, dtype=torch.uint8), layout)
+        self.identity = filesystem.identity_of(file)
+        """Of the file, which may be replaced by another of its name."""
+
+    def read_ahead(self) -> None:
+        """Touch every page, with the interpreter's lock let go."""
+        self._bytes[:: mmap.PAGESIZE].amax()
+
+
+def as_bytes(data: torch.Tensor) -> memoryview:
+    """The memory of a flat tensor of bytes."""
+    return memoryview(data.numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
 def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
@@ -142,11 +144,11 @@ class Copier:
             self._pool.shutdown()
             self._pool = None
 
-    def write(self, mapped: MappedTensors, sources: list[torch.Tensor]) -> None:
+    def write(self, mapped: FileTensors, sources: list[torch.Tensor]) -> None:
         """Copy each source into the file, casting where dtypes differ."""
         self._copy(mapped, mapped.views, sources)
 
-    def read(self, mapped: MappedTensors, targets: list[torch.Tensor]) -> None:
+    def read(self, mapped: FileTensors, targets: list[torch.Tensor]) -> None:
         """Copy each tensor of the file into its target."""
         self._copy(mapped, targets, mapped.views)
 
@@ -162,11 +164,11 @@ class Copier:
         starts = range(0, source.numel(), share)
         self.in_parallel(work, [(at, min(at + share, source.numel())) for at in starts])
 
-    def write_hashed(self, mapped: MappedTensors, sources: list[torch.Tensor]) -> list[int]:
+    def write_hashed(self, mapped: FileTensors, sources: list[torch.Tensor]) -> list[int]:
         """Copy into the file; the checksum of each tensor, of the bytes that are there now."""
         return self._copy_and_hash(mapped, sources, into_file=True)
 
-    def read_hashed(self, mapped: MappedTensors, targets: list[torch.Tensor]) -> list[int]:
+    def read_hashed(self, mapped: FileTensors, targets: list[torch.Tensor]) -> list[int]:
         """Copy out of the file; the checksum of each tensor's bytes in the file.
 
         They are hashed after they were copied. A writer that overwrites them never puts the old
@@ -174,7 +176,7 @@ class Copier:
         """
         return self._copy_and_hash(mapped, targets, into_file=False)
 
-    def checksums(self, mapped: MappedTensors) -> list[int]:
+    def checksums(self, mapped: FileTensors) -> list[int]:
         """The checksum of each tensor in the file."""
         digests = [0] * len(mapped.blocks)
 
@@ -187,7 +189,7 @@ class Copier:
 
     def _copy(
         self,
-        mapped: MappedTensors,
+        mapped: FileTensors,
         destinations: list[torch.Tensor],
         sources: list[torch.Tensor],
     ) -> None:
@@ -198,7 +200,7 @@ class Copier:
         self.in_parallel(work, mapped.cut_tensors(self.num_threads))
 
     def _copy_and_hash(
-        self, mapped: MappedTensors, others: list[torch.Tensor], *, into_file: bool
+        self, mapped: FileTensors, others: list[torch.Tensor], *, into_file: bool
     ) -> list[int]:
         blocks, offsets = mapped.blocks, mapped.layout.offsets
         addresses = self._plain_addresses(mapped, others, into_file=into_file)
@@ -219,7 +221,7 @@ class Copier:
         return join_blocks(blocks, digests, len(others))
 
     def _plain_addresses(
-        self, mapped: MappedTensors, others: Sequence[torch.Tensor], *, into_file: bool
+        self, mapped: FileTensors, others: Sequence[torch.Tensor], *, into_file: bool
     ) -> list[int]:
         """Where each tensor lies that is copied byte by byte; 0 for the rest, copied here."""
         addresses = [0] * len(others)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from dbuffer.buffer import DoubleBuffer, HeldBuffer
 from dbuffer.errors import StoreCorruptError, VersionTimeoutError
 from dbuffer.manifest import BUFFERS
-from dbuffer.snapshot import wrong_tensors
-from dbuffer.tensors import Copier, MappedTensors
+from dbuffer.snapshot import map_privately, read_whole, wrong_tensors
+from dbuffer.tensors import Copier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
         VersionTimeoutError: nothing was published yet.
     """
     store.check()
-    pointer = store.pointer()
+    pointer = store.newest_pointer(not_below=0)
     if pointer is None:
         raise VersionTimeoutError(f"nothing was published in {store.root} yet")
     checks = [_verify_buffer(store, pointer.buffer, pointer.version)]
@@ -63,7 +63,7 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> Buff
         if held is not None:
             version = held.manifest.version
             has_checksums = held.manifest.checksums_xxh3 is not None
-            problems = _read_whole(held)
+            problems = _find_damage(held, is_network=store.mount.is_network)
     return BufferCheck(
         buffer=buffer,
         version=version,
@@ -73,15 +73,17 @@ def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> Buff
     )
 
 
-def _read_whole(held: HeldBuffer) -> list[str]:
+def _find_damage(held: HeldBuffer, *, is_network: bool) -> list[str]:
     copier = Copier()
     try:
         layout = held.read_layout()
         if held.manifest.checksums_xxh3 is None:
             return []
-        size = held.manifest.file_bytes
-        mapped = MappedTensors(held.file.number, size, layout, shared=False)
-        return wrong_tensors(held, layout, copier.checksums(mapped))
+        if is_network:
+            _, checksums = read_whole(held, copier, hashed=True)
+        else:
+            checksums = copier.checksums(map_privately(held))
+        return wrong_tensors(held, layout, checksums)
     except StoreCorruptError as error:
         return [str(error)]
     finally:

@@ -31,6 +31,7 @@ from dbuffer.buffer import (
 )
 from dbuffer.errors import (
     DBufferError,
+    StoreAccessError,
     StoreCorruptError,
     StoreFormatError,
     StoreNotFoundError,
@@ -39,7 +40,17 @@ from dbuffer.errors import (
     WriterSupersededError,
 )
 from dbuffer.filesystem import Descriptor, os_errors
-from dbuffer.manifest import BUFFERS, MAX_INTEGER, Manifest, Pointer, Record, WriterRecord, encode
+from dbuffer.manifest import (
+    BUFFERS,
+    MAX_INTEGER,
+    Manifest,
+    Pointer,
+    ReceiverRecord,
+    Record,
+    WriterRecord,
+    encode,
+)
+from dbuffer.retirement import RetiredFiles
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +94,11 @@ class BufferWriter:
         self.store.check()
         for name in (*BUFFERS, RECEIVERS_DIRECTORY):
             filesystem.make_directory(self.root / name)
-        self.mount = filesystem.mount_of(self.root)
+        self.mount = self.store.mount
         # Other hosts see what was flushed, and nothing else.
         self._sync = durable or self.mount.is_network
         self._files: dict[Path, Descriptor] = {}
+        self._retired = RetiredFiles(self._live_receivers, reader_timeout_s)
         self._generation = 0
         self._lock = self._take_writer_lock()
         try:
@@ -130,7 +142,8 @@ class BufferWriter:
 
         The buffer's file is rewritten if it has this layout already and nobody reads it;
         otherwise it is unlinked, which leaves the bytes to those who still map them, and a new
-        one of ``file_bytes`` is made (of no size yet, if that is 0).
+        one of ``file_bytes`` is made (of no size yet, if that is 0). On a network mount the file
+        is a new one always, of no size, and the old one goes when nobody reads it any more.
 
         Raises:
             StoreFullError: there is no room for a new file.
@@ -139,7 +152,9 @@ class BufferWriter:
         self._check_not_superseded()
         buffer = self._idle_buffer()
         old = self._readable_manifest(buffer)
-        file = self._lock_existing(buffer, old) if old is not None else None
+        file = None
+        if old is not None and not self.mount.is_network:
+            file = self._lock_existing(buffer, old)
         if file is not None and not self._can_rewrite(file, old, layout_xxh3, file_bytes):
             self._forget(file)
             file = None
@@ -155,9 +170,22 @@ class BufferWriter:
         path = self.root / buffer / name
         is_new = file is None
         if file is None:
-            self._remove_unnamed_files(buffer, keep=name)
+            self._put_away(buffer, old, keep=name)
             file = self._create(path, file_bytes)
         return Claim(buffer, path, file, is_new, marked)
+
+    def _put_away(self, buffer: str, old: Manifest | None, *, keep: str | None) -> None:
+        """Remove a buffer's old files; on a network mount, those that nobody needs any more."""
+        if not self.mount.is_network:
+            self._remove_unnamed_files(buffer, keep=keep)
+            return
+        if old is not None:
+            path = self.root / buffer / old.file
+            if _was_never_published(old):
+                path.unlink(missing_ok=True)
+            else:
+                self._retired.add(path, old.version)
+        self._retired.remove_unneeded()
 
     def commit(self, claim: Claim, complete: Manifest) -> None:
         """Make the claimed buffer the newest version, in the one step of moving the pointer.
@@ -171,7 +199,11 @@ class BufferWriter:
         if self._sync:
             filesystem.sync_file(claim.file.number, claim.path)
         complete = dataclasses.replace(
-            complete, state="complete", generation=claim.marked.generation + 1, run=self.record.run
+            complete,
+            state="complete",
+            generation=claim.marked.generation + 1,
+            run=self.record.run,
+            is_final=not self.mount.can_rewrite_in_place,
         )
         directory = self.root / claim.buffer
         # A writer that was paused or cut off learns here that it has a successor, before it
@@ -189,6 +221,27 @@ class BufferWriter:
         # Unlocked first: a receiver that is woken by the pointer finds the file free.
         filesystem.unlock(claim.file.number)
         self._put(self.root / POINTER_FILE, pointer, scratch=directory)
+        if self.mount.is_network:
+            self._forget(claim.file)  # no further version goes into it
+            self._read_back(pointer, complete, claim.path)
+            self._retired.remove_unneeded()
+
+    def _read_back(self, pointer: Pointer, complete: Manifest, path: Path) -> None:
+        """See what other hosts see: caches and successors may have it otherwise.
+
+        Raises:
+            WriterSupersededError: another writer has published since.
+            StoreAccessError: the filesystem does not give back what was written.
+        """
+        self._check_not_superseded()
+        with os_errors("read back", path):
+            size = path.stat().st_size
+        found = self.store.pointer(), self.store.manifest(pointer.buffer), size
+        if found != (pointer, complete, complete.file_bytes):
+            raise StoreAccessError(
+                f"{self.root} does not give back version {pointer.version} as it was written: "
+                f"{found!r:.400}; is it a mount that all hosts see alike?"
+            )
 
     def abandon(self, claim: Claim) -> None:
         """Drop a claim that failed. Its buffer stays marked, and is started anew next time."""
@@ -230,10 +283,20 @@ class BufferWriter:
         for name in (*BUFFERS, RECEIVERS_DIRECTORY):
             filesystem.remove_stale_temporaries(self.root / name)
         for buffer in BUFFERS:
-            manifest = self._readable_manifest(buffer)
-            self._remove_unnamed_files(buffer, keep=manifest.file if manifest else None)
+            self._clear_away(buffer)
         self._forget_old_receivers()
         return record
+
+    def _clear_away(self, buffer: str) -> None:
+        """Remove the weights files of dead writers."""
+        manifest = self._readable_manifest(buffer)
+        keep = manifest.file if manifest else None
+        if not self.mount.is_network:
+            self._remove_unnamed_files(buffer, keep=keep)
+            return
+        for path in (self.root / buffer).glob("weights-*.td"):
+            if path.name != keep:
+                self._retired.add(path, None)
 
     def _put(self, path: Path, record: Record, *, scratch: Path) -> None:
         filesystem.replace_file(path, encode(record), scratch=scratch, durable=self._sync)
@@ -356,13 +419,18 @@ class BufferWriter:
         return file
 
     def _create(self, path: Path, num_bytes: int) -> Descriptor:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        # Over NFS, a page that is written in part is read first if it may be read at all.
+        access = os.O_WRONLY if self.mount.is_network else os.O_RDWR
+        flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os_errors("make a buffer", path):
             file = Descriptor(os.open(path, flags, 0o600))
         try:
-            filesystem.try_lock(file.number, exclusive=True)
-            if num_bytes:
-                filesystem.allocate(file.number, num_bytes, path)
+            if self.mount.is_network:
+                filesystem.check_room(path, num_bytes)
+            else:
+                filesystem.try_lock(file.number, exclusive=True)
+                if num_bytes:
+                    filesystem.allocate(file.number, num_bytes, path)
         except BaseException:
             file.close()
             path.unlink(missing_ok=True)
@@ -383,12 +451,15 @@ class BufferWriter:
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
 
+    def _live_receivers(self) -> list[ReceiverRecord]:
+        return [r for r in self.store.receivers() if process_may_live(r.host, r.pid)]
+
     def _holders(self, version: int) -> str:
-        names = []
-        for record in self.store.receivers():
-            if record.held_version == version and process_may_live(record.host, record.pid):
-                names.append(f"receiver {record.receiver} (pid {record.pid}, {record.host})")
-        return ", ".join(names)
+        return ", ".join(
+            f"receiver {record.receiver} (pid {record.pid}, {record.host})"
+            for record in self._live_receivers()
+            if record.held_version == version
+        )
 
     def _forget_old_receivers(self) -> None:
         for record in list(self.store.receivers()):
@@ -398,6 +469,12 @@ class BufferWriter:
             if time.time() - record.updated_at > FORGET_RECEIVERS_AFTER_S:
                 path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
                 path.unlink(missing_ok=True)
+
+
+def _was_never_published(manifest: Manifest) -> bool:
+    """Whether the file that a manifest names was made for a version that did not come about."""
+    own = f"weights-{manifest.run}-{manifest.generation}.td"
+    return manifest.state == "writing" and manifest.file == own
 
 
 def process_may_live(host: str, pid: int) -> bool:

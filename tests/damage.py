@@ -57,7 +57,7 @@ def opening_only_files_in(store: Path) -> Iterator[None]:
         # Text in another encoding makes Python import what decodes it.
         expected = (f"{store}/", "/proc/self/", os.path.dirname(os.__file__))  # noqa: PTH120
         assert not [
-            path for path in map(os.path.normpath, _opened) if not path.startswith(expected)
+            path for path in map(os.path.normpath, _opened) if not f"{path}/".startswith(expected)
         ]
     finally:
         _opened = None

@@ -11,7 +11,7 @@ EVERY_PUBLISH = {
     "mark written beside the manifest": Step("c_call", "replace", "manifest.json"),
     "mark in place": Step("c_return", "replace", "manifest.json"),
     "before the copy": Step("call", "WeightSender._copy"),
-    "in the middle of the copy": Step("call", "MappedTensors.hash_block", nth=4),
+    "in the middle of the copy": Step("call", "FileTensors.hash_block", nth=4),
     "after the copy": Step("return", "WeightSender._copy"),
     "after the checksums": Step("call", "BufferWriter.commit"),
     "manifest begun": Step("c_return", "open", "manifest.json", nth=2),

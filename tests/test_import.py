@@ -23,9 +23,9 @@ OPTIONAL_PACKAGES = (
 MAX_IMPORT_S = 0.3
 
 LAYERS = (
-    *("errors", "manifest", "layout", "filesystem", "buffer", "writer", "tensors"),
-    *("checkpoint", "sources", "targets", "snapshot", "watcher", "sender", "records"),
-    *("receiver", "stager"),
+    *("errors", "manifest", "layout", "filesystem", "buffer", "retirement", "writer"),
+    *("tensors", "spans", "output", "checkpoint", "sources", "targets", "snapshot", "watcher"),
+    *("sender", "records", "receiver", "stager"),
 )
 """Imports point from right to left."""
 

@@ -10,9 +10,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbuffer.layout import ITEM_BYTES, Layout, TensorSpec
+from dbuffer.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
 from dbuffer.tensors import (
-    BLOCK_BYTES,
     DTYPE_NAMES,
     DTYPES,
     Copier,

@@ -83,7 +83,7 @@ def copy_with_pauses(rng: random.Random, longest_s: float) -> None:
                 time.sleep(rng.uniform(0, longest_s))
             work(index, index + 1)
 
-    Copier._in_parallel = in_parallel
+    Copier.in_parallel = in_parallel
 
 
 def write(connection: Connection, store: Path, layers: Layers) -> None:

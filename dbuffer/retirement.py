@@ -1,0 +1,83 @@
+"""`RetiredFiles`: weights files on a network mount that no manifest names any more.
+
+One that is removed under a reader on another host is an error in the middle of its read. So it
+stays until no receiver's record says that it is being read; and at least for a moment, for
+readers that cannot write a record; and at most for as long as readers are waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from dbuffer.manifest import ReceiverRecord
+
+logger = logging.getLogger(__name__)
+
+KEEP_AT_LEAST_S = 2.0
+"""Readers that write no record (a read-only mount, `dbuffer verify`) have this long to finish."""
+
+
+class _Retired(NamedTuple):
+    version: int | None
+    """None: a dead writer's, of which nothing is known."""
+    since: float
+
+
+class RetiredFiles:
+    """What may be removed later, and when.
+
+    Ages are counted on this process's own clock, from when it first saw that a file is no longer
+    named: clocks of other hosts and of the server are not compared.
+
+    Args:
+        readers: the receivers' records as they are now; one whose process is known to be dead
+            is left out.
+        reader_timeout_s: a file goes after so long, whoever says that it is being read.
+    """
+
+    def __init__(
+        self, readers: Callable[[], list[ReceiverRecord]], reader_timeout_s: float
+    ) -> None:
+        self._readers = readers
+        self._reader_timeout_s = reader_timeout_s
+        self._files: dict[Path, _Retired] = {}
+
+    def add(self, path: Path, version: int | None) -> None:
+        """No manifest names this file any more."""
+        self._files.setdefault(path, _Retired(version, time.monotonic()))
+
+    def remove_unneeded(self) -> None:
+        """Remove what nobody needs. Call it after the manifest was replaced, never before."""
+        if not self._files:
+            return
+        readers = {record.held_version: record.receiver for record in self._readers()}
+        for path, retired in list(self._files.items()):
+            if not self._is_needed(path, retired, readers):
+                _remove(path)
+                del self._files[path]
+
+    def _is_needed(self, path: Path, retired: _Retired, readers: dict[int | None, str]) -> bool:
+        age_s = time.monotonic() - retired.since
+        reader = None if retired.version is None else readers.get(retired.version)
+        if age_s < self._reader_timeout_s:
+            return reader is not None or retired.version is None or age_s < KEEP_AT_LEAST_S
+        if reader is not None:
+            logger.warning(
+                "removing %s, version %s, which %s has read for more than %g s",
+                path,
+                retired.version,
+                reader,
+                self._reader_timeout_s,
+            )
+        return False
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:  # it takes room, and does no harm: what is published stays so
+        logger.warning("cannot remove the old version %s: %s", path, error)
