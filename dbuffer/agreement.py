@@ -8,6 +8,7 @@ and dropping it closes its connections, by which the other ranks notice at once.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import pickle
@@ -49,21 +50,31 @@ class Peer:
     """Where a rank runs."""
 
     host: str
-    boot: str
-    """Tells machines of one name apart, and containers of one machine together."""
+    machine: str
+    """The same for all containers of one machine, and for no other machine."""
+    processes: str
+    """Which processes it sees: containers have their own."""
     pid: int
 
     @classmethod
     def here(cls) -> Peer:
         """This process."""
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        return cls(
-            socket.gethostname(), boot.read_text().strip() if boot.exists() else "", os.getpid()
-        )
+        host, boot, space = socket.gethostname(), "", ""
+        with contextlib.suppress(OSError):  # not Linux
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            space = str(Path("/proc/self/ns/pid").readlink())
+        return cls(host, boot or host, space, os.getpid())
 
-    def is_beside(self, other: Peer) -> bool:
-        """Whether two ranks run on one machine, and know each other's processes."""
-        return (self.host, self.boot) == (other.host, other.boot)
+    def has_ended(self) -> bool:
+        """Whether it is known to be gone, or to wait for its parent to notice."""
+        here = Peer.here()
+        if (self.machine, self.processes) != (here.machine, here.processes):
+            return False
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return stat.rpartition(")")[2].split()[0] in "ZX"
 
 
 class Agreement:
@@ -171,7 +182,7 @@ class Agreement:
         ended = [
             f"rank {rank} (process {peer.pid} on {peer.host})"
             for rank, peer in enumerate(self.peers)
-            if rank != self.rank and _has_ended(peer)
+            if rank != self.rank and peer.has_ended()
         ]
         who = " and ".join(ended) + " has ended" if ended else "a rank was lost"
         raise RankFailedError(
@@ -204,14 +215,3 @@ def _connect(group: distributed.ProcessGroup | None, rank: int, size: int, timeo
 
 def _nothing() -> Any:
     """What the ranks do that only wait."""
-
-
-def _has_ended(peer: Peer) -> bool:
-    """Whether a process of this machine is gone, or waits to be buried; others may live."""
-    if not peer.is_beside(Peer.here()):
-        return False
-    try:
-        stat = Path(f"/proc/{peer.pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat.rpartition(")")[2].split()[0] in "ZX"

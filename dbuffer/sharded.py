@@ -1,8 +1,8 @@
 """`ShardedWeightSender`: all ranks of a trainer publish together, each what it holds.
 
-On one machine every rank maps the weights file and copies its own part to its place: nothing is
-gathered, nothing is copied twice. Rank 0 is the store's writer; it commits when every rank has
-said that its part is in the file.
+Nothing is gathered, nothing is copied twice: see `rank_output` for where it goes, and `shards` for
+who writes what. Rank 0 is the store's writer; it commits when every rank has said that all that
+it was to write is written, and on a network mount flushed.
 """
 
 from __future__ import annotations
@@ -24,26 +24,21 @@ from dbuffer import filesystem, shards
 from dbuffer.agreement import Agreement, Peer
 from dbuffer.checkpoint import LazyTensor
 from dbuffer.errors import ClosedError, InvalidWeightsError, OptionError, StoreAccessError
-from dbuffer.filesystem import Descriptor
-from dbuffer.layout import Layout, digest
-from dbuffer.manifest import Manifest
-from dbuffer.sender import Footer, Publication, _checked_metadata
+from dbuffer.filesystem import Mount
+from dbuffer.layout import ITEM_BYTES, Layout, digest
+from dbuffer.output import Footer, checked_metadata
+from dbuffer.parts import check_parts
+from dbuffer.rank_output import Claimed, OwnFile, RankOutput, SharedFile
+from dbuffer.sender import Publication
 from dbuffer.shards import Boxes, Plan
 from dbuffer.sources import Describer, Rename, Source, Weights, is_stream
 from dbuffer.tensors import (
     MAX_DEFAULT_THREADS,
     Copier,
-    MappedTensors,
     can_cast_to,
-    copy_one,
-    join_blocks,
-    pack_checksums,
     split_evenly,
 )
 from dbuffer.writer import BufferWriter, Claim
-
-PASS_BYTES = 32 << 20
-"""Copied from a device in one go: what is cast there takes as much of its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +49,6 @@ class _Described:
     """Of all that must be the same on all ranks."""
     boxes: Boxes | None
     """What it holds of each tensor; None if that is what it held the last time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Claimed:
-    """What the ranks are told of the buffer that rank 0 has claimed."""
-
-    version: int
-    buffer: str
-    file: str
-    identity: tuple[int, int]
 
 
 class ShardedWeightSender:
@@ -112,7 +97,6 @@ class ShardedWeightSender:
         self.store = Path(store).absolute()
         """The store's directory."""
         self._pid = os.getpid()
-        self._owner_only = not allow_shared_store
         self._send_lock = threading.Lock()
         # Rank 0 may wait for readers while the others wait for it.
         self._agreement = Agreement(group, timeout_s=rank_timeout_s + reader_timeout_s)
@@ -122,7 +106,7 @@ class ShardedWeightSender:
         self._held: list[Boxes] = []
         self._planned: str | None = None
         self._plan = Plan((), ())
-        self._mapped: dict[str, MappedTensors] = {}
+        self._output: RankOutput = SharedFile(self.store, owner_only=not allow_shared_store)
 
         def take_options() -> None:
             if dtype is not None and not can_cast_to(dtype):
@@ -133,7 +117,7 @@ class ShardedWeightSender:
             threads = self._share_of_cores() if num_threads is None else num_threads
             self._copier = Copier(threads)
 
-        def open_store() -> bool:
+        def open_store() -> tuple[bool, bool]:
             writer = BufferWriter(
                 store,
                 durable=durable,
@@ -141,11 +125,15 @@ class ShardedWeightSender:
                 allow_shared_store=allow_shared_store,
             )
             self._leader = _Leader(writer)
-            return writer.mount.is_network if checksum == "auto" else checksum
+            is_network = writer.mount.is_network
+            self._check_reach(writer.mount)
+            return is_network, is_network if checksum == "auto" else checksum
 
         try:
             self._agreement.each("take its options", take_options)
-            self._checksum = self._agreement.first("open the store", open_store)
+            in_parts, self._checksum = self._agreement.first("open the store", open_store)
+            if in_parts:
+                self._output = OwnFile(self.store, rank=self._agreement.rank)
         except BaseException:
             self.close()
             raise
@@ -185,6 +173,7 @@ class ShardedWeightSender:
             try:
                 version, layout = self._send(weights, version, metadata)
             except BaseException:
+                self._output.drop()
                 if self._leader is not None:
                     self._leader.abandon()
                 raise
@@ -197,7 +186,7 @@ class ShardedWeightSender:
 
     def close(self) -> None:
         """Give the store up. The last version stays published."""
-        self._mapped.clear()
+        self._output.close()
         self._agreement.close()
         if self._leader is not None:
             self._leader.close()
@@ -222,9 +211,17 @@ class ShardedWeightSender:
             raise ClosedError(f"rank {self._agreement.rank} is not the writer of {self.store}")
         return self._leader
 
+    def _check_reach(self, mount: Mount) -> None:
+        hosts = {peer.machine: peer.host for peer in self._agreement.peers}
+        if len(hosts) > 1 and not mount.is_network:
+            raise StoreAccessError(
+                f"the ranks run on {', '.join(sorted(hosts.values()))}, and {self.store} is on "
+                f"{mount.filesystem}, which other hosts do not see: use a network mount"
+            )
+
     def _share_of_cores(self) -> int:
-        here = Peer.here()
-        ranks_here = sum(peer.is_beside(here) for peer in self._agreement.peers)
+        here = Peer.here().machine
+        ranks_here = sum(peer.machine == here for peer in self._agreement.peers)
         return max(1, min(MAX_DEFAULT_THREADS, (os.cpu_count() or 1) // ranks_here))
 
     def _send(
@@ -232,16 +229,14 @@ class ShardedWeightSender:
     ) -> tuple[int, Layout]:
         ranks = self._agreement
         source = self._describe(weights, version)
-        footer = self._footer_of(source)
+        footer = self._output.footer_of(self._footer_of(source), self._plan)
         claimed = ranks.first(
             "claim a buffer", lambda: self._lead().claim(footer, version, metadata)
         )
         ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
         if self._plan.gathers:
-            ranks.each(
-                "write what was gathered", lambda: self._write_gathered(claimed, source, footer)
-            )
-        checksums = self._hash(claimed, footer) if self._checksum else None
+            ranks.each("write what was gathered", lambda: self._write_gathered(source))
+        checksums = self._output.finish(ranks, hashed=self._checksum)
         ranks.first("commit the version", lambda: self._lead().commit(footer, checksums))
         return claimed.version, footer.layout
 
@@ -254,12 +249,7 @@ class ShardedWeightSender:
             source = _describe(self._describer, weights)
             sources.append(source)
             footer = self._footer_of(source)
-            # A mapping keeps an unlinked file's room, which the new file may need.
-            self._mapped = {
-                buffer: mapped
-                for buffer, mapped in self._mapped.items()
-                if mapped.layout is footer.layout
-            }
+            self._output.drop_other_layouts(footer.layout)
             boxes = shards.held_boxes(source.tensors)
             is_known = self._planned == footer.layout_xxh3 and self._held[ranks.rank] == boxes
             return _Described(_digest_of(source, footer, version), None if is_known else boxes)
@@ -274,7 +264,9 @@ class ShardedWeightSender:
                 known if one.boxes is None else one.boxes
                 for one, known in zip(described, last, strict=True)
             ]
-            self._plan = shards.make_plan(source.specs, self._held)
+            self._plan = shards.make_plan(
+                source.specs, self._held, runs_only=self._output.runs_only
+            )
             self._planned = self._footer_of(source).layout_xxh3
         return source
 
@@ -299,74 +291,39 @@ class ShardedWeightSender:
             self._footer = last = Footer.of(Layout.of(source.specs, source.aliases))
         return last
 
-    def _map(self, claimed: _Claimed, footer: Footer) -> MappedTensors:
-        """The claimed file in memory, mapped once for as long as the file lives."""
-        known = self._mapped.get(claimed.buffer)
-        if known is not None and known.identity == claimed.identity:
-            return known
-        self._mapped.pop(claimed.buffer, None)
-        path = self.store / claimed.buffer / claimed.file
-        with filesystem.os_errors("open the buffer that rank 0 has claimed", path):
-            # No lock: rank 0 holds it for all.
-            file = Descriptor(filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only))
-        try:
-            if filesystem.identity_of(file.number) != claimed.identity:
-                raise StoreAccessError(
-                    f"{path} is another file than rank 0's: is {self.store} the same directory "
-                    "for all ranks?"
-                )
-            mapped = MappedTensors(file.number, footer.file_bytes, footer.layout, shared=True)
-        finally:
-            file.close()
-        self._mapped[claimed.buffer] = mapped
-        return mapped
-
-    def _write_held(self, claimed: _Claimed, source: Source, footer: Footer) -> None:
-        """Copy this rank's pieces to their places, each straight from where it is."""
-        mapped = self._map(claimed, footer)
+    def _write_held(self, claimed: Claimed, source: Source, footer: Footer) -> None:
+        """Write what this rank is to write of what it holds."""
+        self._output.begin(claimed, footer)
         pieces = self._plan.pieces[self._agreement.rank]
         if not pieces:
             return
-        sizes = [math.prod(piece.box.shape) for piece in pieces]
+        sizes = [
+            math.prod(piece.box.shape) * ITEM_BYTES[source.specs[piece.tensor].dtype]
+            for piece in pieces
+        ]
 
         def work(first: int, end: int) -> None:
             for piece in pieces[first:end]:
                 name = source.specs[piece.tensor].name
                 held = shards.held_part(source.tensors[piece.tensor], piece, name)
-                _copy(piece.box.of(mapped.tensor(piece.tensor)), held)
+                self._output.write(piece, held)
 
         self._copier.in_parallel(work, split_evenly(sizes, self._copier.num_threads))
 
-    def _write_gathered(self, claimed: _Claimed, source: Source, footer: Footer) -> None:
+    def _write_gathered(self, source: Source) -> None:
         """Gather tensor by tensor; each is written by one rank, and dropped by all."""
         problem: Exception | None = None
-        mapped = self._map(claimed, footer)
         for index, writer in self._plan.gathers:
             with shards.gathered(source.tensors[index]) as whole:
                 if writer != self._agreement.rank or problem is not None:
                     continue
                 try:
-                    copy_one(mapped.tensor(index), whole)
+                    self._output.write(shards.whole_piece(index, source.specs[index]), whole)
                 except Exception as error:  # noqa: BLE001 - the others wait in the next gather
                     problem = error
+            del whole  # before the next is gathered
         if problem is not None:
             raise problem
-
-    def _hash(self, claimed: _Claimed, footer: Footer) -> list[int]:
-        """The checksum of each tensor; the ranks hash about as many bytes each."""
-        mapped = self._map(claimed, footer)
-        ranks = self._agreement
-        slices = mapped.cut_blocks(ranks.size)
-
-        def hash_share() -> list[int]:
-            if ranks.rank >= len(slices):
-                return []
-            first, end = slices[ranks.rank]
-            return [mapped.hash_block(block) for block in mapped.blocks[first:end]]
-
-        shares = ranks.each("hash its share", hash_share)
-        digests = list(itertools.chain.from_iterable(shares))
-        return join_blocks(mapped.blocks, digests, len(mapped.layout.specs))
 
 
 class _Leader:
@@ -379,17 +336,17 @@ class _Leader:
 
     def claim(
         self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> _Claimed:
+    ) -> Claimed:
         """Claim the idle buffer for a version, and write the layout if it is a new file."""
         version = self._writer.next_version(version)
-        self._metadata = _checked_metadata(metadata)
+        self._metadata = checked_metadata(metadata)
         self._claim = claim = self._writer.claim(
             version, layout_xxh3=footer.layout_xxh3, file_bytes=footer.file_bytes
         )
         if claim.is_new:
             footer.write(claim)
         identity = filesystem.identity_of(claim.file.number)
-        return _Claimed(version, claim.buffer, claim.path.name, identity)
+        return Claimed(version, claim.buffer, claim.path.name, identity)
 
     def commit(self, footer: Footer, checksums: list[int] | None) -> None:
         """Publish what was claimed, now that every rank has written its part.
@@ -400,31 +357,9 @@ class _Leader:
         claim = self._claim
         if claim is None:
             raise ClosedError("nothing was claimed that could be committed")
-        layout, table_xxh3 = footer.layout, None
-        if checksums is not None:
-            table = pack_checksums(checksums)
-            filesystem.write_at(claim.file.number, layout.checksums_offset, table)
-            table_xxh3 = digest(table)
-        self._writer.commit(
-            claim,
-            Manifest(
-                state="complete",
-                version=claim.marked.version,
-                generation=claim.marked.generation,
-                run=claim.marked.run,
-                file=claim.path.name,
-                file_bytes=footer.file_bytes,
-                num_tensors=len(layout.specs),
-                num_bytes=layout.num_bytes,
-                layout_offset=layout.layout_offset,
-                layout_bytes=len(footer.encoded),
-                layout_xxh3=footer.layout_xxh3,
-                checksums_offset=layout.checksums_offset,
-                checksums_xxh3=table_xxh3,
-                published_at=time.time(),
-                metadata=self._metadata,
-            ),
-        )
+        if footer.layout.is_in_parts:
+            check_parts(claim.path, footer.layout)
+        self._writer.commit(claim, footer.seal(claim, checksums, self._metadata))
         self._claim = None
 
     def abandon(self) -> None:
@@ -461,15 +396,3 @@ def _digest_of(source: Source, footer: Footer, version: int | None) -> str:
 
 def _is_sharded(tensor: torch.Tensor | LazyTensor) -> bool:
     return isinstance(tensor, LazyTensor) and tensor.sharded is not None
-
-
-def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor, casting if dtypes differ, with bounded memory."""
-    if source.device.type == "cpu" or not source.numel():
-        copy_one(destination, source)
-        return
-    if not source.ndim:
-        source, destination = source.view(1), destination.view(1)
-    rows = max(1, PASS_BYTES * len(source) // source.nbytes)
-    for first in range(0, len(source), rows):
-        copy_one(destination[first : first + rows], source[first : first + rows])

@@ -8,6 +8,8 @@ Where they do not, the tensor is gathered by all ranks, written by one of them, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from dbuffer.checkpoint import LazyTensor
 from dbuffer.errors import InvalidWeightsError
-from dbuffer.layout import ITEM_BYTES, TensorSpec
+from dbuffer.layout import ITEM_BYTES, Layout, Placed, TensorSpec, align
 from dbuffer.sources import fetch
 
 SPREAD_FROM_BYTES = 1 << 20
@@ -136,12 +138,13 @@ def _gathered_zero3(parameter: Any) -> Iterator[torch.Tensor]:
         yield parameter.data
 
 
-def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes]) -> Plan:
+def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes], *, runs_only: bool) -> Plan:
     """Spread the writing over the ranks.
 
     Args:
         specs: all tensors.
         held: what each rank holds of them.
+        runs_only: gather what would have to be written otherwise than in one run of bytes.
     """
     pieces: list[list[Piece]] = [[] for _ in held]
     gathers: list[int] = []
@@ -149,7 +152,11 @@ def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes]) -> Plan:
     shared: list[tuple[int, Piece, list[int]]] = []
     for index, spec in enumerate(specs):
         owners = _owners([boxes[index] for boxes in held])
-        if owners is None or not _covers(list(owners), spec.shape):
+        if (
+            owners is None
+            or not _covers(list(owners), spec.shape)
+            or (runs_only and not all(_is_run(box, spec.shape) for box in owners))
+        ):
             gathers.append(index)
             continue
         for box, ranks in owners.items():
@@ -168,6 +175,43 @@ def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes]) -> Plan:
         pieces=tuple(tuple(sorted(of_rank)) for of_rank in pieces),
         gathers=tuple(_spread(gathers, specs, busy_bytes)),
     )
+
+
+def _is_run(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the elements of a part lie one behind the other in the whole: as rows do."""
+    pairs = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box.shape, shape, strict=True))
+    return all(extent == full for extent, full in itertools.islice(pairs, 1, None))
+
+
+def layout_in_parts(layout: Layout, plan: Plan) -> Layout:
+    """The same tensors, where each rank writes what it is to write into a part of its own."""
+    part_bytes = [0] * len(plan.pieces)
+    placed = []
+    whole: list[list[Piece]] = [[] for _ in plan.pieces]
+    for index, writer in plan.gathers:
+        whole[writer].append(whole_piece(index, layout.specs[index]))
+    for rank, pieces in enumerate(plan.pieces):
+        for piece in sorted((*pieces, *whole[rank])):
+            spec = layout.specs[piece.tensor]
+            offset = _flat_index(piece.box.start, spec.shape) * ITEM_BYTES[spec.dtype]
+            num_bytes = math.prod(piece.box.shape) * ITEM_BYTES[spec.dtype]
+            place = align(part_bytes[rank])
+            placed.append(Placed(piece.tensor, offset, num_bytes, rank, place))
+            part_bytes[rank] = place + num_bytes
+    return dataclasses.replace(layout, part_bytes=tuple(part_bytes), pieces=tuple(sorted(placed)))
+
+
+def whole_piece(index: int, spec: TensorSpec) -> Piece:
+    """All of a tensor."""
+    return Piece(index, Box((0,) * len(spec.shape), spec.shape))
+
+
+def _flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Where an element of a contiguous tensor is, counted in elements."""
+    flat = 0
+    for position, extent in zip(index, shape, strict=True):
+        flat = flat * extent + position
+    return flat
 
 
 def _spread(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dbuffer.buffer import DoubleBuffer, HeldBuffer
-from dbuffer.errors import StoreCorruptError, VersionTimeoutError
+from dbuffer.errors import StoreCorruptError, StoreNotFoundError, VersionTimeoutError
 from dbuffer.manifest import BUFFERS
 from dbuffer.snapshot import map_privately, read_whole, wrong_tensors
 from dbuffer.tensors import Copier
@@ -79,12 +79,12 @@ def _find_damage(held: HeldBuffer, *, is_network: bool) -> list[str]:
         layout = held.read_layout()
         if held.manifest.checksums_xxh3 is None:
             return []
-        if is_network:
+        if is_network or layout.is_in_parts:
             _, checksums = read_whole(held, copier, hashed=True)
         else:
             checksums = copier.checksums(map_privately(held))
         return wrong_tensors(held, layout, checksums)
-    except StoreCorruptError as error:
+    except (StoreCorruptError, StoreNotFoundError) as error:
         return [str(error)]
     finally:
         copier.close()

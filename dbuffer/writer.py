@@ -49,6 +49,7 @@ from dbuffer.manifest import (
     Record,
     WriterRecord,
     encode,
+    is_part_of,
 )
 from dbuffer.retirement import RetiredFiles
 
@@ -180,11 +181,11 @@ class BufferWriter:
             self._remove_unnamed_files(buffer, keep=keep)
             return
         if old is not None:
-            path = self.root / buffer / old.file
-            if _was_never_published(old):
-                path.unlink(missing_ok=True)
-            else:
-                self._retired.add(path, old.version)
+            for path in self._files_of(buffer, old.file):
+                if _was_never_published(old):
+                    path.unlink(missing_ok=True)
+                else:
+                    self._retired.add(path, old.version)
         self._retired.remove_unneeded()
 
     def commit(self, claim: Claim, complete: Manifest) -> None:
@@ -250,7 +251,8 @@ class BufferWriter:
         # may be published already.
         with contextlib.suppress(DBufferError, OSError):
             if self.store.manifest(claim.buffer) == claim.marked:
-                claim.path.unlink()
+                for path in self._files_of(claim.buffer, claim.path.name):
+                    path.unlink(missing_ok=True)
 
     def _take_writer_lock(self) -> Descriptor:
         path = self.root / WRITER_LOCK_FILE
@@ -294,8 +296,9 @@ class BufferWriter:
         if not self.mount.is_network:
             self._remove_unnamed_files(buffer, keep=keep)
             return
+        kept = self._files_of(buffer, keep)
         for path in (self.root / buffer).glob("weights-*.td"):
-            if path.name != keep:
+            if path not in kept:
                 self._retired.add(path, None)
 
     def _put(self, path: Path, record: Record, *, scratch: Path) -> None:
@@ -443,13 +446,22 @@ class BufferWriter:
         file.close()
 
     def _remove_unnamed_files(self, buffer: str, *, keep: str | None) -> None:
+        kept = self._files_of(buffer, keep)
         for path in (self.root / buffer).glob("weights-*.td"):
             is_ours = path.is_symlink() or not path.is_dir()  # we make no directories here
-            if path.name != keep and is_ours:
+            if path not in kept and is_ours:
                 if path in self._files:
                     self._forget(self._files[path])
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
+
+    def _files_of(self, buffer: str, file: str | None) -> list[Path]:
+        """A weights file of a buffer, and its parts."""
+        if file is None:
+            return []
+        directory = self.root / buffer
+        parts = [path for path in directory.glob("weights-*.td") if is_part_of(path.name, file)]
+        return [directory / file, *parts]
 
     def _live_receivers(self) -> list[ReceiverRecord]:
         return [r for r in self.store.receivers() if process_may_live(r.host, r.pid)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import time
@@ -12,7 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, Step, assert_tidy, at_step, die, make_temporaries_old, newest, stop
+from support import (
+    SMALL,
+    Step,
+    assert_tidy,
+    at_step,
+    die,
+    make_temporaries_old,
+    newest,
+    stop,
+    weights_files,
+)
+from tensordict import TensorDict
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +39,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import Failure, World
 
 import dbuffer
-from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
+from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender, filesystem, retirement
+from dbuffer.buffer import DoubleBuffer
+from dbuffer.manifest import is_part_of
+from dbuffer.verification import verify_store
 
 Case = tuple[Any, dict[str, torch.Tensor]]
 """What is sent, sharded, and the same whole, as state dict."""
@@ -196,8 +212,22 @@ def count_gathers(monkeypatched: list[Any]) -> Callable[[], None]:
     return lambda: setattr(DTensor, "full_tensor", gather)
 
 
+@contextlib.contextmanager
+def mounted(kind: str) -> Iterator[None]:
+    """Let this process take every mount for one of this kind."""
+    os.environ[filesystem.MOUNT_VARIABLE] = kind
+    try:
+        yield
+    finally:
+        del os.environ[filesystem.MOUNT_VARIABLE]
+
+
 def send_both(
-    rank: int, case: Callable[[int], Case], store: Path, options: dict[str, Any]
+    rank: int,
+    case: Callable[[int], Case],
+    store: Path,
+    options: dict[str, Any],
+    mount: str = "auto",
 ) -> tuple[dbuffer.Publication, int]:
     """Publish from all ranks, and the same whole from rank 0; how many tensors were gathered."""
     torch.manual_seed(0)
@@ -205,26 +235,22 @@ def send_both(
     gathers: list[Any] = []
     undo = count_gathers(gathers)
     try:
-        with ShardedWeightSender(store / "sharded", **options) as sender:
+        with mounted(mount), ShardedWeightSender(store / "sharded", **options) as sender:
             for version in (3, 4, 5):  # the third into a file that is there
                 publication = sender.send(weights, version=version, metadata={"rank": rank})
                 assert publication.version == version
     finally:
         undo()
     if rank == 0:
-        with WeightSender(store / "whole", **options) as sender:
+        with mounted(mount), WeightSender(store / "whole", **options) as sender:
             sender.send(full)
     distributed.barrier()
     return publication, len(gathers) // 3
 
 
-def file_of(store: Path) -> bytes:
-    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
-        return snapshot.path.read_bytes()
-
-
-def assert_equal_stores(store: Path, *, verify: bool) -> None:
+def assert_equal_stores(store: Path, *, verify: bool, mount: str = "auto") -> None:
     with (
+        mounted(mount),
         WeightReceiver(store / "sharded", verify=verify) as sharded,
         WeightReceiver(store / "whole", verify=verify) as whole,
         sharded.open() as ours,
@@ -238,7 +264,7 @@ def assert_equal_stores(store: Path, *, verify: bool) -> None:
             one = found[name].contiguous().view(-1).view(torch.uint8)
             other = tensor.contiguous().view(-1).view(torch.uint8)
             assert torch.equal(one, other), name
-        if not ours.aliases:
+        if not ours.aliases and mount == "auto":
             assert ours.path.read_bytes() == theirs.path.read_bytes()
 
 
@@ -261,11 +287,122 @@ def test_what_is_no_box_is_gathered_tensor_by_tensor(four, store, case):
     assert {gathers for _, gathers in published} == {GATHERED[case]}
 
 
+IN_ROWS = {fsdp, partly_fsdp, state_dict, replicated, tied, compiled, hsdp}
+
+
+@pytest.mark.parametrize("case", [*ROWS, strided, sums], ids=lambda case: case.__name__)
+def test_on_a_network_mount_each_rank_writes_a_file_of_its_own(world, store, case):
+    published = world.run(send_both, case, store, {}, "network")
+    assert_equal_stores(store, verify=True, mount="network")
+    if case in IN_ROWS:
+        assert {gathers for _, gathers in published} == {0}
+    path = DoubleBuffer(store / "sharded").root / "A"
+    [main] = [file for file in path.glob("weights-*.td") if ".r" not in file.name]
+    parts = sorted(path.glob("weights-*.r*.td"))
+    assert len(parts) == len(world.ranks) if case is fsdp else parts
+    assert all(part.name.startswith(main.stem) for part in parts)
+    data_bytes = sum(part.stat().st_size for part in parts)
+    assert data_bytes >= published[0][0].num_bytes
+    if data_bytes > 1e6:  # the weights file's own data is a hole
+        assert main.stat().st_blocks * 512 < data_bytes / 10
+    with mounted("network"):
+        [check] = [c for c in verify_store(DoubleBuffer(store / "sharded")) if c.is_newest]
+    assert check.has_checksums
+    assert not check.problems
+
+
 @pytest.mark.parametrize("case", [fsdp, two_dimensions, strided], ids=lambda case: case.__name__)
-def test_casting_and_renaming(four, store, case):
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_casting_and_renaming(four, store, case, mount):
     options = {"dtype": torch.bfloat16, "rename": {"0.weight": "first"}, "durable": True}
-    four.run(send_both, case, store, options)
-    assert_equal_stores(store, verify=False)
+    four.run(send_both, case, store, options, mount)
+    assert_equal_stores(store, verify=False, mount="network" if mount == "network" else "auto")
+
+
+def send_parts(rank: int, store: Path, versions: list[int], keep_s: float = 0.0) -> None:
+    """As to a network mount, where old files go as soon as nobody reads them."""
+    retirement.KEEP_AT_LEAST_S = keep_s
+    with mounted("network"), ShardedWeightSender(store) as sender:
+        for version in versions:
+            sender.send(pattern_of(version, distributed.get_world_size()), version=version)
+
+
+@pytest.fixture
+def in_parts(world, store, monkeypatch) -> Path:
+    """A store that was written in parts, version 3 last, and is read as if over a network."""
+    world.run(send_parts, store, [1, 2, 3])
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
+    return store
+
+
+def parts_of(store: Path, buffer: str) -> list[Path]:
+    return sorted((store / buffer).glob("weights-*.r*.td"))
+
+
+def test_parts_of_old_versions_are_removed(world, in_parts):
+    for versions in ([4, 5, 6], [7]):
+        world.run(send_parts, in_parts, versions)
+        assert newest(in_parts) == versions[-1]
+    double = DoubleBuffer(in_parts)
+    for buffer in ("A", "B"):
+        manifest = double.manifest(buffer)
+        names = [path.name for path in (in_parts / buffer).glob("weights-*")]
+        assert manifest is not None
+        assert all(name == manifest.file or is_part_of(name, manifest.file) for name in names)
+        assert len(names) == 1 + len(world.ranks)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "a flipped bit": (flip_a_bit, "ChecksumError", "layers"),
+    "cut short": (lambda path: os.truncate(path, 100), "StoreCorruptError", "has 100 bytes"),
+    "longer": (lambda path: os.truncate(path, 1 << 20), "StoreCorruptError", "1048576 bytes"),
+    "gone": (lambda path: path.unlink(), "StoreCorruptError", "publish again"),
+    "a link": (
+        lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")),
+        "StoreCorruptError",
+        "not a plain file",
+    ),
+    "of others": (lambda path: path.chmod(0o666), "StoreInsecureError", "owner or mode"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_part_is_refused(in_parts, damage):
+    spoil, kind, message = DAMAGES[damage]
+    pointer = DoubleBuffer(in_parts).pointer()
+    assert pointer is not None
+    spoil(parts_of(in_parts, pointer.buffer)[-1])
+    target = SMALL.empty()
+    with WeightReceiver(in_parts) as receiver:
+        with pytest.raises(getattr(dbuffer, kind), match=message):
+            receiver.load_into(target)
+        with pytest.raises(getattr(dbuffer, kind), match=message), receiver.open():
+            pass
+    assert all(not tensor.any() for tensor in target.values())
+    if kind == "StoreInsecureError":
+        return
+    checks = verify_store(DoubleBuffer(in_parts))
+    assert [bool(check.problems) for check in checks if check.is_newest] == [True]
+
+
+def test_where_the_store_looks_local_parts_are_not_mapped(in_parts, monkeypatch):
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "local")
+    with WeightReceiver(in_parts) as receiver:
+        with pytest.raises(dbuffer.StoreAccessError, match="DBUFFER_MOUNT=network"):
+            receiver.load_into(SMALL.empty())
+
+
+def test_tensordict_refuses_a_weights_file_whose_data_is_in_parts(in_parts):
+    with WeightReceiver(in_parts) as receiver, receiver.open() as snapshot:
+        assert SMALL.version_of(snapshot.tensors) == 3
+        with pytest.raises(Exception):  # noqa: B017, PT011 - whatever its parser says
+            TensorDict.from_consolidated(snapshot.path)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -480,24 +617,47 @@ STEPS = {
     "rank 0, before it writes": (0, Step("call", "ShardedWeightSender._write_held")),
     "in the middle of its rows": (1, Step("call", "copy_one", nth=2)),
     "when it has written": (1, Step("return", "ShardedWeightSender._write_held")),
-    "in the middle of the checksums": (1, Step("call", "MappedTensors.hash_block", nth=2)),
+    "in the middle of the checksums": (1, Step("call", "FileTensors.hash_block", nth=2)),
     "rank 0, before the commit": (0, Step("call", "BufferWriter.commit")),
     "rank 0, manifest in place": (0, Step("c_return", "replace", "manifest.json", nth=2)),
 }
 
 
-def open_and_send(rank: int, store: Path, version: int) -> None:
-    with ShardedWeightSender(store, checksum=True, num_threads=1) as sender:
+STEPS_IN_PARTS = {
+    "before it makes its part": (1, Step("call", "PartFile.__init__")),
+    "part made": (1, Step("return", "PartFile.__init__")),
+    "in the middle of its part": (1, Step("call", "write_at", nth=2)),
+    "before its flush": (1, Step("call", "PartFile.finish")),
+    "after its flush": (1, Step("return", "PartFile.finish")),
+    "rank 0, before its flush": (0, Step("call", "PartFile.finish")),
+    "rank 0, before the commit": (0, Step("call", "BufferWriter.commit")),
+    "rank 0, manifest in place": (0, Step("c_return", "replace", "manifest.json", nth=2)),
+}
+
+
+def open_and_send(rank: int, store: Path, version: int, mount: str = "auto") -> None:
+    retirement.KEEP_AT_LEAST_S = 0.0
+    options = {"reader_timeout_s": 0.0, "checksum": True, "num_threads": 1}
+    with mounted(mount), ShardedWeightSender(store, **options) as sender:
         sender.send(pattern_of(version, distributed.get_world_size()), version=version)
 
 
 def send_until(
-    rank: int, store: Path, on_rank: int, step: Step, action: Callable[[], None], timeout_s: float
+    rank: int,
+    store: Path,
+    on_rank: int,
+    step: Step,
+    action: Callable[[], None],
+    timeout_s: float,
+    mount: str = "auto",
 ) -> tuple[str, float]:
     """Publish three versions, and do ``action`` on one rank at a step of the fourth."""
     size = distributed.get_world_size()
     options = {"rank_timeout_s": timeout_s, "reader_timeout_s": 0.0}
-    with ShardedWeightSender(store, checksum=True, num_threads=1, **options) as sender:
+    with (
+        mounted(mount),
+        ShardedWeightSender(store, checksum=True, num_threads=1, **options) as sender,
+    ):
         for version in (1, 2, 3):
             sender.send(pattern_of(version, size))
         weights = pattern_of(4, size)
@@ -514,12 +674,11 @@ def send_until(
     raise AssertionError("it was published")
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_is_killed(store, tmp_path, size, step):
-    on_rank, at = STEPS[step]
+def assert_survives(store: Path, tmp_path: Path, size: int, step: Any, mount: str) -> None:
+    """Kill a rank; the others say which, the old version stays, and a new job goes on."""
+    on_rank, at = step
     with World(tmp_path, size) as world:
-        world.begin(send_until, store, on_rank, at, die, 600.0)
+        world.begin(send_until, store, on_rank, at, die, 600.0, mount)
         assert world.ranks[on_rank].wait() == -signal.SIGKILL, "the step was never reached"
         for rank in set(range(size)) - {on_rank}:
             message, waited_s = world.outcome(rank)
@@ -529,9 +688,23 @@ def test_a_rank_that_is_killed(store, tmp_path, size, step):
     make_temporaries_old(store)
     with World(tmp_path, size) as world:
         for version in (5, 6, 7):
-            world.run(open_and_send, store, version)
+            world.run(open_and_send, store, version, mount)
             assert newest(store, verify=True) == version
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_is_killed(store, tmp_path, size, step):
+    assert_survives(store, tmp_path, size, STEPS[step], "auto")
     assert_tidy(store)
+
+
+@pytest.mark.parametrize("step", STEPS_IN_PARTS)
+def test_a_rank_that_is_killed_writing_a_part(store, tmp_path, monkeypatch, step):
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
+    assert_survives(store, tmp_path, 2, STEPS_IN_PARTS[step], "network")
+    files = sum(len(names) for names in weights_files(store).values())
+    assert files == 2 * (1 + 2), weights_files(store)
 
 
 def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path):
