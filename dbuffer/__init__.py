@@ -20,6 +20,7 @@ from dbuffer.errors import (
     StoreFormatError,
     StoreFullError,
     StoreInsecureError,
+    StoreMismatchError,
     StoreNotFoundError,
     TargetTypeError,
     VersionError,
@@ -29,6 +30,7 @@ from dbuffer.errors import (
     WriterActiveError,
     WriterSupersededError,
 )
+from dbuffer.mirror import Mirror
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import Publication, WeightSender
 from dbuffer.sharded import ShardedWeightSender
@@ -47,6 +49,7 @@ __all__ = [
     "EngineUnsupportedError",
     "EngineUpdateError",
     "InvalidWeightsError",
+    "Mirror",
     "OptionError",
     "Publication",
     "RankFailedError",
@@ -59,6 +62,7 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "StoreInsecureError",
+    "StoreMismatchError",
     "StoreNotFoundError",
     "TargetTypeError",
     "VersionError",

@@ -34,6 +34,10 @@ class StoreFormatError(StoreCorruptError):
     """The store was written by a version of dbuffer whose format this one does not know."""
 
 
+class StoreMismatchError(DBufferError, ValueError):
+    """A directory that was to become a mirror holds versions of another store."""
+
+
 class ChecksumError(StoreCorruptError):
     """Bytes in a buffer are not those that were published, or there is nothing to check with."""
 

@@ -165,6 +165,7 @@ class WriterRecord(Record):
         "host": (str,),
         "pid": (int,),
         "started_at": (float,),
+        "history": (str,),
     }
 
     epoch: int
@@ -173,11 +174,14 @@ class WriterRecord(Record):
     host: str
     pid: int
     started_at: float
+    history: str
+    """The run of the store's first writer: two stores with one history hold the same versions."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
         Record.__post_init__(self)
         self._matches("run", _RUN)
+        self._matches("history", _RUN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,6 +155,17 @@ class WeightReceiver:
             if acknowledge:
                 self.record.set(applied_version=held.manifest.version)
 
+    @contextlib.contextmanager
+    def hold(self, newer_than: int | None = None) -> Iterator[HeldBuffer | None]:
+        """Hold the newest version's file, unread, for a ``with`` block; None: nothing is newer."""
+        self._check_open()
+        held = self._hold(newer_than)
+        if held is None:
+            yield None
+            return
+        with self._released(held):
+            yield held
+
     def load_into(self, target: Target) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
 
@@ -372,7 +383,7 @@ class WeightReceiver:
         must_verify = self._must_verify(held)
         try:
             tensors, checksums = read_whole(held, self._copier, memory, hashed=must_verify)
-            if must_verify and not self._is_right(held, tensors.layout, checksums):
+            if must_verify and not self.is_right(held, tensors.layout, checksums):
                 return None
         except StoreNotFoundError as error:
             if self._store.is_unchanged(held):  # nobody took its files away but by mistake
@@ -421,7 +432,7 @@ class WeightReceiver:
             return True
         # ... and a writer that comes in between, where locks do not hold it, by a second look.
         checksums = self._copier.read_hashed(mapped, match.targets)
-        return self._is_right(held, mapped.layout, checksums)
+        return self.is_right(held, mapped.layout, checksums)
 
     def _load_read(self, held: HeldBuffer, target: Any) -> bool:
         """Fill the target with what was read and checked before; False if a writer was faster."""
@@ -448,9 +459,9 @@ class WeightReceiver:
         """Whether the bytes are those published, as far as that is to be checked."""
         if not self._must_verify(held):
             return True
-        return self._is_right(held, mapped.layout, self._copier.checksums(mapped))
+        return self.is_right(held, mapped.layout, self._copier.checksums(mapped))
 
-    def _is_right(self, held: HeldBuffer, layout: Layout, checksums: list[int]) -> bool:
+    def is_right(self, held: HeldBuffer, layout: Layout, checksums: list[int]) -> bool:
         """Compare checksums with the published ones; False if a writer has moved on since.
 
         Raises:

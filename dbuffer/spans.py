@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,11 +28,21 @@ from dbuffer.tensors import (
     split_evenly,
 )
 
+OnBytes = Callable[[int], None]
+
 
 def read_tensors(
-    file: int, path: Path, memory: FileTensors, copier: Copier, *, hashed: bool
+    file: int,
+    path: Path,
+    memory: FileTensors,
+    copier: Copier,
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None = None,
 ) -> list[int]:
     """Read all tensors of an open file into memory; their checksums, if they are to be taken.
+
+    ``on_bytes`` is called with the bytes of each run that was read, from several threads.
 
     Raises:
         StoreCorruptError: the file is shorter than its layout.
@@ -51,8 +61,9 @@ def read_tensors(
                 if filesystem.read_into(own, span.start, wanted) < wanted.nbytes:
                     raise StoreCorruptError(f"{path} is shorter than what was published")
                 if hashed:
-                    for index in range(span.first_block, span.end_block):
-                        digests[index] = memory.hash_block(layout.blocks[index])
+                    _hash_span(layout, span, wanted, digests)
+                if on_bytes is not None:
+                    on_bytes(wanted.nbytes)
         finally:
             os.close(own)
 
@@ -85,14 +96,52 @@ def write_tensors(
             data = pieces.gather(span)
             filesystem.write_at(file, span.start, data)
             if hashed:
-                for index in range(span.first_block, span.end_block):
-                    block = layout.blocks[index]
-                    start = layout.offsets[block.tensor] + block.offset - span.start
-                    digests[index] = xxhash.xxh3_64_intdigest(data[start : start + block.num_bytes])
+                _hash_span(layout, span, data, digests)
 
     with filesystem.os_errors("write the weights", path):
         copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
     return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
+
+
+def copy_tensors(
+    source: int,
+    destination: int,
+    path: Path,
+    layout: Layout,
+    copier: Copier,
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None = None,
+) -> list[int]:
+    """Copy all tensors from one open file, at ``path``, to another; as :func:`read_tensors`."""
+    digests = [0] * len(layout.blocks)
+
+    def work(first: int, end: int) -> None:
+        own = os.open(f"/proc/self/fd/{source}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for span in layout.spans[first:end]:
+                data = memoryview(bytearray(span.end - span.start))
+                if filesystem.read_into(own, span.start, data) < data.nbytes:
+                    raise StoreCorruptError(f"{path} is shorter than what was published")
+                filesystem.write_at(destination, span.start, data)
+                if hashed:
+                    _hash_span(layout, span, data, digests)
+                if on_bytes is not None:
+                    on_bytes(data.nbytes)
+        finally:
+            os.close(own)
+
+    with filesystem.os_errors("copy the weights", path):
+        copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
+    return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
+
+
+def _hash_span(layout: Layout, span: Span, data: memoryview, digests: list[int]) -> None:
+    """Set the digests of a span's blocks; ``data`` holds its bytes."""
+    for index in range(span.first_block, span.end_block):
+        block = layout.blocks[index]
+        start = layout.offsets[block.tensor] + block.offset - span.start
+        digests[index] = xxhash.xxh3_64_intdigest(data[start : start + block.num_bytes])
 
 
 def _cut_spans(layout: Layout, parts: int) -> list[tuple[int, int]]:

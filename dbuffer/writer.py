@@ -74,6 +74,8 @@ class Claim:
 class BufferWriter:
     """Holds the writer's lock of a store from construction to :meth:`close`.
 
+    A mirror gives the ``history`` of the store whose versions it writes.
+
     Raises:
         WriterActiveError: another writer has the store.
         StoreInsecureError, StoreAccessError: the directory cannot be used.
@@ -86,6 +88,7 @@ class BufferWriter:
         durable: bool,
         reader_timeout_s: float,
         allow_shared_store: bool,
+        history: str | None = None,
     ) -> None:
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.root = self.store.root
@@ -103,7 +106,7 @@ class BufferWriter:
         self._generation = 0
         self._lock = self._take_writer_lock()
         try:
-            self.record = self._recover()
+            self.record = self._recover(history)
         except BaseException:
             self._lock.close()
             raise
@@ -270,13 +273,15 @@ class BufferWriter:
             )
         return lock
 
-    def _recover(self) -> WriterRecord:
+    def _recover(self, history: str | None) -> WriterRecord:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""
         before = self._readable_writer()
         self._generation = self._last_generation()
+        run = secrets.token_hex(8)
         record = WriterRecord(
             epoch=before.epoch + 1 if before else 1,
-            run=secrets.token_hex(8),
+            run=run,
+            history=history or (before.history if before else run),
             host=socket.gethostname(),
             pid=os.getpid(),
             started_at=time.time(),

@@ -25,7 +25,7 @@ MAX_IMPORT_S = 0.3
 LAYERS = (
     *("errors", "manifest", "layout", "filesystem", "buffer", "retirement", "writer"),
     *("tensors", "spans", "output", "checkpoint", "sources", "targets", "snapshot", "watcher"),
-    *("sender", "records", "receiver", "stager"),
+    *("sender", "records", "receiver", "relay", "mirror", "stager"),
 )
 """Imports point from right to left."""
 

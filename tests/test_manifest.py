@@ -41,7 +41,7 @@ MANIFEST = Manifest(
     published_at=1.7e9,
     metadata={"step": 7},
 )
-WRITER = WriterRecord(epoch=1, run=RUN, host="host", pid=12, started_at=1.5)
+WRITER = WriterRecord(epoch=1, run=RUN, host="host", pid=12, started_at=1.5, history=RUN)
 RECEIVER = ReceiverRecord(
     receiver="r-1", host="host", pid=12, applied_version=None, held_version=3, updated_at=1.5
 )

@@ -1,0 +1,511 @@
+"""`Mirror`: follows a remote store and publishes each newest version again in a local one.
+
+One process a node reads the network, once a version; every rank of the node maps the local store.
+Bytes go from the remote file straight to their place in the local one, and are checked there
+before the version is published. Versions keep their numbers, their metadata and their identity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import xxhash
+
+from dbuffer import filesystem, spans
+from dbuffer.buffer import POINTER_FILE, WRITER_FILE, DoubleBuffer, HeldBuffer
+from dbuffer.errors import (
+    OptionError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreMismatchError,
+    StoreNotFoundError,
+    VersionTimeoutError,
+)
+from dbuffer.filesystem import Descriptor, os_errors
+from dbuffer.layout import digest
+from dbuffer.manifest import BUFFERS, host_in_id
+from dbuffer.output import Footer, KeptMappings
+from dbuffer.receiver import WeightReceiver
+from dbuffer.relay import AcknowledgementRelay
+from dbuffer.tensors import Copier, pack_checksums
+from dbuffer.writer import BufferWriter, Claim, process_may_live
+
+logger = logging.getLogger(__name__)
+
+MIRROR_LOCK_FILE = "mirror.lock"
+
+_STAND_BY_S = 0.5
+"""How often a mirror that stands by looks whether the one before it has ended."""
+
+_RETRY_MIN_S = 0.5
+_RETRY_MAX_S = 30.0
+
+_PREPARED_S = 10.0
+"""How long another mirror may take between its election and having a stale store put away."""
+
+_LOOK_S = 0.01
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """A version that a mirror has published."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors."""
+    duration_s: float
+    """From finding it to having published it."""
+
+
+class _OneStoreError(OptionError):
+    """Remote and local store are one, seen through two mounts: fine for readers."""
+
+
+class Mirror:
+    """Keeps a local store the same as a remote one.
+
+    Any number may be started for one local store: one is elected, by a lock that the kernel drops
+    when its process ends, and the others stand by. What receivers of the local store acknowledge
+    is carried to the remote one, where the sender waits for it.
+
+    Args:
+        remote: the store to follow; it may come later.
+        local: the store to publish in, on ``/dev/shm`` best. What an earlier mirror left there of
+            another store is removed, unless a receiver uses it.
+        poll_interval_s: how often the remote store is looked at, where no event comes.
+        num_threads: threads that read. Default: the machine's cores, at most 8.
+        reader_timeout_s: how long to wait for local readers of the buffer to be written.
+        allow_shared_store: accept directories that belong to someone else, or that others can
+            write to.
+        on_copied: called with each version that was published.
+        progress: called with the bytes read so far, and in all, from several threads.
+
+    Raises:
+        OptionError: an option is not what it may be.
+    """
+
+    def __init__(
+        self,
+        remote: str | os.PathLike[str],
+        local: str | os.PathLike[str],
+        *,
+        poll_interval_s: float = 1.0,
+        num_threads: int | None = None,
+        reader_timeout_s: float = 60.0,
+        allow_shared_store: bool = False,
+        on_copied: Callable[[Copied], None] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._remote = DoubleBuffer(remote, allow_shared_store=allow_shared_store)
+        self._local = DoubleBuffer(local, allow_shared_store=allow_shared_store)
+        if self._remote.root.resolve() == self._local.root.resolve():
+            raise OptionError(f"{remote} and {local} are one directory: there is nothing to mirror")
+        self._poll_interval_s = poll_interval_s
+        self._reader_timeout_s = reader_timeout_s
+        self._allow_shared_store = allow_shared_store
+        self._on_copied = on_copied
+        self._progress = progress
+        self._copier = Copier(num_threads)
+        self._mapped = KeptMappings()
+        self._footer: Footer | None = None
+        self._have: int | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock: Descriptor | None = None
+        self._error: Exception | None = None
+        self._stats = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
+
+    @property
+    def is_elected(self) -> bool:
+        """Whether it is this mirror that copies, and no other of the node."""
+        return self._lock is not None
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that it has published, or found published."""
+        return self._have
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Versions and bytes copied, seconds that took, failures."""
+        return dict(self._stats)
+
+    def start(self) -> Self:
+        """Mirror in a thread, until :meth:`close`. Returns when the local store is fit to be read.
+
+        Raises:
+            StoreMismatchError: the local store holds another store's versions, and is in use.
+        """
+        self._elect()
+        self._thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror")
+        self._thread.daemon = True
+        self._thread.start()
+        return self
+
+    def run(self, stop_event: threading.Event | None = None) -> None:
+        """Mirror in this thread, until ``stop_event`` is set.
+
+        What may pass (a network that is cut, a full disk, a damaged version) is logged once, noted
+        in the remote store, and tried again.
+
+        Raises:
+            StoreMismatchError: the local store holds another store's versions.
+            VersionRegressedError: the remote store was emptied or replaced.
+            WriterSupersededError, StoreInsecureError: as for a sender.
+        """
+        stop = stop_event or self._stop
+        if self._lock is None and not self._elect():
+            logger.info("another mirror of %s is at work: standing by", self._local.root)
+            while self._lock is None and not stop.wait(_STAND_BY_S):
+                self._elect()
+        if not stop.is_set():
+            self._follow(stop)
+
+    def is_current(self) -> bool:
+        """Whether the local store holds the remote one's newest version, or both hold nothing."""
+        remote, local = _newest_identity(self._remote), _newest_identity(self._local)
+        return remote == local
+
+    def wait_until_current(self, timeout_s: float = 60.0) -> None:
+        """Wait until the local store holds what was the newest version when this was called.
+
+        Raises:
+            VersionTimeoutError: it does not, in time.
+            DBufferError: what ended this mirror.
+        """
+        deadline = time.monotonic() + timeout_s
+        wanted = self._remote.newest_pointer(not_below=0)
+        while not self._has(None if wanted is None else wanted.version):
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > deadline:
+                raise VersionTimeoutError(
+                    f"{self._local.root} was not brought up to {self._remote.root} within "
+                    f"{timeout_s:g} s"
+                )
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Stop. What was copied stays; a mirror that stands by takes over."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._copier.close()
+        self._give_up()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _has(self, version: int | None) -> bool:
+        if version is None:
+            return True
+        pointer = self._local.newest_pointer(not_below=0) if self._local.exists() else None
+        return pointer is not None and pointer.version >= version and self._is_same_history()
+
+    def _run_in_thread(self) -> None:
+        try:
+            self.run()
+        except _OneStoreError as error:
+            logger.info("%s", error)
+        # There is nobody to raise it to: it is kept for who waits, and told.
+        except Exception as error:
+            self._error = error
+            logger.exception("the mirror of %s has ended", self._remote.root)
+        finally:
+            self._give_up()
+
+    def _elect(self) -> bool:
+        """Become the mirror of the local store, if no other is; see that it is fit to be read."""
+        filesystem.make_directory(self._local.root, parents=True)
+        self._local.check()
+        path = self._local.root / MIRROR_LOCK_FILE
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os_errors("open the mirror's lock", path):
+            lock = Descriptor(os.open(path, flags, 0o600))
+        if not filesystem.try_lock(lock.number, exclusive=True):
+            lock.close()
+            self._wait_until_prepared()
+            return False
+        try:
+            self._put_away_stale()
+        except BaseException:
+            lock.close()
+            raise
+        self._lock = lock
+        return True
+
+    def _give_up(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _wait_until_prepared(self) -> None:
+        """Wait until the elected mirror has seen to what was in the local store."""
+        deadline = time.monotonic() + _PREPARED_S
+        while time.monotonic() < deadline and self._is_stale():
+            time.sleep(_LOOK_S)
+
+    def _is_stale(self) -> bool:
+        """Whether there are versions in the local store that a mirror made from another store."""
+        if self._local.pointer() is None or self._is_same_history():
+            return False
+        manifests = [self._local.manifest(buffer) for buffer in BUFFERS]
+        return any(manifest is not None and manifest.origin for manifest in manifests)
+
+    def _is_same_history(self) -> bool:
+        if not self._remote.exists():
+            return False
+        remote, local = self._remote.writer(), self._local.writer()
+        return remote is not None and local is not None and remote.history == local.history
+
+    def _put_away_stale(self) -> None:
+        """Empty the local store of what an earlier mirror left there, if nobody uses it.
+
+        Raises:
+            StoreMismatchError: a receiver uses it.
+        """
+        if not self._is_stale():
+            return
+        users = [r.receiver for r in self._local.receivers() if process_may_live(r.host, r.pid)]
+        if users and not self._remote.exists():
+            return  # the network may be away, and the users are right
+        if users:
+            raise StoreMismatchError(
+                f"{self._local.root} holds versions of another store than {self._remote.root}, "
+                f"and {', '.join(users)} use them; stop them, or give another directory"
+            )
+        logger.warning("%s holds versions of another store: emptying it", self._local.root)
+        with os_errors("empty a stale store", self._local.root):
+            # The pointer first: without it nobody looks at the rest.
+            for name in (POINTER_FILE, WRITER_FILE):
+                (self._local.root / name).unlink(missing_ok=True)
+            for buffer in BUFFERS:
+                shutil.rmtree(self._local.root / buffer)
+
+    def _follow(self, stop: threading.Event) -> None:
+        receiver = WeightReceiver(
+            self._remote.root,
+            receiver_id=self._receiver_id(),
+            poll_interval_s=self._poll_interval_s,
+            num_threads=self._copier.num_threads,
+            allow_shared_store=self._allow_shared_store,
+        )
+        retry_s = _RETRY_MIN_S
+        with receiver, self._writing() as writer:
+            while not stop.is_set():
+                try:
+                    self._copy_newer(receiver, writer, stop)
+                    retry_s = _RETRY_MIN_S
+                except (StoreAccessError, StoreNotFoundError, StoreCorruptError) as error:
+                    self._note_problem(receiver, error)
+                    stop.wait(retry_s)
+                    retry_s = min(2 * retry_s, _RETRY_MAX_S)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[Callable[[], BufferWriter]]:
+        """Gives the local store's writer, which is made when there is something to write."""
+        writer: BufferWriter | None = None
+        relay: AcknowledgementRelay | None = None
+
+        def get() -> BufferWriter:
+            nonlocal writer, relay
+            if writer is None:
+                writer = self._open_writer()
+                relay = AcknowledgementRelay(self._local, self._remote.root)
+            return writer
+
+        try:
+            yield get
+        finally:
+            self._mapped.clear()
+            if relay is not None:
+                relay.close()
+            if writer is not None:
+                writer.close()
+
+    def _open_writer(self) -> BufferWriter:
+        remote, local = self._remote.writer(), self._local.writer()
+        if remote is None:
+            raise StoreNotFoundError(f"{self._remote.root} has no record of its sender")
+        if local is not None and local.run == remote.run:
+            raise _OneStoreError(
+                f"{self._remote.root} and {self._local.root} are one store under two names: "
+                "there is nothing to mirror"
+            )
+        pointer = self._local.pointer()
+        if pointer is not None and (local is None or local.history != remote.history):
+            raise StoreMismatchError(
+                f"{self._local.root} holds version {pointer.version} of another store than "
+                f"{self._remote.root}; give another directory, or remove that one"
+            )
+        if pointer is not None:
+            self._remote.newest_pointer(not_below=pointer.version)
+            self._have = pointer.version
+        return BufferWriter(
+            self._local.root,
+            durable=False,
+            reader_timeout_s=self._reader_timeout_s,
+            allow_shared_store=self._allow_shared_store,
+            history=remote.history,
+        )
+
+    def _copy_newer(
+        self,
+        receiver: WeightReceiver,
+        get_writer: Callable[[], BufferWriter],
+        stop: threading.Event,
+    ) -> None:
+        """Wait for a version that the local store does not have, and copy it."""
+        if receiver.wait_for_version(self._have, None, stop) is None:
+            return
+        writer = get_writer()
+        with receiver.hold(self._have) as held:
+            if held is None:
+                return
+            copied = self._copy(held, receiver, writer)
+        if copied is None:
+            return
+        self._have = copied.version
+        self._stats["copied"] += 1
+        self._stats["copied_bytes"] += copied.num_bytes
+        self._stats["copy_s"] += copied.duration_s
+        receiver.record.write(
+            staged_version=copied.version, problem=None, problem_version=None, stats=self.stats
+        )
+        if self._on_copied is not None:
+            self._on_copied(copied)
+
+    def _copy(
+        self, held: HeldBuffer, receiver: WeightReceiver, writer: BufferWriter
+    ) -> Copied | None:
+        """Publish a version once more; None if it was overwritten meanwhile."""
+        started = time.monotonic()
+        footer = self._footer_of(held)
+        self._mapped.drop_other_layouts(footer.layout)
+        version = held.manifest.version
+        claim = writer.claim(version, layout_xxh3=footer.layout_xxh3, file_bytes=footer.file_bytes)
+        try:
+            if claim.is_new:
+                footer.write(claim)
+            checksums = self._read_into(claim, footer, held, writer)
+            if not self._is_whole(held, footer, checksums, receiver):
+                writer.abandon(claim)
+                return None
+            self._commit(claim, footer, held, checksums, writer)
+        except BaseException:
+            writer.abandon(claim)
+            raise
+        return Copied(
+            version=version,
+            num_tensors=len(footer.layout.specs),
+            num_bytes=footer.layout.num_bytes,
+            duration_s=time.monotonic() - started,
+        )
+
+    def _footer_of(self, held: HeldBuffer) -> Footer:
+        """The end of the local file; that of the last version, where its layout is the same."""
+        if self._footer is None or self._footer.layout_xxh3 != held.manifest.layout_xxh3:
+            self._footer = Footer.of(held.read_layout())
+        return self._footer
+
+    def _read_into(
+        self, claim: Claim, footer: Footer, held: HeldBuffer, writer: BufferWriter
+    ) -> list[int]:
+        """Copy all tensors into the claimed file; their checksums, if there are any to compare."""
+        hashed = held.manifest.checksums_xxh3 is not None
+        on_bytes = self._count_bytes(footer.layout.checksums_offset)
+        if writer.mount.is_network:
+            return spans.copy_tensors(
+                held.file.number,
+                claim.file.number,
+                held.path,
+                footer.layout,
+                self._copier,
+                hashed=hashed,
+                on_bytes=on_bytes,
+            )
+        mapped = self._mapped.of(claim, footer.file_bytes, footer.layout)
+        return spans.read_tensors(
+            held.file.number, held.path, mapped, self._copier, hashed=hashed, on_bytes=on_bytes
+        )
+
+    def _count_bytes(self, total: int) -> Callable[[int], None] | None:
+        progress = self._progress
+        if progress is None:
+            return None
+        done = 0
+        lock = threading.Lock()
+
+        def count(num_bytes: int) -> None:
+            nonlocal done
+            with lock:
+                done += num_bytes
+                progress(done, total)
+
+        return count
+
+    def _is_whole(
+        self, held: HeldBuffer, footer: Footer, checksums: list[int], receiver: WeightReceiver
+    ) -> bool:
+        if checksums and not receiver.is_right(held, footer.layout, checksums):
+            return False
+        return self._remote.is_unchanged(held)
+
+    def _commit(
+        self,
+        claim: Claim,
+        footer: Footer,
+        held: HeldBuffer,
+        checksums: list[int],
+        writer: BufferWriter,
+    ) -> None:
+        layout, table_xxh3 = footer.layout, None
+        if checksums:
+            table = pack_checksums(checksums)
+            filesystem.write_at(claim.file.number, layout.checksums_offset, table)
+            table_xxh3 = digest(table)
+        complete = dataclasses.replace(
+            held.manifest,
+            file=claim.path.name,
+            file_bytes=footer.file_bytes,
+            layout_offset=layout.layout_offset,
+            layout_bytes=len(footer.encoded),
+            layout_xxh3=footer.layout_xxh3,
+            checksums_offset=layout.checksums_offset,
+            checksums_xxh3=table_xxh3,
+            origin=held.manifest.identity,
+        )
+        writer.commit(claim, complete)
+
+    def _note_problem(self, receiver: WeightReceiver, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if text != receiver.record.current.problem:
+            logger.error("cannot mirror %s, trying again: %s", self._remote.root, text)
+        self._stats["failures"] += 1
+        receiver.record.write(problem=text[:2000], stats=self.stats)
+
+    def _receiver_id(self) -> str:
+        """The same when it is started again: one record a node and local store."""
+        return f"mirror-{host_in_id()}-{xxhash.xxh3_64_hexdigest(os.fsencode(self._local.root))}"
+
+
+def _newest_identity(store: DoubleBuffer) -> str | None:
+    pointer = store.newest_pointer(not_below=0) if store.exists() else None
+    manifest = None if pointer is None else store.manifest(pointer.buffer)
+    return None if manifest is None else manifest.identity
