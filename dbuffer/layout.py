@@ -17,6 +17,7 @@ part, and a reader puts them together, in memory, as the weights file would have
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -127,7 +128,8 @@ class Layout:
     part_bytes: tuple[int, ...] = ()
     """Size of each part; empty where all data is in the weights file itself."""
     pieces: tuple[Placed, ...] = ()
-    """What is where in the parts, in the order of the tensors, and in each of its bytes."""
+    """What is where in the parts, in the order of the tensors, and in each of its bytes. In a file
+    into which parts were put together, it still says what was hashed by itself."""
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
@@ -154,6 +156,13 @@ class Layout:
         """Whether the data is in parts, and not in the weights file."""
         return bool(self.part_bytes)
 
+    def joined(self) -> Layout:
+        """The same tensors and checksums, with the data in the weights file."""
+        if not self.is_in_parts:
+            return self
+        pieces = tuple(piece._replace(part=0, place=0) for piece in self.pieces)
+        return dataclasses.replace(self, part_bytes=(), pieces=pieces)
+
     @functools.cached_property
     def blocks(self) -> list[Block]:
         """All blocks of all tensors, in the file's order; an empty tensor has one of length 0.
@@ -169,7 +178,7 @@ class Layout:
     def _runs(self) -> list[tuple[int, int, int]]:
         """Tensor, first byte and end of each run of bytes that is hashed by itself."""
         whole = [(index, 0, size) for index, size in enumerate(self.sizes)]
-        if not self.is_in_parts:
+        if not self.pieces:
             return whole
         pieces = [(p.tensor, p.offset, p.offset + p.num_bytes) for p in self.pieces]
         return sorted([run for run in whole if not run[2]] + pieces)
@@ -207,7 +216,7 @@ class Layout:
             for spec, offset in zip(self.specs, self.offsets, strict=True)
         ]
         data = {"format": FORMAT, "tensors": tensors, "aliases": self.aliases}
-        if self.is_in_parts:
+        if self.pieces or self.is_in_parts:
             data |= {"parts": self.part_bytes, "pieces": self.pieces}
         return json.dumps(data, separators=(",", ":")).encode("ascii")
 
@@ -311,6 +320,8 @@ def _decode_parts(
         covered[piece.tensor] += piece.num_bytes
     if covered != [spec.num_bytes for spec in specs]:
         raise StoreCorruptError("layout: its pieces do not make up its tensors")
+    if not parts:
+        return (), placed
     in_place = sorted(placed, key=lambda piece: (piece.part, piece.place))
     for before, piece in itertools.pairwise(in_place):
         if piece.part == before.part and piece.place < before.place + before.num_bytes:
@@ -321,15 +332,19 @@ def _decode_parts(
 def _decode_piece(row: Any, parts: list[int], specs: list[TensorSpec]) -> Placed:
     if isinstance(row, list) and len(row) == len(Placed._fields) and all(map(_is_size, row)):
         piece = Placed(*row)
-        if (
-            piece.tensor < len(specs)
-            and piece.num_bytes
-            and piece.part < len(parts)
-            and piece.place % ALIGNMENT_BYTES == 0
-            and piece.place + piece.num_bytes <= parts[piece.part]
-        ):
+        if piece.tensor < len(specs) and piece.num_bytes and _is_inside(piece, parts):
             return piece
     raise StoreCorruptError(f"layout: {row!r:.120} is no piece of a tensor")
+
+
+def _is_inside(piece: Placed, parts: list[int]) -> bool:
+    if not parts:
+        return piece.part == piece.place == 0
+    return (
+        piece.part < len(parts)
+        and piece.place % ALIGNMENT_BYTES == 0
+        and piece.place + piece.num_bytes <= parts[piece.part]
+    )
 
 
 def _is_size(value: Any) -> bool:

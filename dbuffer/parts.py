@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from dbuffer.errors import StoreAccessError, StoreCorruptError, StoreInsecureErr
 from dbuffer.filesystem import Descriptor
 from dbuffer.layout import BLOCK_BYTES, SPAN_BYTES, Layout, Placed, digest
 from dbuffer.manifest import part_name
+from dbuffer.spans import OnBytes
 from dbuffer.tensors import Copier, FileTensors, as_bytes, is_plain, join_blocks, split_evenly
 
 
@@ -55,7 +56,7 @@ class PartFile:
                 filesystem.write_at(self._file.number, offset, data)
                 offset += data.nbytes
                 starts = range(0, data.nbytes, BLOCK_BYTES)
-                digests += [xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) for at in starts]
+                digests += map(_hash_at(data), starts)
         self._digests[piece] = digests
 
     def finish(self) -> list[int]:
@@ -137,16 +138,25 @@ class _Run(NamedTuple):
 
 
 def read_parts(
-    file: int, path: Path, memory: FileTensors, copier: Copier, *, hashed: bool
+    file: int,
+    path: Path,
+    layout: Layout,
+    memory: FileTensors,
+    copier: Copier,
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None = None,
 ) -> list[int]:
     """Put a version together in memory; its checksums, if they are to be taken.
 
     Args:
         file: the open weights file.
         path: where that is; its parts are beside it.
+        layout: its layout.
         memory: where the tensors go.
         copier: its threads read.
         hashed: whether checksums are wanted.
+        on_bytes: called with the bytes of each run that was read, from several threads.
 
     Raises:
         StoreCorruptError: a part is shorter or longer than its layout says.
@@ -154,26 +164,71 @@ def read_parts(
         StoreNotFoundError: a part was removed meanwhile.
         StoreAccessError: one cannot be read.
     """
-    layout = memory.layout
+
+    def read(run: _Run, part: int) -> memoryview:
+        wanted = memory.raw[run.start : run.end]
+        if filesystem.read_into(part, run.place, wanted) < wanted.nbytes:
+            raise StoreCorruptError(f"{part_path(path, run.part)} was cut short")
+        return wanted
+
+    return _for_each_run(file, path, layout, copier, read, hashed=hashed, on_bytes=on_bytes)
+
+
+def copy_parts(
+    file: int,
+    destination: int,
+    path: Path,
+    layout: Layout,
+    copier: Copier,
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None = None,
+) -> list[int]:
+    """Put a version together in another open file, as :func:`read_parts` does in memory."""
+
+    def copy(run: _Run, part: int) -> memoryview:
+        data = memoryview(filesystem.read_at(part, run.place, run.end - run.start))
+        if data.nbytes < run.end - run.start:
+            raise StoreCorruptError(f"{part_path(path, run.part)} was cut short")
+        filesystem.write_at(destination, run.start, data)
+        return data
+
+    return _for_each_run(file, path, layout, copier, copy, hashed=hashed, on_bytes=on_bytes)
+
+
+def _for_each_run(
+    file: int,
+    path: Path,
+    layout: Layout,
+    copier: Copier,
+    move: Callable[[_Run, int], memoryview],
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None,
+) -> list[int]:
+    """Let the copier's threads ``move`` all runs, each out of its open part; the checksums."""
     digests = [int(digest(b""), 16)] * len(layout.blocks)
     runs = sorted(_runs(layout))
-
     with contextlib.ExitStack() as stack, filesystem.os_errors("read the parts", path):
         files = _open_parts(stack, file, path, layout)
 
         def work(first: int, end: int) -> None:
             for run in runs[first:end]:
-                wanted = memory.raw[run.start : run.end]
-                if filesystem.read_into(files[run.part], run.place, wanted) < wanted.nbytes:
-                    raise StoreCorruptError(f"{part_path(path, run.part)} was cut short")
+                data = move(run, files[run.part])
                 if hashed:
-                    for index in range(run.first_block, run.end_block):
-                        digests[index] = memory.hash_block(layout.blocks[index])
+                    starts = range(0, data.nbytes, BLOCK_BYTES)
+                    digests[run.first_block : run.end_block] = map(_hash_at(data), starts)
+                if on_bytes is not None:
+                    on_bytes(data.nbytes)
 
-        sizes = [run.end - run.start for run in runs]
         if runs:
+            sizes = [run.end - run.start for run in runs]
             copier.in_parallel(work, split_evenly(sizes, copier.num_threads))
     return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
+
+
+def _hash_at(data: memoryview) -> Callable[[int], int]:
+    return lambda start: xxhash.xxh3_64_intdigest(data[start : start + BLOCK_BYTES])
 
 
 def _runs(layout: Layout) -> Iterator[_Run]:

@@ -198,8 +198,10 @@ def read_whole(
     if memory is None or memory.numel() != num_bytes:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
     tensors = FileTensors(memory, layout)
-    read = read_parts if layout.is_in_parts else read_tensors
-    return tensors, read(held.file.number, held.path, tensors, copier, hashed=hashed)
+    file, path = held.file.number, held.path
+    if layout.is_in_parts:
+        return tensors, read_parts(file, path, layout, tensors, copier, hashed=hashed)
+    return tensors, read_tensors(file, path, tensors, copier, hashed=hashed)
 
 
 def wrong_tensors(held: HeldBuffer, layout: Layout, checksums: list[int]) -> list[str]:

@@ -398,6 +398,21 @@ def test_where_the_store_looks_local_parts_are_not_mapped(in_parts, monkeypatch)
             receiver.load_into(SMALL.empty())
 
 
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_a_mirror_puts_parts_together(world, in_parts, monkeypatch, mount):
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
+    local = in_parts.parent / "local"
+    with dbuffer.Mirror(in_parts, local, poll_interval_s=0.01).start() as mirror:
+        for versions in ([], [4, 5], [6]):
+            world.run(send_parts, in_parts, versions, 60.0)
+            mirror.wait_until_current()
+            assert newest(local, verify=True) == max([3, *versions])
+    manifest = DoubleBuffer(local).manifest("A")
+    assert manifest is not None
+    assert not parts_of(local, "A")
+    assert TensorDict.from_consolidated(local / "A" / manifest.file).keys() == set(SMALL.names)
+
+
 def test_tensordict_refuses_a_weights_file_whose_data_is_in_parts(in_parts):
     with WeightReceiver(in_parts) as receiver, receiver.open() as snapshot:
         assert SMALL.version_of(snapshot.tensors) == 3
