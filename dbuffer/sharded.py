@@ -235,7 +235,7 @@ class ShardedWeightSender:
         )
         ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
         if self._plan.gathers:
-            ranks.each("write what was gathered", lambda: self._write_gathered(source))
+            ranks.each("gather and write", lambda: self._write_gathered(source))
         checksums = self._output.finish(ranks, hashed=self._checksum)
         ranks.first("commit the version", lambda: self._lead().commit(footer, checksums))
         return claimed.version, footer.layout

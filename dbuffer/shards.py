@@ -132,9 +132,9 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> AbstractContextManager[torch.
 @contextlib.contextmanager
 def _gathered_zero3(parameter: Any) -> Iterator[torch.Tensor]:
     """The whole of a parameter that DeepSpeed's ZeRO-3 has partitioned."""
-    from deepspeed.zero import GatheredParameters  # whose parameter this is
+    import deepspeed  # whose parameter this is, so that it is there
 
-    with GatheredParameters([parameter]):
+    with deepspeed.zero.GatheredParameters([parameter]):
         yield parameter.data
 
 
