@@ -52,6 +52,10 @@ MANIFEST_FILE = "manifest.json"
 WRITER_FILE = "writer.json"
 WRITER_LOCK_FILE = "writer.lock"
 RECEIVERS_DIRECTORY = "receivers"
+SCRATCH_DIRECTORY = "tmp"
+"""Where files are written before they are renamed to their places. A directory of its own: over
+NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
+hosts for a minute, and watchdog holds back the first of two events in one directory."""
 
 _SETTLE_S = 2.0
 """How long pointer and manifest may disagree. A writer is between the two for microseconds; a
@@ -121,9 +125,9 @@ class DoubleBuffer:
             raise StoreNotFoundError(f"there is no store at {self.root}")
         if not self.allow_shared_store:
             filesystem.check_trust(self.root)
-            for buffer in BUFFERS:
+            for name in (*BUFFERS, SCRATCH_DIRECTORY):
                 with contextlib.suppress(StoreNotFoundError):  # a sender is making them
-                    filesystem.check_trust(self.root / buffer)
+                    filesystem.check_trust(self.root / name)
 
     @functools.cached_property
     def mount(self) -> Mount:
@@ -163,7 +167,7 @@ class DoubleBuffer:
         Of two whole versions the lower one was published for certain; the higher one was, if it
         has been seen. While one buffer is being written the other one holds the newest.
         """
-        manifests = {buffer: self.manifest(buffer) for buffer in BUFFERS}
+        manifests = self._manifests_of_one_moment()
         if None in manifests.values():
             return None  # the first version is on its way
         whole = [
@@ -177,6 +181,13 @@ class DoubleBuffer:
             self._went_by_manifests = True
             logger.warning("%s has no %s: going by its manifests", self.root, POINTER_FILE)
         return seen[0] if seen else None
+
+    def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
+        """Both, as they stood together: a writer may come round between one look and the other."""
+        before = None
+        while (found := {buffer: self.manifest(buffer) for buffer in BUFFERS}) != before:
+            before = found
+        return found
 
     def manifest(self, buffer: str) -> Manifest | None:
         """What a buffer holds; None if it never held anything."""
@@ -301,7 +312,11 @@ class DoubleBuffer:
         # then found nobody who announced it.
         if self.manifest(buffer) != manifest:
             return f"buffer {buffer} was rewritten"
-        size = os.fstat(file.number).st_size
+        try:
+            with os_errors("read", path):
+                size = os.fstat(file.number).st_size
+        except StoreNotFoundError:
+            return f"{path} is not there"
         if size != manifest.file_bytes:
             return f"{path} has {size} bytes, and was published with {manifest.file_bytes}"
         return ""

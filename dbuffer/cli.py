@@ -6,6 +6,7 @@ published in time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,16 +27,19 @@ from rich.live import Live
 from rich.logging import RichHandler
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
-from dbuffer import WeightReceiver, WeightSender, __version__
+from dbuffer import Mirror, WeightReceiver, WeightSender, __version__
 from dbuffer.buffer import DoubleBuffer
+from dbuffer.doctor import examine, wait_for_host
 from dbuffer.errors import (
     DBufferError,
     EngineUnsupportedError,
     OptionError,
     VersionTimeoutError,
 )
-from dbuffer.render import describe_check, format_bytes, status_tables
+from dbuffer.mirror import Copied
+from dbuffer.render import describe_check, doctor_table, format_bytes, status_tables
 from dbuffer.snapshot import Snapshot
 from dbuffer.status import read_status
 from dbuffer.tensors import DTYPES
@@ -266,6 +270,63 @@ def follow(
 
 
 @app.command()
+def mirror(
+    remote: Annotated[
+        Path, typer.Argument(help="The store to follow, on a network mount.", show_default=False)
+    ],
+    local: Annotated[
+        Path,
+        typer.Argument(help="The store to keep up to date, on /dev/shm.", show_default=False),
+    ],
+    count: Annotated[
+        int | None, typer.Option(help="Stop after so many versions.  [default: never]")
+    ] = None,
+    poll_interval_s: Annotated[
+        float, typer.Option(help="How often to look at the remote store.")
+    ] = 1.0,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve Prometheus metrics on this port.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    allow_shared_store: SharedOption = False,
+) -> None:
+    """Copy each newest version into a local store, for all workers of this node.
+
+    Start one on each node, or several: one of them works, and the others stand by. It may be
+    stopped and started at any time. Mirrors can follow mirrors.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with _progress(hidden=as_json) as bars:
+        task = bars.add_task(str(remote), total=None, visible=False)
+        copied_versions = 0
+
+        def report(copied: Copied) -> None:
+            nonlocal copied_versions
+            bars.update(task, visible=False)
+            _report_copied(copied, as_json=as_json)
+            copied_versions += 1
+            if copied_versions == count:
+                stop.set()
+
+        copying = Mirror(
+            remote,
+            local,
+            poll_interval_s=poll_interval_s,
+            allow_shared_store=allow_shared_store,
+            on_copied=report,
+            progress=lambda done, total: bars.update(
+                task, completed=done, total=total, visible=True
+            ),
+        )
+        with copying:
+            if metrics_port is not None:
+                _serve_mirror_metrics(copying, metrics_port)
+            copying.run(stop)
+
+
+@app.command()
 def status(
     store: StoreArgument,
     watch: Annotated[
@@ -329,6 +390,54 @@ def ls(
     for alias, name in layout.aliases.items():
         table.add_row(alias, "", f"tied to {name}", "")
     console.print(table)
+
+
+@app.command()
+def doctor(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="A store, or where one is to be.", show_default=False),
+    ],
+    peer: Annotated[
+        bool,
+        typer.Option(
+            "--peer", help="Be the second host: wait for a `doctor DIR` on another, and answer it."
+        ),
+    ] = False,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(
+            help="How long to wait for the other host, before exit code 3.  "
+            "[default: 600 with --peer; without, only a peer that waits already is measured with]"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    allow_shared_store: SharedOption = False,
+) -> None:
+    """Tell what a mount is, what works on it, and what dbuffer does about that.
+
+    Probes in a directory of its own inside DIR, and removes it; a store that is there is not
+    touched. With `dbuffer doctor DIR --peer` on another host, it also measures how late each
+    sees what the other writes. Exit code 1 if a guarantee cannot hold there.
+    """
+    if peer:
+        _doctor_as_peer(directory, 600.0 if timeout_s is None else timeout_s, as_json=as_json)
+        return
+    with _ended_by_sigterm(), _progress_line(hidden=as_json) as progress:
+        found = examine(
+            directory,
+            timeout_s=timeout_s or 0.0,
+            allow_shared_store=allow_shared_store,
+            progress=progress,
+        )
+    if as_json:
+        _print_json({"is_sound": not found.broken, **dataclasses.asdict(found)})
+    else:
+        console.print(doctor_table(found))
+    if found.broken:
+        raise typer.Exit(EXIT_FAILED)
+    if timeout_s and not found.peers:
+        raise typer.Exit(EXIT_TIMEOUT)
 
 
 @app.command()
@@ -397,6 +506,28 @@ def _follow_with_vllm(
                 raise VersionTimeoutError(
                     f"no switch of {url} for {timeout_s:g} s: {outcome or 'nothing new'}"
                 )
+
+
+def _report_copied(copied: Copied, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(dataclasses.asdict(copied)), flush=True)
+        return
+    speed = copied.num_bytes / max(copied.duration_s, 1e-9)
+    console.print(
+        f"version {copied.version}: {copied.num_tensors} tensors, "
+        f"{format_bytes(copied.num_bytes)} in {copied.duration_s:.2f} s ({format_bytes(speed)}/s)"
+    )
+
+
+def _serve_mirror_metrics(copying: Mirror, port: int) -> None:
+    try:
+        from prometheus_client import start_http_server
+
+        from dbuffer.integrations.mirror_metrics import register
+    except ModuleNotFoundError as error:
+        raise DBufferError(f"--metrics-port needs {error.name}: pip install it") from error
+    register(copying)
+    start_http_server(port)
 
 
 def _report_switch(url: str, switch: Switch, *, as_json: bool) -> None:
@@ -472,6 +603,40 @@ def _execute(command: str, store: Path, snapshot: Snapshot) -> None:
         raise DBufferError(
             f"the command for version {snapshot.version} ended with {done.returncode}: {command}"
         )
+
+
+def _doctor_as_peer(directory: Path, timeout_s: float, *, as_json: bool) -> None:
+    with _ended_by_sigterm(), _progress_line(hidden=as_json) as progress:
+        report = wait_for_host(directory, timeout_s=timeout_s, progress=progress)
+    if report is None:
+        raise VersionTimeoutError(f"no 'dbuffer doctor {directory}' came within {timeout_s:g} s")
+    if as_json:
+        _print_json(dataclasses.asdict(report))
+    else:
+        console.print(
+            f"measured with process {report.pid} on {report.host}, which has the results",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end a block as Ctrl-C would: what was made in a user's directory is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _progress_line(*, hidden: bool) -> Iterator[Callable[[str], None] | None]:
+    if hidden or not errors.is_terminal:
+        yield None
+        return
+    with errors.status("") as line:
+        yield lambda text: line.update(Text(text))
 
 
 def _print_json(value: Any) -> None:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import functools
 import itertools
+import logging
 import os
 import re
 import stat
@@ -26,6 +27,8 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 
+logger = logging.getLogger(__name__)
+
 REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"})
 """Where allocated space stays allocated when it is written again.
 
@@ -43,6 +46,9 @@ one, and the other way round it does not."""
 MOUNT_VARIABLE = "DBUFFER_MOUNT"
 """``network`` or ``local`` in this environment variable overrules what a mount looks like: for a
 disk of this host that other hosts see over a network, for a FUSE mount that nobody else sees."""
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""What a mount answers that knows no locks."""
 
 _LOCK_RETRY_MIN_S = 0.0005
 _LOCK_RETRY_MAX_S = 0.02
@@ -259,9 +265,7 @@ def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
 def replace_file(path: Path, data: bytes, *, scratch: Path, durable: bool = False) -> None:
     """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
 
-    ``scratch`` is the directory of the temporary file. It must not be one that watches for
-    ``path``: a rename inside a watched directory is two events, and watchdog holds back the
-    first for half a second to pair them.
+    ``scratch`` is the directory of the temporary file, one that nobody watches or lists.
     """
     name = f".{path.name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
     temporary = scratch / name
@@ -315,7 +319,8 @@ def check_room(path: Path, num_bytes: int) -> None:
     """
     with os_errors("look for room", path):
         found = os.statvfs(path.parent)
-        if found.f_bavail * found.f_frsize < num_bytes:
+        # Some that are not disks have no size to tell.
+        if found.f_blocks and found.f_bavail * found.f_frsize < num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -330,6 +335,11 @@ def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        # SMB and some FUSE mounts: what a rename is worth there is the server's affair.
+        _tell_once("%s cannot be flushed as a directory: renames rest on its server", path)
     finally:
         os.close(descriptor)
 
@@ -338,6 +348,25 @@ def identity_of(descriptor: int) -> tuple[int, int]:
     """What tells an open file from another that took its name: device and inode."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
+
+
+@functools.lru_cache(maxsize=256)
+def _tell_once(message: str, path: Path) -> None:
+    logger.warning(message, path)
+
+
+def try_lock_if_any(descriptor: int, path: Path) -> bool:
+    """Lock an open file exclusively; also True, told once, where the mount knows no locks.
+
+    Lustre knows none by default. Who calls this must have another way to find out a second one.
+    """
+    try:
+        return try_lock(descriptor, exclusive=True)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        _tell_once("no locks on %s: a second sender is found out, and not kept out", path)
+        return True
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:

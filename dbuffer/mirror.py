@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import xxhash
@@ -126,6 +127,7 @@ class Mirror:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock: Descriptor | None = None
+        self._receiver: WeightReceiver | None = None
         self._error: Exception | None = None
         self._stats = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
@@ -189,6 +191,8 @@ class Mirror:
         """
         deadline = time.monotonic() + timeout_s
         wanted = self._remote.newest_pointer(not_below=0)
+        if self._receiver is not None:
+            self._receiver.wake()
         while not self._has(None if wanted is None else wanted.version):
             if self._error is not None:
                 raise self._error
@@ -308,6 +312,7 @@ class Mirror:
             num_threads=self._copier.num_threads,
             allow_shared_store=self._allow_shared_store,
         )
+        self._receiver = receiver
         retry_s = _RETRY_MIN_S
         with receiver, self._writing() as writer:
             while not stop.is_set():
@@ -517,6 +522,31 @@ class _Known:
     remote: Layout
     footer: Footer
     """Of the local file, in which parts are put together."""
+
+
+def start_mirror(
+    remote: str | os.PathLike[str],
+    local: str | os.PathLike[str] | None,
+    *,
+    poll_interval_s: float = 1.0,
+    num_threads: int | None = None,
+    reader_timeout_s: float = 60.0,
+    allow_shared_store: bool = False,
+) -> Mirror | None:
+    """Start a mirror for a receiver, which reads ``local``; None where there are no two stores.
+
+    Every receiver of a node may call it: one mirror works, and the others stand by.
+    """
+    if local is None or Path(local).resolve() == Path(remote).resolve():
+        return None
+    return Mirror(
+        remote,
+        local,
+        poll_interval_s=poll_interval_s,
+        num_threads=num_threads,
+        reader_timeout_s=reader_timeout_s,
+        allow_shared_store=allow_shared_store,
+    ).start()
 
 
 def _newest_identity(store: DoubleBuffer) -> str | None:

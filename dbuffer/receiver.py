@@ -436,7 +436,11 @@ class WeightReceiver:
 
     def _load_read(self, held: HeldBuffer, target: Any) -> bool:
         """Fill the target with what was read and checked before; False if a writer was faster."""
-        match = self._matcher.match(target, held.read_layout())
+        try:
+            match = self._matcher.match(target, held.read_layout())
+        except StoreNotFoundError as error:
+            logger.warning("version %d went while it was read: %s", held.manifest.version, error)
+            return False
         tensors = self._read(held, self._memory)
         if tensors is None:
             return False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dbuffer import filesystem
-from dbuffer.buffer import RECEIVERS_DIRECTORY
+from dbuffer.buffer import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
 from dbuffer.errors import StoreAccessError, StoreNotFoundError
 from dbuffer.manifest import ReceiverRecord, encode
 
@@ -28,6 +28,7 @@ class RecordFile:
 
     def __init__(self, store: Path, receiver_id: str) -> None:
         self._directory = store / RECEIVERS_DIRECTORY
+        self._scratch = store / SCRATCH_DIRECTORY
         self._file = self._directory / f"{receiver_id}.json"
         self._lock = threading.Lock()
         self._can_write = True
@@ -59,7 +60,7 @@ class RecordFile:
         try:
             with self._lock:
                 self._record = dataclasses.replace(self._record, updated_at=time.time())
-                filesystem.replace_file(self._file, encode(self._record), scratch=self._directory)
+                filesystem.replace_file(self._file, encode(self._record), scratch=self._scratch)
         except (StoreAccessError, StoreNotFoundError) as error:
             if self._can_write:
                 receiver = self._record.receiver

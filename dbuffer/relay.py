@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 from dbuffer import filesystem
-from dbuffer.buffer import RECEIVERS_DIRECTORY, DoubleBuffer
+from dbuffer.buffer import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY, DoubleBuffer
 from dbuffer.errors import DBufferError, StoreNotFoundError
 from dbuffer.manifest import ReceiverRecord, encode
 
@@ -29,6 +29,7 @@ class AcknowledgementRelay:
     def __init__(self, local: DoubleBuffer, remote: Path) -> None:
         self._local = local
         self._remote = remote / RECEIVERS_DIRECTORY
+        self._scratch = remote / SCRATCH_DIRECTORY
         self._relayed: dict[str, ReceiverRecord] = {}
         self._problem: str | None = None
         self._stop = threading.Event()
@@ -68,7 +69,7 @@ class AcknowledgementRelay:
     def _write(self, name: str, record: ReceiverRecord) -> None:
         path = self._path_of(name)
         try:
-            filesystem.replace_file(path, encode(record), scratch=self._remote)
+            filesystem.replace_file(path, encode(record), scratch=self._scratch)
         except StoreNotFoundError:  # the store is being removed
             return
         self._relayed[name] = record

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dbuffer.doctor import GUARANTEES, Examination
 from dbuffer.status import BufferStatus, ReceiverStatus, StoreStatus
 from dbuffer.verification import BufferCheck
 
@@ -60,6 +61,36 @@ def describe_check(check: BufferCheck) -> str:
     if check.has_checksums:
         return head + "every byte is as it was published"
     return head + "records, layout and size are right; no checksums to check its bytes with"
+
+
+def doctor_table(examination: Examination) -> RenderableType:
+    """What `doctor` found, a row for each probe, and below it what cannot hold."""
+    # Texts, not strings: paths and error messages may hold what looks like markup.
+    title = examination.path
+    if examination.probed_in != examination.path:
+        title += f" (not there: probed in {examination.probed_in})"
+    table = Table("", "probed", "found", "what dbuffer does about it")
+    for finding in examination.findings:
+        mark, style = _VERDICTS[finding.verdict]
+        row = (mark, finding.probe, finding.found, finding.consequence)
+        table.add_row(*(Text(text) for text in row), style=style)
+    problems = [
+        Text(
+            f"guarantee {number} ({GUARANTEES[number]}) cannot hold here: {finding.probe}: "
+            f"{finding.found}"
+        )
+        for finding in examination.broken
+        if (number := finding.guarantee) is not None
+    ]
+    return Group(Text(f"{title}, on {examination.host}"), table, *problems)
+
+
+_VERDICTS = {
+    "good": ("ok", ""),
+    "adapted": ("note", "yellow"),
+    "unknown": ("?", "yellow"),
+    "broken": ("BROKEN", "bold red"),
+}
 
 
 def _describe_writer(status: StoreStatus) -> str:

@@ -24,6 +24,7 @@ from dbuffer.buffer import (
     MANIFEST_FILE,
     POINTER_FILE,
     RECEIVERS_DIRECTORY,
+    SCRATCH_DIRECTORY,
     WRITER_FILE,
     WRITER_LOCK_FILE,
     DoubleBuffer,
@@ -96,7 +97,7 @@ class BufferWriter:
         self._owner_only = not allow_shared_store
         filesystem.make_directory(self.root, parents=True)
         self.store.check()
-        for name in (*BUFFERS, RECEIVERS_DIRECTORY):
+        for name in (SCRATCH_DIRECTORY, *BUFFERS, RECEIVERS_DIRECTORY):
             filesystem.make_directory(self.root / name)
         self.mount = self.store.mount
         # Other hosts see what was flushed, and nothing else.
@@ -170,7 +171,7 @@ class BufferWriter:
         marked = Manifest(
             state="writing", version=version, generation=generation, run=self.record.run, file=name
         )
-        self._put(self.root / buffer / MANIFEST_FILE, marked, scratch=self.root / buffer)
+        self._put(self.root / buffer / MANIFEST_FILE, marked)
         path = self.root / buffer / name
         is_new = file is None
         if file is None:
@@ -189,7 +190,15 @@ class BufferWriter:
                     path.unlink(missing_ok=True)
                 else:
                     self._retired.add(path, old.version)
+        # And what a publish left that failed between its mark and this.
+        self._retire_unnamed_files(buffer, keep=keep)
         self._retired.remove_unneeded()
+
+    def _retire_unnamed_files(self, buffer: str, *, keep: str | None) -> None:
+        kept = self._files_of(buffer, keep)
+        for path in (self.root / buffer).glob("weights-*.td"):
+            if path not in kept:
+                self._retired.add(path, None)
 
     def commit(self, claim: Claim, complete: Manifest) -> None:
         """Make the claimed buffer the newest version, in the one step of moving the pointer.
@@ -214,7 +223,7 @@ class BufferWriter:
         # writes over that one's manifest, and once more before the flip. A successor that comes
         # between a check and the line after it is not seen.
         self._check_not_superseded()
-        self._put(directory / MANIFEST_FILE, complete, scratch=directory)
+        self._put(directory / MANIFEST_FILE, complete)
         self._check_not_superseded()
         pointer = Pointer(
             version=complete.version,
@@ -224,7 +233,7 @@ class BufferWriter:
         )
         # Unlocked first: a receiver that is woken by the pointer finds the file free.
         filesystem.unlock(claim.file.number)
-        self._put(self.root / POINTER_FILE, pointer, scratch=directory)
+        self._put(self.root / POINTER_FILE, pointer)
         if self.mount.is_network:
             self._forget(claim.file)  # no further version goes into it
             self._read_back(pointer, complete, claim.path)
@@ -262,7 +271,7 @@ class BufferWriter:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with os_errors("open the writer's lock", path):
             lock = Descriptor(os.open(path, flags, 0o600))
-            locked = filesystem.try_lock(lock.number, exclusive=True)
+            locked = filesystem.try_lock_if_any(lock.number, path)
         if not locked:
             lock.close()
             holder = self._readable_writer()
@@ -286,9 +295,8 @@ class BufferWriter:
             pid=os.getpid(),
             started_at=time.time(),
         )
-        self._put(self.root / WRITER_FILE, record, scratch=self.root / BUFFERS[0])
-        for name in (*BUFFERS, RECEIVERS_DIRECTORY):
-            filesystem.remove_stale_temporaries(self.root / name)
+        self._put(self.root / WRITER_FILE, record)
+        filesystem.remove_stale_temporaries(self.root / SCRATCH_DIRECTORY)
         for buffer in BUFFERS:
             self._clear_away(buffer)
         self._forget_old_receivers()
@@ -301,12 +309,10 @@ class BufferWriter:
         if not self.mount.is_network:
             self._remove_unnamed_files(buffer, keep=keep)
             return
-        kept = self._files_of(buffer, keep)
-        for path in (self.root / buffer).glob("weights-*.td"):
-            if path not in kept:
-                self._retired.add(path, None)
+        self._retire_unnamed_files(buffer, keep=keep)
 
-    def _put(self, path: Path, record: Record, *, scratch: Path) -> None:
+    def _put(self, path: Path, record: Record) -> None:
+        scratch = self.root / SCRATCH_DIRECTORY
         filesystem.replace_file(path, encode(record), scratch=scratch, durable=self._sync)
 
     def _check_not_superseded(self) -> None:
@@ -323,6 +329,9 @@ class BufferWriter:
         pointer = self._readable_pointer()
         if pointer is not None:
             return other_buffer(pointer.buffer)
+        if self._was_nothing_published():
+            # What a dead writer began: it must not come to light as the older of two versions.
+            return BUFFERS[1]
         # With no pointer to go by, spare the buffer that may hold the newest version.
         newest = max(BUFFERS, key=lambda buffer: self._version_in(buffer))
         return other_buffer(newest)
@@ -337,6 +346,10 @@ class BufferWriter:
             # The first version of all: its writer died before it moved the pointer.
             return max(complete, default=1) - 1
         return max(complete, default=0)
+
+    def _was_nothing_published(self) -> bool:
+        first, second = (self.root / buffer / MANIFEST_FILE for buffer in BUFFERS)
+        return not (self.root / POINTER_FILE).exists() and not (first.exists() and second.exists())
 
     def _version_in(self, buffer: str) -> int:
         manifest = self._readable_manifest(buffer)

@@ -28,6 +28,7 @@ STANDARD_TYPES = {
     "StoreFormatError": ValueError,
     "StoreFullError": OSError,
     "StoreInsecureError": PermissionError,
+    "StoreMismatchError": ValueError,
     "StoreNotFoundError": FileNotFoundError,
     "StoreAccessError": OSError,
     "TargetTypeError": TypeError,

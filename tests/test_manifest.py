@@ -62,7 +62,15 @@ any_record = st.one_of(
     st.builds(
         Pointer, version=integers, buffer=st.sampled_from("AB"), generation=integers, run=runs
     ),
-    st.builds(WriterRecord, epoch=integers, run=runs, host=texts, pid=integers, started_at=times),
+    st.builds(
+        WriterRecord,
+        epoch=integers,
+        run=runs,
+        host=texts,
+        pid=integers,
+        started_at=times,
+        history=runs,
+    ),
     st.builds(
         ReceiverRecord,
         receiver=st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", fullmatch=True),
@@ -85,6 +93,8 @@ any_record = st.one_of(
         generation=integers,
         run=runs,
         file=st.from_regex(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td", fullmatch=True),
+        is_final=st.booleans(),
+        origin=st.none() | st.from_regex(r"[0-9a-f]{16}-[0-9]{1,19}", fullmatch=True),
         published_at=times,
         metadata=st.dictionaries(texts, documents, max_size=4),
     ),

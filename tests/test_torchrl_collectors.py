@@ -61,6 +61,7 @@ from torchrl.testing.modules import BiasModule, NonSerializableBiasModule
 from torchrl.weight_update import WeightStrategy
 
 import dbuffer
+from dbuffer.buffer import DoubleBuffer
 
 MULTI = pytest.mark.parametrize("collector_class", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -150,6 +151,28 @@ def test_update_weights_in_spawned_workers(scheme: DoubleBufferSyncScheme) -> No
         fill(policy, 2.0)
         collector.update_policy_weights_()
         assert acts(collector) == [2.0]
+
+
+@MULTI
+def test_workers_read_a_local_copy(address: Path, shm_path: Path, collector_class: type) -> None:
+    """Stores on a network mount are read once a node, by a mirror in one of the workers."""
+    local = shm_path / "local"
+    scheme = DoubleBufferSyncScheme(address, local, poll_interval_s=0.05)
+    policy = ConstantPolicy(1.0)
+    with collecting(policy, scheme, collector_class=collector_class) as collector:
+        for value in (2.0, 3.0):
+            fill(policy, value)
+            collector.update_policy_weights_()  # returns when both have said so, in their copy
+            assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [value] * 2
+        collector.update_policy_weights_({"weight": torch.tensor(7.0)}, worker_ids=[1])
+        assert [float(worker_state(collector, i)["weight"]) for i in range(2)] == [3.0, 7.0]
+        remote, copy = DoubleBuffer(address / "policy"), DoubleBuffer(local / "policy")
+        assert copy.pointer().version == remote.pointer().version
+        assert copy.manifest(copy.pointer().buffer).origin is not None
+        readers = {record.receiver: record for record in remote.receivers()}
+        assert readers.keys() >= {"worker-0", "worker-1"}
+        mirrors = [name for name in readers if name.startswith("mirror-")]
+        assert len(mirrors) == 1
 
 
 def _train_with_forked_workers(connection: Connection, address: Path) -> None:

@@ -141,6 +141,17 @@ def test_engine_starts_on_the_newest_version(observed: dict[str, Any]) -> None:
     assert observed["started with dummy weights"] == seen["none, fresh"]
 
 
+def test_engine_starts_and_follows_from_a_local_copy(observed: dict[str, Any]) -> None:
+    """A store on a network is read once a node: by a mirror in one of the engine's processes."""
+    seen = observed["local copy"]
+    assert seen["started"] == observed[MANY]["none, fresh"]
+    assert seen["followed"] == observed[MANY]["backend, fresh"]
+    assert seen["polled"] == [True, False]
+    assert seen["after polling"] == observed[MANY]["none, fresh"]
+    assert seen["mapped"] == ["local"]
+    assert seen["without the local copy"] == []
+
+
 # From here on, the program that runs in the subprocess.
 
 
@@ -315,6 +326,50 @@ def observe_starts(store: Path, engines: list[Any], seen: dict[str, Any]) -> Non
     ):
         engines.append(vllm.LLM(**engine_arguments(checkpoint, **settings, **more)))
         seen[name] = greedy(engines[-1])
+    observe_local_copy(store.parent, engines, seen)
+
+
+def observe_local_copy(directory: Path, engines: list[Any], seen: dict[str, Any]) -> None:
+    """An engine that is told of a store and where to copy it; and TorchRL's way of saying so."""
+    import vllm
+    from tiny_models import make_model
+
+    from dbuffer.integrations.torchrl import VLLMDoubleBufferSyncScheme
+    from dbuffer.integrations.vllm import follow
+
+    remote, local = directory / "remote", directory / "local"
+    told = {"store": str(remote), "local_store": str(local), "poll_interval_s": 0.05}
+    checkpoint = directory.parent / "qwen3-0"
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        sender.send(make_model("qwen3", 1))
+    llm = vllm.LLM(**engine_arguments(checkpoint, additional_config={"dbuffer": told}))
+    engines.append(llm)
+    found: dict[str, Any] = {"started": greedy(llm)}
+    with dbuffer.WeightSender(remote, checksum=True) as sender:
+        version = sender.send(make_model("qwen3", 0)).version
+        with follow(llm) as follower:
+            assert follower.sync(at_least=version).version == version
+            sender.wait_applied(version, receivers=1, timeout_s=10)  # carried to the remote store
+            found["followed"] = greedy(llm)
+            sender.send(make_model("qwen3", 0))
+            found["mapped"] = mapped_weights(local, remote)
+    scheme = VLLMDoubleBufferSyncScheme(str(remote), str(local), poll_interval_s=0.05)
+    receiver, sender = scheme.create_receiver(llm), scheme.create_sender()
+    model = make_model("qwen3", 1)
+    sender.register_model(model)
+    sender.update_weights()
+    found["polled"] = [receiver.poll_and_apply(timeout=0.0), receiver.poll_and_apply(timeout=0.0)]
+    found["after polling"] = greedy(llm)
+    receiver.shutdown()
+    sender.shutdown()
+    found["without the local copy"] = mapped_weights(local, remote)
+    seen["local copy"] = found
+
+
+def mapped_weights(*stores: Path) -> list[str]:
+    """Which of these stores this process has weights mapped from."""
+    maps = Path("/proc/self/maps").read_text()
+    return [store.name for store in stores if f"{store}/" in maps]
 
 
 def error_of(function: Callable[[], object]) -> str:

@@ -19,6 +19,8 @@ class ModelDirectory:
 
     address: Path
     model_id: str
+    remote: Path | None = None
+    """The address that this one mirrors on its node, if it is a mirror's."""
 
     @property
     def name(self) -> str:
@@ -33,6 +35,10 @@ class ModelDirectory:
     def for_worker(self, worker_idx: int | None) -> Path:
         """The store of one worker, counted from 0."""
         return self.address / f"{self.name}~{receiver_id(worker_idx)}"
+
+    def mirrored(self, store: Path) -> Path:
+        """The store that one of these mirrors; itself, where it is no mirror's."""
+        return store if self.remote is None else self.remote / store.name
 
 
 def receiver_id(worker_idx: int | None) -> str:

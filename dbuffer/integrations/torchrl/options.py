@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import torch
 
 from dbuffer.errors import OptionError
+from dbuffer.mirror import Mirror, start_mirror
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import WeightSender
 from dbuffer.sources import Rename
@@ -56,6 +57,22 @@ class TransportOptions:
             checksum=self.checksum,
             dtype=self.dtype,
             rename=self.rename,
+            num_threads=self.num_threads,
+            reader_timeout_s=self.reader_timeout_s,
+            allow_shared_store=self.allow_shared_store,
+        )
+
+    def start_mirror(
+        self, remote: str | os.PathLike[str], local: str | os.PathLike[str]
+    ) -> Mirror | None:
+        """Keep ``local`` the same as ``remote``, or stand by while another process does.
+
+        None where both are one store.
+        """
+        return start_mirror(
+            remote,
+            local,
+            poll_interval_s=self.poll_interval_s,
             num_threads=self.num_threads,
             reader_timeout_s=self.reader_timeout_s,
             allow_shared_store=self.allow_shared_store,

@@ -41,7 +41,9 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
 
     Args:
         remote_addr: a directory. The model's store is ``remote_addr/MODEL_ID``.
-        local_addr: the same directory, as workers see it. Default: ``remote_addr``.
+        local_addr: where workers read. A directory in shared memory, to which one worker of each
+            node copies every version once; or the same directory under another name, or none
+            (the default), to read ``remote_addr`` itself.
         num_threads: threads that copy, on either side.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
         sync: let ``send`` return when the workers have applied the weights, else at once.
@@ -285,7 +287,7 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
             worker_idx = getattr(context, "worker_idx", None)
         self._worker_idx = worker_idx
         self._receiver = WorkerReceiver(
-            self._directory(self.local_addr),
+            self._directory(self.local_addr, remote=self.remote_addr),
             None if worker_idx is None else worker_idx - self._first_worker_idx,
             self.options,
             versions=self._passed_over,
@@ -392,8 +394,8 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
                 part.close()
                 setattr(self, name, None)
 
-    def _directory(self, address: Path) -> ModelDirectory:
-        return ModelDirectory(address, self._model_id or DEFAULT_MODEL_ID)
+    def _directory(self, address: Path, remote: Path | None = None) -> ModelDirectory:
+        return ModelDirectory(address, self._model_id or DEFAULT_MODEL_ID, remote)
 
     def _versions_there(self) -> dict[str, int]:
         return versions_below(self.remote_addr, allow_shared_store=self.options.allow_shared_store)

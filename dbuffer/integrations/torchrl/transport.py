@@ -12,6 +12,7 @@ from dbuffer.errors import DBufferError, StoreNotFoundError, VersionTimeoutError
 from dbuffer.integrations.torchrl.extraction import Extracted, extract
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.version_info import VersionInfo
+from dbuffer.mirror import Mirror
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import Publication, WeightSender
 from dbuffer.snapshot import Snapshot
@@ -23,7 +24,8 @@ class DoubleBufferTransport:
 
     Args:
         remote_addr: the store, as the sender sees it.
-        local_addr: the same, as the receiver sees it. Default: ``remote_addr``.
+        local_addr: where the receiver reads: a store in shared memory, to which every version is
+            copied once; or the same store under another name. Default: ``remote_addr`` itself.
         options: for both.
     """
 
@@ -39,6 +41,7 @@ class DoubleBufferTransport:
         self._options = options or TransportOptions()
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
+        self._mirror: Mirror | None = None
         self._received: int | None = None
         self._matcher = Matcher()
 
@@ -84,10 +87,9 @@ class DoubleBufferTransport:
             SnapshotEvictedError: copying took longer than the sender waits; what was copied must
                 not be used.
         """
-        if self._receiver is None:
-            self._receiver = self._options.make_receiver(self.local_addr)
+        receiver = self._open_receiver()
         try:
-            with self._receiver.open(self._received, timeout or 0.0) as snapshot:
+            with receiver.open(self._received, timeout or 0.0) as snapshot:
                 if weights is None:
                     received = _copy_of(snapshot)
                 else:
@@ -100,6 +102,15 @@ class DoubleBufferTransport:
             applied = received if weights is not None else received.unflatten_keys(".")
             strategy.apply_weights(model, applied)
         return received
+
+    def _open_receiver(self) -> WeightReceiver:
+        """Open the store that is read, and have all in it that there is to read."""
+        if self._receiver is None:
+            self._mirror = self._options.start_mirror(self.remote_addr, self.local_addr)
+            self._receiver = self._options.make_receiver(self.local_addr)
+        if self._mirror is not None:
+            self._mirror.wait_until_current()
+        return self._receiver
 
     def check_connection(self) -> bool:
         """Whether the store can be used: it is there and to be trusted, or could be made."""
@@ -126,10 +137,10 @@ class DoubleBufferTransport:
 
     def close(self) -> None:
         """Give the store up. What was published stays."""
-        for part in (self._sender, self._receiver):
+        for part in (self._sender, self._receiver, self._mirror):
             if part is not None:
                 part.close()
-        self._sender = self._receiver = None
+        self._sender = self._receiver = self._mirror = None
 
 
 def _copy_of(snapshot: Snapshot) -> TensorDict:

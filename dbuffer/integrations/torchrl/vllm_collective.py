@@ -44,7 +44,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
             them. A store needs none of them.
         strategy: how TorchRL extracts weights.
         remote_addr: the store, as the trainer sees it.
-        local_addr: the same directory, as the engine's workers see it.
+        local_addr: where the engine's workers read; see `VLLMDoubleBufferSyncScheme`.
         num_threads: threads that copy, on either side.
         **options: more of :class:`VLLMDoubleBufferSyncScheme`.
 
@@ -161,6 +161,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         self._seen = None
         if isinstance(transport, DoubleBufferTransport):
             self._scheme = copy.copy(self._scheme)
+            self._scheme.remote_addr = transport.remote_addr
             self._scheme.local_addr = transport.local_addr
 
     def _engine(self) -> Any:

@@ -43,7 +43,7 @@ class VLLMDoubleBufferTransport(DoubleBufferTransport):
 
     Args:
         remote_addr: the store, as the sender sees it.
-        local_addr: the same, as the receiver sees it. Default: ``remote_addr``.
+        local_addr: where the receiver reads; see `VLLMDoubleBufferSyncScheme`.
         num_threads: threads that copy.
         options: more for sender and receiver; then ``num_threads`` is theirs.
     """
@@ -84,7 +84,9 @@ class VLLMDoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[
 
     Args:
         remote_addr: the store, as the trainer sees it.
-        local_addr: the same directory, as the engine's workers see it. Default: ``remote_addr``.
+        local_addr: where the engine's workers read: a directory in shared memory, to which one of
+            them copies every version once; or the same directory under another name. Default:
+            ``remote_addr`` itself.
         num_threads: threads that copy, on either side.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``; the latter
             merges LoRA adapters.
@@ -362,34 +364,47 @@ class VLLMDoubleBufferWeightReceiver:
     def _find_engines(self) -> WeightReceiver:
         if self._watch is None:
             options = self._scheme.options
+            store, local_store = self._stores()
             self._followers = followers_of(
                 self._engine(),
                 EngineOptions(
-                    store=str(Path(self._scheme.local_addr).absolute()),
+                    store=store,
+                    local_store=local_store,
                     verify=options.verify,
                     poll_interval_s=options.poll_interval_s,
                     num_threads=options.num_threads,
                     allow_shared_store=options.allow_shared_store,
                 ),
             )
-            self._watch = options.make_receiver(self._scheme.local_addr)
+            self._watch = options.make_receiver(store)
         return self._watch
+
+    def _stores(self) -> tuple[str, str | None]:
+        """The store to follow, and the one that mirrors it for the engine, if any does."""
+        remote = Path(self._scheme.remote_addr).absolute()
+        local = Path(self._scheme.local_addr).absolute()
+        # Seen here under the other name only, it is one store with two names.
+        if remote.resolve() == local.resolve() or not remote.parent.exists():
+            return str(local), None
+        return str(remote), str(local)
 
     def _sync(self, version: int) -> bool:
         """Switch all engines; those that can, even if another one cannot."""
         # An engine in this process is loaded in the thread that runs it; others, side by side.
         if len(self._followers) == 1:
-            switched = [self._followers[0].sync() is not None]
+            switched = [self._followers[0].sync(at_least=version) is not None]
         else:
             with ThreadPoolExecutor(len(self._followers)) as pool:
-                switches = [pool.submit(follower.sync) for follower in self._followers]
+                switches = [
+                    pool.submit(follower.sync, at_least=version) for follower in self._followers
+                ]
             switched = [switch.result() is not None for switch in switches]
         self._seen = version
         return any(switched)
 
     def _apply_by_hand(self, weights: Extracted) -> None:
         """Apply weights that are in no store, through one that lives as long as that takes."""
-        store = Path(self._scheme.local_addr).absolute()
+        store = Path(self._stores()[0])
         store.parent.mkdir(parents=True, exist_ok=True)
         # Beside the store, so that workers on other hosts see it as well.
         scratch = Path(tempfile.mkdtemp(prefix=f"{store.name}~", dir=store.parent))

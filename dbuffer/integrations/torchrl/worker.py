@@ -81,13 +81,15 @@ class WorkerReceiver:
         self._stop_event = threading.Event()
         self._threads: list[threading.Thread] = []
         name = receiver_id(worker_idx)
+        stores = (directory.for_all, directory.for_worker(worker_idx))
+        self._mirrors = [options.start_mirror(directory.mirrored(store), store) for store in stores]
         self._feeds = [
             Feed(
                 options.make_receiver(store, name),
                 is_for_all=store == directory.for_all,
                 seen=versions.get(store.name),
             )
-            for store in (directory.for_all, directory.for_worker(worker_idx))
+            for store in stores
         ]
 
     def wait_for_first(self, *, for_all: bool, timeout_s: float) -> None:
@@ -146,6 +148,9 @@ class WorkerReceiver:
                 thread.join()
         for feed in self._feeds:
             feed.receiver.close()
+        for mirror in self._mirrors:
+            if mirror is not None:
+                mirror.close()
 
     def _say_hello(self) -> None:
         """Let the sender see that this worker is there, and who it is."""

@@ -146,11 +146,17 @@ class Follower:
         self._is_lost = self._is_new = False
 
     def sync(
-        self, *, timeout_s: float | None = None, stop_event: threading.Event | None = None
+        self,
+        *,
+        at_least: int | None = None,
+        timeout_s: float | None = None,
+        stop_event: threading.Event | None = None,
     ) -> Switch | None:
         """Switch to the newest version, if the engine does not have it; else None.
 
         Args:
+            at_least: a version that is known to be published, and may be on its way to a local
+                store: it is waited for.
             timeout_s: how long ranks may take to have it ready. Default: the option's.
             stop_event: set it to stop waiting for that.
 
@@ -164,7 +170,7 @@ class Follower:
         session = self._started()
         if self._owes_resume:
             self._resume()
-        version = session.newer_than(self.applied)
+        version = session.newer_than(self.applied, at_least)
         if version is None:
             return None
         timeout_s = session.options.timeout_s if timeout_s is None else timeout_s
@@ -187,10 +193,10 @@ class Follower:
         """
         return self._session is not None and self._has_restarted(self._session)
 
-    def is_ready(self) -> bool:
+    def is_ready(self, at_least: int | None = None) -> bool:
         """Whether :meth:`sync` would return, or raise, without waiting for a rank."""
         session = self._started()
-        version = session.newer_than(self.applied)
+        version = session.newer_than(self.applied, at_least)
         if version is None:
             return True
         try:
@@ -219,7 +225,7 @@ class Follower:
         Raises:
             EngineUpdateError, EngineBrokenError: see :meth:`sync`.
         """
-        options = replace(self._started().options, store=store)
+        options = replace(self._started().options, store=store, local_store=None)
         other = Follower(self._engine, options, pause=self._pause_mode)
         try:
             other.sync()
@@ -377,10 +383,13 @@ class _Session:
         self.options = options
         self.engine_id = engine_id
         self.metrics = EngineMetrics(engine_id)
-        self._store = DoubleBuffer(options.store, allow_shared_store=options.allow_shared_store)
+        self._mirror = options.start_mirror()
+        self._store = DoubleBuffer(
+            options.read_store, allow_shared_store=options.allow_shared_store
+        )
         # It only waits for the pointer, holds nothing, and so leaves no record.
         self.receiver = WeightReceiver(
-            options.store,
+            options.read_store,
             poll_interval_s=options.poll_interval_s,
             allow_shared_store=options.allow_shared_store,
         )
@@ -389,6 +398,8 @@ class _Session:
     def close(self) -> None:
         """Stop watching the store."""
         self.receiver.close()
+        if self._mirror is not None:
+            self._mirror.close()
 
     def record(self, receiver_id: str) -> ReceiverRecord | None:
         """What a receiver says of itself."""
@@ -404,16 +415,16 @@ class _Session:
             )
         return record
 
-    def newer_than(self, applied: int | None) -> int | None:
-        """The newest version, if it is above the one applied.
+    def newer_than(self, applied: int | None, at_least: int | None = None) -> int | None:
+        """The newest version, or ``at_least``, if it is above the one applied.
 
         Raises:
             VersionRegressedError: the store is another one than the one that was applied.
         """
         if not self._store.exists() and applied is None:
-            return None
+            return at_least
         pointer = self._store.newest_pointer(not_below=applied or 0)
-        newest = 0 if pointer is None else pointer.version
+        newest = max(0 if pointer is None else pointer.version, at_least or 0)
         version = newest if newest > (applied or 0) else None
         self._measure_lag(version, applied)
         return version

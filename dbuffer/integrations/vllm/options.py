@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError
 from dbuffer.manifest import MAX_INTEGER, host_in_id, is_receiver_id
+from dbuffer.mirror import Mirror, start_mirror
 
 BACKEND = "dbuffer"
 """The name in vLLM's registries, and the key in ``additional_config``."""
@@ -48,6 +49,9 @@ class EngineOptions:
 
     store: str
     """The store's directory, as the workers see it."""
+    local_store: str | None = None
+    """A directory in shared memory, to which one process of the node copies each version once, and
+    from which all ranks map it. For a store on a network mount; all ranks must be on one node."""
     engine_id: str | None = None
     """The engine's name among the store's receivers. Default: one from vLLM's own instance id."""
     staging: Literal["auto", "map", "copy"] = "auto"
@@ -67,6 +71,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Check the fields."""
         _require(self, "store", isinstance(self.store, str) and self.store != "")
+        local = self.local_store
+        _require(self, "local_store", local is None or (isinstance(local, str) and local != ""))
         is_name = isinstance(self.engine_id, str) and is_receiver_id(self.engine_id + ".rank-0000")
         _require(self, "engine_id", self.engine_id is None or is_name)
         _require(self, "staging", self.staging in ("auto", "map", "copy"))
@@ -76,6 +82,25 @@ class EngineOptions:
         threads = self.num_threads
         _require(self, "num_threads", threads is None or (type(threads) is int and threads > 0))
         _require(self, "allow_shared_store", isinstance(self.allow_shared_store, bool))
+
+    @property
+    def read_store(self) -> str:
+        """The store that is read: the local one, where there is one."""
+        return self.local_store or self.store
+
+    def start_mirror(self) -> Mirror | None:
+        """Keep the local store up to date, or stand by while another process does.
+
+        Raises:
+            StoreMismatchError: the local store holds another store's versions, and is in use.
+        """
+        return start_mirror(
+            self.store,
+            self.local_store,
+            poll_interval_s=self.poll_interval_s,
+            num_threads=self.num_threads,
+            allow_shared_store=self.allow_shared_store,
+        )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "init_info") -> Self:
@@ -175,6 +200,7 @@ def _is_positive(value: Any) -> bool:
 
 _RULES = {
     "store": "the store's directory, not empty",
+    "local_store": "a directory, not empty",
     "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
     "staging": "'auto', 'map' or 'copy'",
     "verify": "True, False or 'auto'",

@@ -61,7 +61,7 @@ class RayFollower:
         """
         return self._identity is not None and self._run(_identity_in_actor) != self._identity
 
-    def sync(self, *, timeout_s: float | None = None) -> Switch | None:
+    def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Switch | None:
         """Switch to the newest version, if the engine does not have it; else None.
 
         Raises:
@@ -72,14 +72,14 @@ class RayFollower:
         """
         timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        while not self._call("is_ready"):
+        while not self._call("is_ready", at_least):
             if time.monotonic() > deadline:
                 raise VersionTimeoutError(
                     f"the newest version of {self._options.store} was not ready on all ranks "
                     f"within {timeout_s:g} s; the engine serves on"
                 )
             time.sleep(_LOOK_S)
-        switch: Switch | None = self._call("sync")
+        switch: Switch | None = self._call("sync", at_least=at_least)
         self._identity = self._run(_identity_in_actor)
         return switch
 

@@ -33,6 +33,7 @@ from dbuffer.integrations.vllm.options import (
     default_engine_id,
 )
 from dbuffer.integrations.vllm.ranks import Ranks
+from dbuffer.mirror import Mirror
 from dbuffer.records import RecordFile
 from dbuffer.stager import Staged, Stager
 
@@ -77,8 +78,10 @@ class RankReceiver:
         self._broken = serving.broken
         self.engine_id = _engine_id(vllm_config, options)
         on_device = device.type != "cpu"
+        # Before anything is read: it puts away what an earlier run may have left there.
+        self._mirror = options.start_mirror()
         self._stager = Stager(
-            options.store,
+            options.read_store,
             receiver_id=f"{self.engine_id}.rank-{self.ranks.rank}",
             part_of=self.engine_id,
             check=ShapeCheck(vllm_config),
@@ -112,6 +115,11 @@ class RankReceiver:
         Raises:
             EngineUpdateError, EngineBrokenError: see :meth:`update`.
         """
+        if self._mirror is not None:
+            problem = self._problem_of_mirror(self._mirror)
+            problems = self.ranks.gather(problem)
+            if any(problems):
+                raise EngineUpdateError(f"the newest weights did not come: {_by_rank(problems)}")
         newest = max(version or 0 for version in self.ranks.gather(self._stager.newest_or_none()))
         if newest:
             self.update(UpdateRequest(at_least=newest))
@@ -137,6 +145,15 @@ class RankReceiver:
     def close(self) -> None:
         """Stop following. What the engine acknowledged stays in the store."""
         self._stager.close()
+        if self._mirror is not None:
+            self._mirror.close()
+
+    def _problem_of_mirror(self, mirror: Mirror) -> str | None:
+        try:
+            mirror.wait_until_current(self._options.timeout_s)
+        except (DBufferError, OSError) as error:  # every rank must come to the gather
+            return str(error)
+        return None
 
     def _prepare(self, request: UpdateRequest | OptionError) -> Staged | None:
         """Take the same version on all ranks, or raise on all; None: the engine has it already."""
