@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ from support import (
 )
 from tensordict import TensorDict
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -39,9 +40,18 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import Failure, World
 
 import dbuffer
-from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender, filesystem, retirement
+from dbuffer import (
+    ShardedWeightSender,
+    WeightReceiver,
+    WeightSender,
+    agreement,
+    filesystem,
+    retirement,
+)
 from dbuffer.buffer import DoubleBuffer
+from dbuffer.layout import TensorSpec
 from dbuffer.manifest import is_part_of
+from dbuffer.shards import Box, make_plan
 from dbuffer.verification import verify_store
 
 Case = tuple[Any, dict[str, torch.Tensor]]
@@ -319,6 +329,27 @@ def test_casting_and_renaming(four, store, case, mount):
     assert_equal_stores(store, verify=False, mount="network" if mount == "network" else "auto")
 
 
+def send_drifted(rank: int, store: Path) -> None:
+    """What ranks let drift apart: small, and plain."""
+    with ShardedWeightSender(store) as sender:
+        sender.send({name: torch.full((100,), float(rank)) for name in ("mean", "variance", "n")})
+
+
+def test_small_plain_tensors_are_all_of_one_rank(world, store):
+    world.run(send_drifted, store)
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert all(not tensor.any() for tensor in snapshot.tensors.values())
+
+
+def test_large_plain_tensors_are_spread_over_the_ranks():
+    specs = [TensorSpec(f"{index}", "float32", (1024, 1024)) for index in range(8)]
+    specs.append(TensorSpec("small", "float32", (8,)))
+    boxes = [Box((0,) * len(spec.shape), spec.shape) for spec in specs]
+    plan = make_plan(specs, [boxes] * 4, runs_only=False)
+    assert [len(pieces) for pieces in plan.pieces] == [3, 2, 2, 2]
+    assert not plan.gathers
+
+
 def send_parts(rank: int, store: Path, versions: list[int], keep_s: float = 0.0) -> None:
     """As to a network mount, where old files go as soon as nobody reads them."""
     retirement.KEEP_AT_LEAST_S = keep_s
@@ -471,8 +502,53 @@ def test_a_store_that_cannot_be_opened(world, store, function, kind, message):
         assert re.search(message, outcome.message)
 
 
-def raise_for_one(name: str) -> str:
-    raise ZeroDivisionError(name)
+def test_ranks_that_see_different_directories(world, store):
+    for outcome in world.outcomes(send_elsewhere, store):
+        assert outcome.kind == "StoreNotFoundError"
+        assert "rank 1 could not write what it holds: cannot open the buffer" in outcome.message
+
+
+def send_elsewhere(rank: int, store: Path) -> None:
+    here = store / ("b" if rank == BAD else "a")
+    with ShardedWeightSender(here) as sender:
+        sender.send(pattern_of(1, distributed.get_world_size()))
+
+
+def open_on_another_machine(rank: int, store: Path) -> None:
+    original = agreement.Peer.here
+    if rank == BAD:
+        elsewhere = dataclasses.replace(original(), host="elsewhere", machine="other")
+        agreement.Peer.here = lambda: elsewhere
+    try:
+        ShardedWeightSender(store)
+    finally:
+        agreement.Peer.here = original
+
+
+def test_a_local_store_cannot_be_written_from_two_machines(world, store):
+    for outcome in world.outcomes(open_on_another_machine, store):
+        assert outcome.kind == "StoreAccessError"
+        assert "elsewhere" in outcome.message
+        assert "network mount" in outcome.message
+
+
+def send_in_groups(rank: int, store: Path) -> int:
+    """Two trainers of two ranks each, in one job, each with a store of its own."""
+    groups = [distributed.new_group([0, 1]), distributed.new_group([2, 3])]
+    mine = rank // 2
+    mesh = DeviceMesh.from_group(groups[mine], "cpu", mesh=[2 * mine, 2 * mine + 1])
+    full = SMALL.weights(1 + mine)
+    weights = {name: distribute_tensor(t, mesh, [Shard(0)]) for name, t in full.items()}
+    with ShardedWeightSender(store / str(mine), group=groups[mine], checksum=True) as sender:
+        version = sender.send(weights, version=1 + mine).version
+    with pytest.raises(dbuffer.OptionError, match="not in the group"):
+        ShardedWeightSender(store / str(mine), group=groups[1 - mine])
+    return version
+
+
+def test_a_group_of_ranks(four, store):
+    assert four.run(send_in_groups, store) == [1, 1, 2, 2]
+    assert [newest(store / name, verify=True) for name in "01"] == [1, 2]
 
 
 def other_names(weights: Any) -> Any:
