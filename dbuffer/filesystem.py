@@ -262,10 +262,56 @@ def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
         view = view[written:]
 
 
-def replace_file(path: Path, data: bytes, *, scratch: Path, durable: bool = False) -> None:
+class OpenFiles:
+    """Small files that stay open for writing from one replacement to just before the next.
+
+    To a host that reads a small file an NFSv4 server hands out a delegation, and nobody may replace
+    or remove that file before the host has given it back; from a host that was cut off, that takes
+    the server's lease, 90 s by default. A file that is open for writing is not delegated.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Descriptor] = {}
+
+    def keep(self, path: Path, number: int) -> None:
+        """This open file is at ``path`` from now on."""
+        self._open[path] = Descriptor(number)
+
+    def let_go(self, path: Path) -> None:
+        """Close what is at ``path``, just before it is replaced or removed.
+
+        Not later: what is removed and open stays for a while, under another name.
+        """
+        if (descriptor := self._open.pop(path, None)) is not None:
+            descriptor.close()
+
+    def close(self) -> None:
+        """Close all."""
+        for path in list(self._open):
+            self.let_go(path)
+
+
+def open_files_for(path: Path) -> OpenFiles | None:
+    """Where to keep files open that are replaced there; None on a local mount, which needs none."""
+    return OpenFiles() if mount_of(path).is_network else None
+
+
+def replace_file(
+    path: Path,
+    data: bytes,
+    *,
+    scratch: Path,
+    durable: bool = False,
+    open_files: OpenFiles | None = None,
+) -> None:
     """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
 
-    ``scratch`` is the directory of the temporary file, one that nobody watches or lists.
+    Args:
+        path: where.
+        data: what.
+        scratch: the directory of the temporary file, one that nobody watches or lists.
+        durable: flush file and directory.
+        open_files: on a network mount, those of the process.
     """
     name = f".{path.name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
     temporary = scratch / name
@@ -275,10 +321,16 @@ def replace_file(path: Path, data: bytes, *, scratch: Path, durable: bool = Fals
         try:
             try:
                 write_at(descriptor, 0, data)
-                if durable:
+                if durable or open_files is not None:  # what is not closed is not flushed either
                     os.fsync(descriptor)
-            finally:
+            except BaseException:
                 os.close(descriptor)
+                raise
+            if open_files is None:
+                os.close(descriptor)
+            else:
+                open_files.let_go(path)
+                open_files.keep(path, descriptor)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -22,7 +22,13 @@ from typing import Self
 import xxhash
 
 from dbuffer import filesystem
-from dbuffer.buffer import POINTER_FILE, WRITER_FILE, DoubleBuffer, HeldBuffer
+from dbuffer.buffer import (
+    POINTER_FILE,
+    RECEIVERS_DIRECTORY,
+    WRITER_FILE,
+    DoubleBuffer,
+    HeldBuffer,
+)
 from dbuffer.errors import (
     OptionError,
     StoreAccessError,
@@ -40,7 +46,7 @@ from dbuffer.receiver import WeightReceiver
 from dbuffer.relay import AcknowledgementRelay
 from dbuffer.spans import copy_tensors, read_tensors
 from dbuffer.tensors import Copier, pack_checksums
-from dbuffer.writer import BufferWriter, Claim, process_may_live
+from dbuffer.writer import BufferWriter, Claim, process_may_live, writer_lock
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,9 @@ _PREPARED_S = 10.0
 """How long another mirror may take between its election and having a stale store put away."""
 
 _LOOK_S = 0.01
+
+_PASSING = (StoreAccessError, StoreNotFoundError, StoreCorruptError)
+"""What is tried again: a network that is cut, a full disk, a damaged version."""
 
 Progress = Callable[[int, int], None]
 
@@ -124,6 +133,7 @@ class Mirror:
         self._mapped = KeptMappings()
         self._known: _Known | None = None
         self._have: int | None = None
+        self._tried: int | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock: Descriptor | None = None
@@ -152,7 +162,8 @@ class Mirror:
         Raises:
             StoreMismatchError: the local store holds another store's versions, and is in use.
         """
-        self._elect()
+        if not self._elect():
+            self._wait_until_prepared()
         self._thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror")
         self._thread.daemon = True
         self._thread.start()
@@ -171,6 +182,7 @@ class Mirror:
         """
         stop = stop_event or self._stop
         if self._lock is None and not self._elect():
+            self._wait_until_prepared()
             logger.info("another mirror of %s is at work: standing by", self._local.root)
             while self._lock is None and not stop.wait(_STAND_BY_S):
                 self._elect()
@@ -246,7 +258,6 @@ class Mirror:
             lock = Descriptor(os.open(path, flags, 0o600))
         if not filesystem.try_lock(lock.number, exclusive=True):
             lock.close()
-            self._wait_until_prepared()
             return False
         try:
             self._put_away_stale()
@@ -262,17 +273,28 @@ class Mirror:
             self._lock = None
 
     def _wait_until_prepared(self) -> None:
-        """Wait until the elected mirror has seen to what was in the local store."""
+        """Wait until the elected mirror has seen to what was in the local store.
+
+        Raises:
+            StoreMismatchError: it has not, as what is there is what it mirrors.
+        """
         deadline = time.monotonic() + _PREPARED_S
-        while time.monotonic() < deadline and self._is_stale():
+        while self._is_stale() and not self._are_users_right():
+            if time.monotonic() > deadline:
+                raise StoreMismatchError(
+                    f"a mirror of another store than {self._remote.root} is at work in "
+                    f"{self._local.root}; stop it, or give another directory"
+                )
             time.sleep(_LOOK_S)
 
     def _is_stale(self) -> bool:
         """Whether there are versions in the local store that a mirror made from another store."""
-        if self._local.pointer() is None or self._is_same_history():
+        pointer = self._local.pointer()
+        if pointer is None or self._is_same_history():
             return False
-        manifests = [self._local.manifest(buffer) for buffer in BUFFERS]
-        return any(manifest is not None and manifest.origin for manifest in manifests)
+        # The newest decides: where a sender has taken a mirror over, the older one may be a copy.
+        manifest = self._local.manifest(pointer.buffer)
+        return manifest is not None and manifest.origin is not None
 
     def _is_same_history(self) -> bool:
         if not self._remote.exists():
@@ -288,21 +310,31 @@ class Mirror:
         """
         if not self._is_stale():
             return
-        users = [r.receiver for r in self._local.receivers() if process_may_live(r.host, r.pid)]
-        if users and not self._remote.exists():
-            return  # the network may be away, and the users are right
-        if users:
+        if self._are_users_right():
+            return
+        if users := self._users():
             raise StoreMismatchError(
                 f"{self._local.root} holds versions of another store than {self._remote.root}, "
                 f"and {', '.join(users)} use them; stop them, or give another directory"
             )
         logger.warning("%s holds versions of another store: emptying it", self._local.root)
-        with os_errors("empty a stale store", self._local.root):
-            # The pointer first: without it nobody looks at the rest.
+        root = self._local.root
+        with writer_lock(root), os_errors("empty a stale store", root):
+            # What was applied was of that store: the next one's sender must not hear of it.
+            for path in (root / RECEIVERS_DIRECTORY).glob("*.json"):
+                path.unlink(missing_ok=True)
+            # The pointer before the rest: without it nobody looks at that.
             for name in (POINTER_FILE, WRITER_FILE):
-                (self._local.root / name).unlink(missing_ok=True)
+                (root / name).unlink(missing_ok=True)
             for buffer in BUFFERS:
-                shutil.rmtree(self._local.root / buffer)
+                shutil.rmtree(root / buffer)
+
+    def _users(self) -> list[str]:
+        return [r.receiver for r in self._local.receivers() if process_may_live(r.host, r.pid)]
+
+    def _are_users_right(self) -> bool:
+        """Whether the network may be away, and receivers use what came before."""
+        return not self._remote.exists() and bool(self._users())
 
     def _follow(self, stop: threading.Event) -> None:
         receiver = WeightReceiver(
@@ -319,9 +351,9 @@ class Mirror:
                 try:
                     self._copy_newer(receiver, writer, stop)
                     retry_s = _RETRY_MIN_S
-                except (StoreAccessError, StoreNotFoundError, StoreCorruptError) as error:
+                except _PASSING as error:
                     self._note_problem(receiver, error)
-                    stop.wait(retry_s)
+                    self._wait_to_retry(receiver, retry_s, stop)
                     retry_s = min(2 * retry_s, _RETRY_MAX_S)
 
     @contextlib.contextmanager
@@ -364,6 +396,7 @@ class Mirror:
         if pointer is not None:
             self._remote.newest_pointer(not_below=pointer.version)
             self._have = pointer.version
+            self._tried = max(self._tried or 0, pointer.version)
         return BufferWriter(
             self._local.root,
             durable=False,
@@ -379,8 +412,11 @@ class Mirror:
         stop: threading.Event,
     ) -> None:
         """Wait for a version that the local store does not have, and copy it."""
-        if receiver.wait_for_version(self._have, None, stop) is None:
+        self._forget_problem(receiver)
+        newest = receiver.wait_for_version(self._have, None, stop)
+        if newest is None:
             return
+        self._tried = newest
         writer = get_writer()
         with receiver.hold(self._have) as held:
             if held is None:
@@ -407,17 +443,17 @@ class Mirror:
         footer = known.footer
         self._mapped.drop_other_layouts(footer.layout)
         version = held.manifest.version
-        claim = writer.claim(version, layout_xxh3=footer.layout_xxh3, file_bytes=footer.file_bytes)
+        claim = self._claim(writer, version, footer)
         try:
             if claim.is_new:
                 footer.write(claim)
             checksums = self._read_into(claim, known, held, writer)
             if not self._is_whole(held, footer, checksums, receiver):
-                writer.abandon(claim)
+                self._abandon(writer, claim)
                 return None
             self._commit(claim, footer, held, checksums, writer)
         except BaseException:
-            writer.abandon(claim)
+            self._abandon(writer, claim)
             raise
         return Copied(
             version=version,
@@ -433,6 +469,20 @@ class Mirror:
             footer = Footer.of(remote.joined())
             self._known = _Known(held.manifest.layout_xxh3, remote, footer)
         return self._known
+
+    def _claim(self, writer: BufferWriter, version: int, footer: Footer) -> Claim:
+        try:
+            return writer.claim(
+                version, layout_xxh3=footer.layout_xxh3, file_bytes=footer.file_bytes
+            )
+        except BaseException:
+            self._mapped.clear()
+            raise
+
+    def _abandon(self, writer: BufferWriter, claim: Claim) -> None:
+        writer.abandon(claim)
+        # A mapping keeps an unlinked file's room, which the next one may need.
+        self._mapped.clear()
 
     def _read_into(
         self, claim: Claim, known: _Known, held: HeldBuffer, writer: BufferWriter
@@ -487,7 +537,8 @@ class Mirror:
         layout, table_xxh3 = footer.layout, None
         if checksums:
             table = pack_checksums(checksums)
-            filesystem.write_at(claim.file.number, layout.checksums_offset, table)
+            with os_errors("write the checksums", claim.path):
+                filesystem.write_at(claim.file.number, layout.checksums_offset, table)
             table_xxh3 = digest(table)
         complete = dataclasses.replace(
             held.manifest,
@@ -508,6 +559,21 @@ class Mirror:
             logger.error("cannot mirror %s, trying again: %s", self._remote.root, text)
         self._stats["failures"] += 1
         receiver.record.write(problem=text[:2000], stats=self.stats)
+
+    def _forget_problem(self, receiver: WeightReceiver) -> None:
+        """Take a problem with the remote store off the record, when it has passed."""
+        if receiver.record.current.problem is not None and self._tried == self._have:
+            receiver.wait_for_version(None, 0)
+            receiver.record.write(problem=None, stats=self.stats)
+
+    def _wait_to_retry(
+        self, receiver: WeightReceiver, wait_s: float, stop: threading.Event
+    ) -> None:
+        """Wait; not any longer, when there is a newer version than the one that failed."""
+        try:
+            receiver.wait_for_version(self._tried, wait_s, stop)
+        except _PASSING:
+            stop.wait(wait_s)
 
     def _receiver_id(self) -> str:
         """The same when it is started again: one record a node and local store."""

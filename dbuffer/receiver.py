@@ -264,6 +264,7 @@ class WeightReceiver:
         """Stop watching. What was acknowledged stays in the store."""
         self._is_closed = True
         self._watcher.close()
+        self.record.close()
         self._copier.close()
         self._kept.clear()
         self._memory = None

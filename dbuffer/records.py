@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 from dbuffer import filesystem
 from dbuffer.buffer import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
 from dbuffer.errors import StoreAccessError, StoreNotFoundError
+from dbuffer.filesystem import OpenFiles
 from dbuffer.manifest import ReceiverRecord, encode
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class RecordFile:
         try:
             with self._lock:
                 self._record = dataclasses.replace(self._record, updated_at=time.time())
-                filesystem.replace_file(self._file, encode(self._record), scratch=self._scratch)
+                self._replace()
         except (StoreAccessError, StoreNotFoundError) as error:
             if self._can_write:
                 receiver = self._record.receiver
@@ -69,9 +71,24 @@ class RecordFile:
         else:
             self._can_write = True
 
+    @functools.cached_property
+    def _open_files(self) -> OpenFiles | None:
+        return filesystem.open_files_for(self._directory)
+
+    def _replace(self) -> None:
+        filesystem.replace_file(
+            self._file, encode(self._record), scratch=self._scratch, open_files=self._open_files
+        )
+
+    def close(self) -> None:
+        """Let go of the file; it stays, and may be written again."""
+        if self._open_files is not None:
+            self._open_files.close()
+
     def remove(self) -> None:
         """Take the file away, where there is one: this receiver is gone, and meant to be."""
         if self._record.pid != os.getpid():  # a fork's parent is still there
             return
+        self.close()
         with contextlib.suppress(OSError):
             self._file.unlink()

@@ -7,6 +7,7 @@ mirror's. Relays chain as mirrors do: one of the next store finds these records 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from dbuffer import filesystem
 from dbuffer.buffer import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY, DoubleBuffer
 from dbuffer.errors import DBufferError, StoreNotFoundError
+from dbuffer.filesystem import OpenFiles
 from dbuffer.manifest import ReceiverRecord, encode
 
 logger = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ class AcknowledgementRelay:
         """Relay what there is, and stop."""
         self._stop.set()
         self._thread.join()
+        if self._open_files is not None:
+            self._open_files.close()
 
     def _run(self) -> None:
         is_last = False
@@ -56,7 +60,7 @@ class AcknowledgementRelay:
     def _relay(self) -> None:
         records = {record.receiver: _without_details(record) for record in self._local.receivers()}
         for name in self._relayed.keys() - records.keys():
-            self._path_of(name).unlink(missing_ok=True)
+            self._remove(self._path_of(name))
             del self._relayed[name]
         # Not Path.is_dir(), which raises what a network mount may answer.
         if not os.path.isdir(self._remote):  # noqa: PTH112
@@ -69,10 +73,21 @@ class AcknowledgementRelay:
     def _write(self, name: str, record: ReceiverRecord) -> None:
         path = self._path_of(name)
         try:
-            filesystem.replace_file(path, encode(record), scratch=self._scratch)
+            filesystem.replace_file(
+                path, encode(record), scratch=self._scratch, open_files=self._open_files
+            )
         except StoreNotFoundError:  # the store is being removed
             return
         self._relayed[name] = record
+
+    @functools.cached_property
+    def _open_files(self) -> OpenFiles | None:
+        return filesystem.open_files_for(self._remote)
+
+    def _remove(self, path: Path) -> None:
+        if self._open_files is not None:
+            self._open_files.let_go(path)
+        path.unlink(missing_ok=True)
 
     def _path_of(self, name: str) -> Path:
         return self._remote / f"{name}.json"

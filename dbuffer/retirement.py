@@ -37,11 +37,16 @@ class RetiredFiles:
         readers: the receivers' records as they are now; one whose process is known to be dead
             is left out.
         reader_timeout_s: a file goes after so long, whoever says that it is being read.
+        let_go: called with a file's path just before it is removed.
     """
 
     def __init__(
-        self, readers: Callable[[], list[ReceiverRecord]], reader_timeout_s: float
+        self,
+        readers: Callable[[], list[ReceiverRecord]],
+        reader_timeout_s: float,
+        let_go: Callable[[Path], None],
     ) -> None:
+        self._let_go = let_go
         self._readers = readers
         self._reader_timeout_s = reader_timeout_s
         self._files: dict[Path, _Retired] = {}
@@ -57,6 +62,7 @@ class RetiredFiles:
         readers = {record.held_version: record.receiver for record in self._readers()}
         for path, retired in list(self._files.items()):
             if not self._is_needed(path, retired, readers):
+                self._let_go(path)
                 _remove(path)
                 del self._files[path]
 

@@ -259,6 +259,8 @@ class WeightSender:
             self._commit(claim, footer, checksums, metadata)
         except BaseException:
             self._writer.abandon(claim)
+            # A mapping keeps an unlinked file's room, which the next version needs.
+            self._mapped.clear()
             raise
         return footer.layout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from dbuffer.buffer import DoubleBuffer, HeldBuffer
@@ -54,6 +55,14 @@ def _holds_something(store: DoubleBuffer, buffer: str) -> bool:
 
 def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
     """Check one buffer; ``newest`` is the version it must hold, None for the other buffer."""
+    while True:
+        # Over a network nothing holds the file: a newer version may come, and it may go.
+        with contextlib.suppress(StoreNotFoundError):
+            return _verify_once(store, buffer, newest)
+        store.check()
+
+
+def _verify_once(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
     version, has_checksums, problems = newest, False, []
     try:
         held = store.hold_newest(newer_than=None) if newest else store.hold_buffer(buffer)

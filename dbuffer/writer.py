@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +104,8 @@ class BufferWriter:
         # Other hosts see what was flushed, and nothing else.
         self._sync = durable or self.mount.is_network
         self._files: dict[Path, Descriptor] = {}
-        self._retired = RetiredFiles(self._live_receivers, reader_timeout_s)
+        self._open_files = filesystem.open_files_for(self.root)
+        self._retired = RetiredFiles(self._live_receivers, reader_timeout_s, self._let_go)
         self._generation = 0
         self._lock = self._take_writer_lock()
         try:
@@ -122,6 +124,8 @@ class BufferWriter:
         for file in self._files.values():
             file.close()
         self._files.clear()
+        if self._open_files is not None:
+            self._open_files.close()
         self._lock.close()
 
     def next_version(self, version: int | None) -> int:
@@ -187,6 +191,7 @@ class BufferWriter:
         if old is not None:
             for path in self._files_of(buffer, old.file):
                 if _was_never_published(old):
+                    self._let_go(path)
                     path.unlink(missing_ok=True)
                 else:
                     self._retired.add(path, old.version)
@@ -235,7 +240,6 @@ class BufferWriter:
         filesystem.unlock(claim.file.number)
         self._put(self.root / POINTER_FILE, pointer)
         if self.mount.is_network:
-            self._forget(claim.file)  # no further version goes into it
             self._read_back(pointer, complete, claim.path)
             self._retired.remove_unneeded()
 
@@ -267,13 +271,8 @@ class BufferWriter:
                     path.unlink(missing_ok=True)
 
     def _take_writer_lock(self) -> Descriptor:
-        path = self.root / WRITER_LOCK_FILE
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os_errors("open the writer's lock", path):
-            lock = Descriptor(os.open(path, flags, 0o600))
-            locked = filesystem.try_lock_if_any(lock.number, path)
-        if not locked:
-            lock.close()
+        lock = _try_writer_lock(self.root)
+        if lock is None:
             holder = self._readable_writer()
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
             raise WriterActiveError(
@@ -313,7 +312,9 @@ class BufferWriter:
 
     def _put(self, path: Path, record: Record) -> None:
         scratch = self.root / SCRATCH_DIRECTORY
-        filesystem.replace_file(path, encode(record), scratch=scratch, durable=self._sync)
+        filesystem.replace_file(
+            path, encode(record), scratch=scratch, durable=self._sync, open_files=self._open_files
+        )
 
     def _check_not_superseded(self) -> None:
         record = self.store.writer()
@@ -459,6 +460,11 @@ class BufferWriter:
         self._files[path] = file
         return file
 
+    def _let_go(self, path: Path) -> None:
+        """Close a file that was kept open so that no host holds up its removal; see `OpenFiles`."""
+        if (file := self._files.get(path)) is not None:
+            self._forget(file)
+
     def _forget(self, file: Descriptor) -> None:
         self._files = {path: known for path, known in self._files.items() if known is not file}
         file.close()
@@ -499,6 +505,33 @@ class BufferWriter:
             if time.time() - record.updated_at > FORGET_RECEIVERS_AFTER_S:
                 path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
                 path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writer_lock(root: Path) -> Iterator[None]:
+    """Keep senders out of a store for a ``with`` block.
+
+    Raises:
+        WriterActiveError: one has it open.
+    """
+    lock = _try_writer_lock(root)
+    if lock is None:
+        raise WriterActiveError(f"a sender has {root} open for writing; give another directory")
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def _try_writer_lock(root: Path) -> Descriptor | None:
+    path = root / WRITER_LOCK_FILE
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os_errors("open the writer's lock", path):
+        lock = Descriptor(os.open(path, flags, 0o600))
+        if filesystem.try_lock_if_any(lock.number, path):
+            return lock
+    lock.close()
+    return None
 
 
 def _was_never_published(manifest: Manifest) -> bool:

@@ -34,6 +34,7 @@ STORE = "/dev/shm/policy"
 
 WRONG_OPTIONS: dict[str, list[Any]] = {
     "store": ["", None, 1, True, b"/store", Path("/store"), ["/store"], {}],
+    "local_store": ["", 1, True, b"/store", Path("/store"), ["/store"], {}],
     "engine_id": ["", "a/b", "../a", ".a", "-a", "a b", "a\n", "größe", "a" * 119, 1, True, ["a"]],
     "staging": ["", "MAP", "pinned", None, True, 1, ["map"], {}],
     "verify": ["", "yes", "Auto", None, 2, 0.5, [True], {}],
@@ -45,6 +46,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
 
 RIGHT_OPTIONS: dict[str, list[Any]] = {
     "store": ["a", "/dev/shm/größe policy", "s" * 500],
+    "local_store": [None, "a", "/dev/shm/größe copy"],
     "engine_id": [None, "a", "0", "_", "vllm-host.1_2-3", "a" * 118],
     "staging": ["auto", "map", "copy"],
     "verify": ["auto", True, False],
