@@ -25,6 +25,9 @@ class _Retired(NamedTuple):
     version: int | None
     """None: a dead writer's, of which nothing is known."""
     since: float
+    """When it was no longer named."""
+    superseded_at: float
+    """When there was a newer version, which readers have looked at since."""
 
 
 class RetiredFiles:
@@ -49,11 +52,18 @@ class RetiredFiles:
         self._let_go = let_go
         self._readers = readers
         self._reader_timeout_s = reader_timeout_s
+        self._newest_since: float | None = None
         self._files: dict[Path, _Retired] = {}
+
+    def note_newest(self) -> None:
+        """A version was published just now: from now on readers begin with that one."""
+        self._newest_since = time.monotonic()
 
     def add(self, path: Path, version: int | None) -> None:
         """No manifest names this file any more."""
-        self._files.setdefault(path, _Retired(version, time.monotonic()))
+        now = time.monotonic()
+        superseded_at = now if self._newest_since is None else self._newest_since
+        self._files.setdefault(path, _Retired(version, now, superseded_at))
 
     def remove_unneeded(self) -> None:
         """Remove what nobody needs. Call it after the manifest was replaced, never before."""
@@ -70,7 +80,8 @@ class RetiredFiles:
         age_s = time.monotonic() - retired.since
         reader = None if retired.version is None else readers.get(retired.version)
         if age_s < self._reader_timeout_s:
-            return reader is not None or retired.version is None or age_s < KEEP_AT_LEAST_S
+            is_fresh = time.monotonic() - retired.superseded_at < KEEP_AT_LEAST_S
+            return reader is not None or retired.version is None or is_fresh
         if reader is not None:
             logger.warning(
                 "removing %s, version %s, which %s has read for more than %g s",

@@ -239,6 +239,7 @@ class BufferWriter:
         # Unlocked first: a receiver that is woken by the pointer finds the file free.
         filesystem.unlock(claim.file.number)
         self._put(self.root / POINTER_FILE, pointer)
+        self._retired.note_newest()
         if self.mount.is_network:
             self._read_back(pointer, complete, claim.path)
             self._retired.remove_unneeded()

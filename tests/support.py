@@ -113,7 +113,9 @@ class Child:
 
     def __init__(self, function: Callable[..., None], *args: Any) -> None:
         self._connection, theirs = _processes.Pipe()
-        self._process = _processes.Process(target=_run, args=(function, theirs, args))
+        self._process = _processes.Process(
+            target=_run, args=(function, theirs, args, dict(os.environ))
+        )
         self._process.start()
         theirs.close()
 
@@ -165,7 +167,15 @@ def _state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def _run(function: Callable[..., None], connection: Connection, args: tuple[Any, ...]) -> None:
+def _run(
+    function: Callable[..., None],
+    connection: Connection,
+    args: tuple[Any, ...],
+    environment: dict[str, str],
+) -> None:
+    # As a fork of the test's own process would have it: the server may be older than a change.
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)  # so that the child can fork, and does not fight for two cores
     try:
         function(connection, *args)
