@@ -1,4 +1,4 @@
-"""``python -m benchmarks``, and the same with ``gpu``, ``pause``, ``torchrl`` or ``fanout``."""
+"""``python -m benchmarks``; with ``gpu``, ``pause``, ``sharded``, ``torchrl`` or ``fanout``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from benchmarks import (
     pause,
     plot,
     report,
+    sharded,
     targets,
     torchrl,
     transfers,
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return gpu.main(options.dir[0])
     if options.what == "pause":
         return pause.main(options)
+    if options.what == "sharded":
+        return sharded.main(options)
     if options.what == "torchrl":
         return torchrl.main(options)
     start_s = time.monotonic()
@@ -83,12 +86,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("cpu", "gpu", "pause", "torchrl", "fanout"),
+        choices=("cpu", "gpu", "pause", "sharded", "torchrl", "fanout"),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
-        "weights (4 minutes, 10 GB); or TorchRL's double buffer next to ours: speed, torn reads "
-        "and killed writers (3 minutes, 14 GB); or how a publish reaches a fleet of nodes "
-        "(fanout --help)",
+        "weights (4 minutes, 10 GB); or a trainer of four ranks (2 minutes, 6 GB); or TorchRL's "
+        "double buffer next to ours: speed, torn reads and killed writers (3 minutes, 14 GB); or "
+        "how a publish reaches a fleet of nodes (fanout --help)",
     )
     parser.add_argument(
         "--dir",

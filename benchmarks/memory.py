@@ -11,7 +11,7 @@ from benchmarks import models
 from benchmarks.models import Shapes
 from benchmarks.processes import child, reply, scratch_folder
 
-_SAMPLE_INTERVAL_S = 0.001
+SAMPLE_INTERVAL_S = 0.001
 _PUBLISHES = 2
 
 
@@ -25,10 +25,10 @@ def extra_memory_bytes(shapes: Shapes, directory: Path) -> int:
         child(_publish, shapes, folder / "store") as publisher,
     ):
         pid = reply(publisher)
-        before = peak = _anonymous_bytes(pid)
+        before = peak = anonymous_bytes(pid)
         publisher.send("go")
-        while not publisher.poll(_SAMPLE_INTERVAL_S):
-            peak = max(peak, _anonymous_bytes(pid))
+        while not publisher.poll(SAMPLE_INTERVAL_S):
+            peak = max(peak, anonymous_bytes(pid))
         reply(publisher)
         return peak - before
 
@@ -44,7 +44,8 @@ def _publish(connection: Connection, shapes: Shapes, store: Path) -> None:
         connection.recv()  # stay, so that there is a process to look at until the end
 
 
-def _anonymous_bytes(pid: int) -> int:
+def anonymous_bytes(pid: int) -> int:
+    """Memory of a process that is no file's."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

@@ -12,6 +12,7 @@ from dbuffer.errors import (
     EngineUpdateError,
     InvalidWeightsError,
     OptionError,
+    RankFailedError,
     ReceiverFailedError,
     SnapshotEvictedError,
     StoreAccessError,
@@ -32,8 +33,8 @@ from dbuffer.errors import (
 from dbuffer.mirror import Mirror
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import Publication, WeightSender
+from dbuffer.sharded import ShardedWeightSender
 from dbuffer.snapshot import Snapshot
-from dbuffer.sources import gather_tensors
 
 __version__ = "0.1.0"
 
@@ -51,7 +52,9 @@ __all__ = [
     "Mirror",
     "OptionError",
     "Publication",
+    "RankFailedError",
     "ReceiverFailedError",
+    "ShardedWeightSender",
     "Snapshot",
     "SnapshotEvictedError",
     "StoreAccessError",
@@ -71,5 +74,4 @@ __all__ = [
     "WriterActiveError",
     "WriterSupersededError",
     "__version__",
-    "gather_tensors",
 ]

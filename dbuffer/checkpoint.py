@@ -46,6 +46,8 @@ class LazyTensor:
     fetch: Callable[[], torch.Tensor]
     identity: int = 0
     """The same for two names of one tensor; 0 where that is not known."""
+    sharded: Any = None
+    """The tensor itself, where each rank of a trainer holds a part of it and `fetch` gathers it."""
 
 
 def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:

@@ -90,6 +90,10 @@ class SnapshotEvictedError(DBufferError, RuntimeError):
     """A snapshot was held longer than the sender waits, and its buffer was taken."""
 
 
+class RankFailedError(DBufferError, RuntimeError):
+    """A rank of a sharded trainer failed or was lost, so that none of them could go on."""
+
+
 class ClosedError(DBufferError, ValueError):
     """A sender or receiver was used after it was closed, or in a forked child."""
 

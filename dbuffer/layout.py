@@ -9,11 +9,17 @@ A weights file is, in this order::
 
 so that ``TensorDict.from_consolidated(file)`` opens it with no help from dbuffer. tensordict
 knows no float8 and keeps some names for itself; our layout holds those as well.
+
+The ranks of a trainer that share no memory write a file each. Then the weights file has a hole
+for data and no end for tensordict, its layout says which bytes of which tensor lie where in which
+part, and a reader puts them together, in memory, as the weights file would have had them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -89,6 +95,18 @@ class Block(NamedTuple):
     num_bytes: int
 
 
+class Placed(NamedTuple):
+    """Bytes of one tensor in a part."""
+
+    tensor: int
+    offset: int
+    """Bytes from the beginning of the tensor."""
+    num_bytes: int
+    part: int
+    place: int
+    """Bytes from the beginning of the part."""
+
+
 class Span(NamedTuple):
     """A run of whole blocks, the gaps behind them included: about :data:`SPAN_BYTES` of a file."""
 
@@ -107,6 +125,11 @@ class Layout:
     offsets: tuple[int, ...]
     aliases: dict[str, str]
     """Other names of tied tensors: alias to the name under which the tensor is stored."""
+    part_bytes: tuple[int, ...] = ()
+    """Size of each part; empty where all data is in the weights file itself."""
+    pieces: tuple[Placed, ...] = ()
+    """What is where in the parts, in the order of the tensors, and in each of its bytes. In a file
+    into which parts were put together, it still says what was hashed by itself."""
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
@@ -128,14 +151,37 @@ class Layout:
         """Bytes of all tensors, without padding."""
         return sum(self.sizes)
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether the data is in parts, and not in the weights file."""
+        return bool(self.part_bytes)
+
+    def joined(self) -> Layout:
+        """The same tensors and checksums, with the data in the weights file."""
+        if not self.is_in_parts:
+            return self
+        pieces = tuple(piece._replace(part=0, place=0) for piece in self.pieces)
+        return dataclasses.replace(self, part_bytes=(), pieces=pieces)
+
     @functools.cached_property
     def blocks(self) -> list[Block]:
-        """All blocks of all tensors, in the file's order; an empty tensor has one of length 0."""
+        """All blocks of all tensors, in the file's order; an empty tensor has one of length 0.
+
+        Those of a tensor that is in parts begin anew with each piece: whoever writes it hashes it.
+        """
         return [
-            Block(index, offset, min(BLOCK_BYTES, size - offset))
-            for index, size in enumerate(self.sizes)
-            for offset in range(0, max(size, 1), BLOCK_BYTES)
+            Block(index, offset, min(BLOCK_BYTES, end - offset))
+            for index, start, end in self._runs()
+            for offset in range(start, max(end, start + 1), BLOCK_BYTES)
         ]
+
+    def _runs(self) -> list[tuple[int, int, int]]:
+        """Tensor, first byte and end of each run of bytes that is hashed by itself."""
+        whole = [(index, 0, size) for index, size in enumerate(self.sizes)]
+        if not self.pieces:
+            return whole
+        pieces = [(p.tensor, p.offset, p.offset + p.num_bytes) for p in self.pieces]
+        return sorted([run for run in whole if not run[2]] + pieces)
 
     @functools.cached_property
     def spans(self) -> list[Span]:
@@ -170,6 +216,8 @@ class Layout:
             for spec, offset in zip(self.specs, self.offsets, strict=True)
         ]
         data = {"format": FORMAT, "tensors": tensors, "aliases": self.aliases}
+        if self.pieces or self.is_in_parts:
+            data |= {"parts": self.part_bytes, "pieces": self.pieces}
         return json.dumps(data, separators=(",", ":")).encode("ascii")
 
     @classmethod
@@ -181,6 +229,7 @@ class Layout:
             StoreCorruptError: it is no such layout.
         """
         values = parse_object(data, "layout")
+        parts, pieces = values.pop("parts", []), values.pop("pieces", [])
         tensors, aliases = values.pop("tensors", None), values.pop("aliases", None)
         if values or not isinstance(tensors, list) or not _is_text_map(aliases):
             raise StoreCorruptError("layout: missing or unknown fields")
@@ -197,7 +246,8 @@ class Layout:
             raise StoreCorruptError("layout: a name stands twice")
         if not names.issuperset(aliases.values()) or not names.isdisjoint(aliases):
             raise StoreCorruptError("layout: an alias is not another name of a tensor")
-        return cls(tuple(specs), tuple(offsets), aliases)
+        part_bytes, placed = _decode_parts(parts, pieces, specs)
+        return cls(tuple(specs), tuple(offsets), aliases, part_bytes, placed)
 
     def encode_for_tensordict(self) -> bytes:
         """The end of the file as ``TensorDict.from_consolidated`` wants it.
@@ -252,6 +302,53 @@ def _decode_row(row: Any) -> tuple[TensorSpec, int]:
         ):
             return TensorSpec(name, dtype, tuple(shape)), offset
     raise StoreCorruptError(f"layout: {row!r:.120} describes no tensor")
+
+
+def _decode_parts(
+    parts: Any, pieces: Any, specs: list[TensorSpec]
+) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
+    """Check that pieces make up each tensor, and lie in the parts, none on another."""
+    if not isinstance(parts, list) or not all(map(_is_size, parts)) or not isinstance(pieces, list):
+        raise StoreCorruptError("layout: its parts are no list of sizes and pieces")
+    if not parts and not pieces:
+        return (), ()
+    placed = tuple(_decode_piece(row, parts, specs) for row in pieces)
+    covered = [0] * len(specs)
+    for before, piece in itertools.pairwise((Placed(0, 0, 0, 0, 0), *placed)):
+        if piece.tensor < before.tensor or piece.offset != covered[piece.tensor]:
+            raise StoreCorruptError(f"layout: a piece is missing, or out of place: {piece}")
+        covered[piece.tensor] += piece.num_bytes
+    if covered != [spec.num_bytes for spec in specs]:
+        raise StoreCorruptError("layout: its pieces do not make up its tensors")
+    if not parts:
+        return (), placed
+    in_place = sorted(placed, key=lambda piece: (piece.part, piece.place))
+    for before, piece in itertools.pairwise(in_place):
+        if piece.part == before.part and piece.place < before.place + before.num_bytes:
+            raise StoreCorruptError(f"layout: a piece lies on another: {piece}")
+    return tuple(parts), placed
+
+
+def _decode_piece(row: Any, parts: list[int], specs: list[TensorSpec]) -> Placed:
+    if isinstance(row, list) and len(row) == len(Placed._fields) and all(map(_is_size, row)):
+        piece = Placed(*row)
+        if piece.tensor < len(specs) and piece.num_bytes and _is_inside(piece, parts):
+            return piece
+    raise StoreCorruptError(f"layout: {row!r:.120} is no piece of a tensor")
+
+
+def _is_inside(piece: Placed, parts: list[int]) -> bool:
+    if not parts:
+        return piece.part == piece.place == 0
+    return (
+        piece.part < len(parts)
+        and piece.place % ALIGNMENT_BYTES == 0
+        and piece.place + piece.num_bytes <= parts[piece.part]
+    )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INTEGER
 
 
 def _is_text_map(value: Any) -> bool:

@@ -236,6 +236,16 @@ class ReceiverRecord(Record):
         return self.problem is not None and (self.problem_version or version) >= version
 
 
+def part_name(file: str, part: int) -> str:
+    """Name of a part of the weights file of this name; see `layout`."""
+    return f"{file.removesuffix('.td')}.r{part}.td"
+
+
+def is_part_of(name: str, file: str) -> bool:
+    """Whether ``name`` is that of a part of the weights file ``file``."""
+    return name.startswith(f"{file.removesuffix('.td')}.r") and name.endswith(".td")
+
+
 def is_receiver_id(text: str) -> bool:
     """Whether ``text`` can name a receiver, and with it a file."""
     return _RECEIVER_ID.fullmatch(text) is not None

@@ -21,7 +21,7 @@ from typing import Self
 
 import xxhash
 
-from dbuffer import filesystem, spans
+from dbuffer import filesystem
 from dbuffer.buffer import (
     POINTER_FILE,
     RECEIVERS_DIRECTORY,
@@ -38,11 +38,13 @@ from dbuffer.errors import (
     VersionTimeoutError,
 )
 from dbuffer.filesystem import Descriptor, os_errors
-from dbuffer.layout import digest
+from dbuffer.layout import Layout, digest
 from dbuffer.manifest import BUFFERS, host_in_id
 from dbuffer.output import Footer, KeptMappings
+from dbuffer.parts import copy_parts, read_parts
 from dbuffer.receiver import WeightReceiver
 from dbuffer.relay import AcknowledgementRelay
+from dbuffer.spans import copy_tensors, read_tensors
 from dbuffer.tensors import Copier, pack_checksums
 from dbuffer.writer import BufferWriter, Claim, process_may_live, writer_lock
 
@@ -129,7 +131,7 @@ class Mirror:
         self._progress = progress
         self._copier = Copier(num_threads)
         self._mapped = KeptMappings()
-        self._footer: Footer | None = None
+        self._known: _Known | None = None
         self._have: int | None = None
         self._tried: int | None = None
         self._stop = threading.Event()
@@ -437,14 +439,15 @@ class Mirror:
     ) -> Copied | None:
         """Publish a version once more; None if it was overwritten meanwhile."""
         started = time.monotonic()
-        footer = self._footer_of(held)
+        known = self._find_out(held)
+        footer = known.footer
         self._mapped.drop_other_layouts(footer.layout)
         version = held.manifest.version
         claim = self._claim(writer, version, footer)
         try:
             if claim.is_new:
                 footer.write(claim)
-            checksums = self._read_into(claim, footer, held, writer)
+            checksums = self._read_into(claim, known, held, writer)
             if not self._is_whole(held, footer, checksums, receiver):
                 self._abandon(writer, claim)
                 return None
@@ -458,6 +461,14 @@ class Mirror:
             num_bytes=footer.layout.num_bytes,
             duration_s=time.monotonic() - started,
         )
+
+    def _find_out(self, held: HeldBuffer) -> _Known:
+        """The layouts there and here; those of the last version, where nothing has changed."""
+        if self._known is None or self._known.remote_xxh3 != held.manifest.layout_xxh3:
+            remote = held.read_layout()
+            footer = Footer.of(remote.joined())
+            self._known = _Known(held.manifest.layout_xxh3, remote, footer)
+        return self._known
 
     def _claim(self, writer: BufferWriter, version: int, footer: Footer) -> Claim:
         try:
@@ -473,32 +484,25 @@ class Mirror:
         # A mapping keeps an unlinked file's room, which the next one may need.
         self._mapped.clear()
 
-    def _footer_of(self, held: HeldBuffer) -> Footer:
-        """The end of the local file; that of the last version, where its layout is the same."""
-        if self._footer is None or self._footer.layout_xxh3 != held.manifest.layout_xxh3:
-            self._footer = Footer.of(held.read_layout())
-        return self._footer
-
     def _read_into(
-        self, claim: Claim, footer: Footer, held: HeldBuffer, writer: BufferWriter
+        self, claim: Claim, known: _Known, held: HeldBuffer, writer: BufferWriter
     ) -> list[int]:
         """Copy all tensors into the claimed file; their checksums, if there are any to compare."""
         hashed = held.manifest.checksums_xxh3 is not None
+        footer = known.footer
         on_bytes = self._count_bytes(footer.layout.checksums_offset)
+        source, path, copier = held.file.number, held.path, self._copier
         if writer.mount.is_network:
-            return spans.copy_tensors(
-                held.file.number,
-                claim.file.number,
-                held.path,
-                footer.layout,
-                self._copier,
-                hashed=hashed,
-                on_bytes=on_bytes,
+            copy = copy_parts if known.remote.is_in_parts else copy_tensors
+            file, layout = claim.file.number, known.remote
+            return copy(source, file, path, layout, copier, hashed=hashed, on_bytes=on_bytes)
+        mapped = self._mapped.of(claim.path, claim.file, footer)
+        if known.remote.is_in_parts:
+            layout = known.remote
+            return read_parts(
+                source, path, layout, mapped, copier, hashed=hashed, on_bytes=on_bytes
             )
-        mapped = self._mapped.of(claim, footer.file_bytes, footer.layout)
-        return spans.read_tensors(
-            held.file.number, held.path, mapped, self._copier, hashed=hashed, on_bytes=on_bytes
-        )
+        return read_tensors(source, path, mapped, copier, hashed=hashed, on_bytes=on_bytes)
 
     def _count_bytes(self, total: int) -> Callable[[int], None] | None:
         progress = self._progress
@@ -574,6 +578,16 @@ class Mirror:
     def _receiver_id(self) -> str:
         """The same when it is started again: one record a node and local store."""
         return f"mirror-{host_in_id()}-{xxhash.xxh3_64_hexdigest(os.fsencode(self._local.root))}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found out about a version, for the next."""
+
+    remote_xxh3: str | None
+    remote: Layout
+    footer: Footer
+    """Of the local file, in which parts are put together."""
 
 
 def start_mirror(

@@ -23,6 +23,7 @@ from dbuffer.errors import (
     ClosedError,
     OptionError,
     SnapshotEvictedError,
+    StoreCorruptError,
     StoreNotFoundError,
     VersionError,
     VersionTimeoutError,
@@ -386,6 +387,8 @@ class WeightReceiver:
             if must_verify and not self.is_right(held, tensors.layout, checksums):
                 return None
         except StoreNotFoundError as error:
+            if self._store.is_unchanged(held):  # nobody took its files away but by mistake
+                raise StoreCorruptError(f"{error}; publish again to repair the store") from error
             logger.warning("version %d went while it was read: %s", held.manifest.version, error)
             return None
         # It is in memory, and nobody need keep the file for us.

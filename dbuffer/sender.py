@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -23,8 +22,8 @@ from dbuffer.errors import (
     ReceiverFailedError,
 )
 from dbuffer.layout import BLOCK_BYTES, Layout, TensorSpec, align, digest
-from dbuffer.manifest import MAX_RECORD_BYTES, Manifest, ReceiverRecord
-from dbuffer.output import Footer, KeptMappings
+from dbuffer.manifest import ReceiverRecord
+from dbuffer.output import Footer, KeptMappings, checked_metadata
 from dbuffer.sources import Describer, Rename, Source, Weights
 from dbuffer.tensors import (
     DTYPES,
@@ -33,17 +32,10 @@ from dbuffer.tensors import (
     can_cast_to,
     copy_one,
     join_digests,
-    pack_checksums,
 )
 from dbuffer.writer import BufferWriter, Claim, process_may_live
 
 logger = logging.getLogger(__name__)
-
-MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
-"""Metadata is read with every look at a manifest; large things belong in a tensor."""
-
-MAX_METADATA_DEPTH = 100
-"""Nesting that any reader can parse, however deep its stack is already."""
 
 _POLL_MIN_S = 0.001
 _POLL_MAX_S = 0.05
@@ -244,13 +236,13 @@ class WeightSender:
     ) -> tuple[int, Layout]:
         self._check_open()
         version = self._writer.next_version(version)
-        checked_metadata = _checked_metadata(metadata)
+        checked = checked_metadata(metadata)
         if sources.is_stream(weights):
             stream = self._describer.stream(weights)
-            layout = self._send_stream(stream, version, checked_metadata, progress)
+            layout = self._send_stream(stream, version, checked, progress)
         else:
             source = self._describer.describe(weights)
-            layout = self._send_source(source, version, checked_metadata, progress)
+            layout = self._send_source(source, version, checked, progress)
         return version, layout
 
     def _send_source(
@@ -293,7 +285,7 @@ class WeightSender:
         self, claim: Claim, footer: Footer, source: Source, progress: Progress | None
     ) -> list[int] | None:
         """Copy everything into the file, which is mapped; the checksums, if they are wanted."""
-        mapped = self._mapped.of(claim, footer.file_bytes, footer.layout)
+        mapped = self._mapped.of(claim.path, claim.file, footer)
         if not source.is_lazy:
             tensors = cast("list[torch.Tensor]", source.tensors)
             if self._checksum:
@@ -341,32 +333,7 @@ class WeightSender:
         checksums: list[int] | None,
         metadata: dict[str, Any],
     ) -> None:
-        layout, table_xxh3 = footer.layout, None
-        if checksums is not None:
-            table = pack_checksums(checksums)
-            with filesystem.os_errors("write the checksums", claim.path):
-                filesystem.write_at(claim.file.number, layout.checksums_offset, table)
-            table_xxh3 = digest(table)
-        self._writer.commit(
-            claim,
-            Manifest(
-                state="complete",
-                version=claim.marked.version,
-                generation=claim.marked.generation,
-                run=claim.marked.run,
-                file=claim.path.name,
-                file_bytes=footer.file_bytes,
-                num_tensors=len(layout.specs),
-                num_bytes=layout.num_bytes,
-                layout_offset=layout.layout_offset,
-                layout_bytes=len(footer.encoded),
-                layout_xxh3=footer.layout_xxh3,
-                checksums_offset=layout.checksums_offset,
-                checksums_xxh3=table_xxh3,
-                published_at=time.time(),
-                metadata=metadata,
-            ),
-        )
+        self._writer.commit(claim, footer.seal(claim, checksums, metadata))
 
     def _send_stream(
         self,
@@ -397,35 +364,6 @@ class WeightSender:
             self._writer.abandon(claim)
             raise
         return footer.layout
-
-
-def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metadata as a reader will get it.
-
-    Raises:
-        InvalidWeightsError: JSON cannot hold it, or it is too large.
-    """
-    try:
-        text = json.dumps(dict(metadata or {}))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidWeightsError(f"metadata must be what JSON can hold: {error}") from None
-    if len(text) > MAX_METADATA_BYTES:
-        raise InvalidWeightsError(
-            f"metadata of {len(text)} bytes is above the limit of {MAX_METADATA_BYTES}"
-        )
-    checked: dict[str, Any] = json.loads(text)
-    level: list[Any] = [checked]
-    for _ in range(MAX_METADATA_DEPTH):
-        level = [child for value in level for child in _children(value)]
-    if level:
-        raise InvalidWeightsError(f"metadata is nested more than {MAX_METADATA_DEPTH} levels deep")
-    return checked
-
-
-def _children(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
 
 
 def _bytes_of(tensor: torch.Tensor, spec: TensorSpec) -> memoryview:

@@ -10,8 +10,9 @@ import torch
 from tensordict import TensorDict
 
 from dbuffer.buffer import HeldBuffer
-from dbuffer.errors import ChecksumError
+from dbuffer.errors import ChecksumError, StoreAccessError
 from dbuffer.layout import Layout, TensorSpec, digest
+from dbuffer.parts import read_parts
 from dbuffer.spans import read_tensors
 from dbuffer.targets import Match
 from dbuffer.tensors import (
@@ -169,10 +170,18 @@ class Snapshot:
 
 
 def map_privately(held: HeldBuffer) -> MappedTensors:
-    """Map a version; whoever writes into the mapping spoils no other."""
-    return MappedTensors(
-        held.file.number, held.manifest.file_bytes, held.read_layout(), shared=False
-    )
+    """Map a version; whoever writes into the mapping spoils no other.
+
+    Raises:
+        StoreAccessError: it is in parts, and no one file can be mapped.
+    """
+    layout = held.read_layout()
+    if layout.is_in_parts:
+        raise StoreAccessError(
+            f"{held.path} was written in parts over a network, and looks like a local file here: "
+            "set DBUFFER_MOUNT=network to read it as it was written"
+        )
+    return MappedTensors(held.file.number, held.manifest.file_bytes, layout, shared=False)
 
 
 def read_whole(
@@ -189,7 +198,10 @@ def read_whole(
     if memory is None or memory.numel() != num_bytes:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
     tensors = FileTensors(memory, layout)
-    return tensors, read_tensors(held.file.number, held.path, tensors, copier, hashed=hashed)
+    file, path = held.file.number, held.path
+    if layout.is_in_parts:
+        return tensors, read_parts(file, path, layout, tensors, copier, hashed=hashed)
+    return tensors, read_tensors(file, path, tensors, copier, hashed=hashed)
 
 
 def wrong_tensors(held: HeldBuffer, layout: Layout, checksums: list[int]) -> list[str]:

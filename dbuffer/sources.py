@@ -111,11 +111,20 @@ class Describer:
         dtype: floating-point tensors are published in this dtype.
         rename: a mapping of whole names, or a function of a name; wrappers' prefixes are gone
             by then.
+        sharded: take tensors of which each rank of a trainer holds a part. To gather them, all
+            ranks must take part: a sender of one rank would wait for ever.
     """
 
-    def __init__(self, *, dtype: torch.dtype | None = None, rename: Rename | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+        sharded: bool = False,
+    ) -> None:
         self.dtype = dtype
         self.rename = rename
+        self.sharded = sharded
         self._known: Known | None = None
 
     def describe(self, weights: Weights) -> Source:
@@ -126,13 +135,13 @@ class Describer:
         """
         named = _as_mapping(weights)
         if named is None:
-            return self._describe_pairs(*_collect(weights))
+            return self._describe_pairs(*self._collect(weights))
         if self._known is not None and self._known.outline.fits(named):
             tensors = list(named.values())
             addresses = {tensor.data_ptr() for tensor in tensors}
             if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
                 return Source(self._known.specs, tensors, {}, is_lazy=False)
-        source = self._describe_pairs(*_checked_pairs(named.items()))
+        source = self._describe_pairs(*self._checked_pairs(named.items()))
         self._known = None
         if not source.aliases and not source.is_lazy:
             self._known = Known(Outline.of(named), source.specs)
@@ -158,7 +167,7 @@ class Describer:
             if name in seen:
                 raise InvalidWeightsError(f"the name {name!r} comes twice")
             seen.add(name)
-            checked = _gatherable(name, tensor)
+            checked = _gatherable(name, tensor, sharded=self.sharded)
             yield spec_of(name, checked, self.dtype), fetch(checked)
 
     def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
@@ -175,6 +184,27 @@ class Describer:
             is_lazy=any(isinstance(tensor, LazyTensor) for tensor in tensors),
         )
 
+    def _collect(self, weights: Any) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+        if isinstance(weights, str | os.PathLike):
+            return read_checkpoint(Path(weights))
+        if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
+            return self._checked_pairs(weights)
+        raise InvalidWeightsError(
+            f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
+            "TensorDict, (name, tensor) pairs or the path of a checkpoint directory"
+        )
+
+    def _checked_pairs(
+        self, pairs: Iterable[Any]
+    ) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+        names: list[str] = []
+        tensors: list[torch.Tensor | LazyTensor] = []
+        for position, pair in enumerate(pairs):
+            name, tensor = _checked_pair(pair, position)
+            names.append(name)
+            tensors.append(_gatherable(name, tensor, sharded=self.sharded))
+        return names, tensors
+
 
 def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor]]]:
     """Whether weights can be gone through only once, so that their layout shows at the end."""
@@ -184,18 +214,6 @@ def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor]]]
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
     """The tensor itself, gathered or read from its file if need be."""
     return tensor.fetch() if isinstance(tensor, LazyTensor) else tensor
-
-
-def gather_tensors(weights: Weights) -> None:
-    """Take part in the gathers of another rank's ``send``.
-
-    A DTensor is gathered by all ranks of its mesh together. While rank 0 publishes a sharded
-    model with ``sender.send(model)``, the other ranks call ``dbuffer.gather_tensors(model)``;
-    each full tensor is dropped again at once.
-    """
-    for tensor in Describer().describe(weights).tensors:
-        if isinstance(tensor, LazyTensor):
-            tensor.fetch()
 
 
 def clean_names(names: Iterable[str]) -> list[str]:
@@ -267,27 +285,6 @@ def _as_mapping(weights: Any) -> Mapping[str, torch.Tensor] | None:
     return weights if isinstance(weights, Mapping) else None
 
 
-def _collect(weights: Any) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-    if isinstance(weights, str | os.PathLike):
-        return read_checkpoint(Path(weights))
-    if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
-        return _checked_pairs(weights)
-    raise InvalidWeightsError(
-        f"cannot publish a {type(weights).__name__}: give a module, a state dict, a TensorDict, "
-        "(name, tensor) pairs or the path of a checkpoint directory"
-    )
-
-
-def _checked_pairs(pairs: Iterable[Any]) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-    names: list[str] = []
-    tensors: list[torch.Tensor | LazyTensor] = []
-    for position, pair in enumerate(pairs):
-        name, tensor = _checked_pair(pair, position)
-        names.append(name)
-        tensors.append(_gatherable(name, tensor))
-    return names, tensors
-
-
 def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor]:
     match pair:
         case (str(name), torch.Tensor() as tensor) if not is_tensor_collection(tensor):
@@ -297,23 +294,41 @@ def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor]:
     raise InvalidWeightsError(f"item {position} is {pair!r:.80}, not a (name, tensor) pair")
 
 
-def _gatherable(name: str, tensor: torch.Tensor) -> torch.Tensor | LazyTensor:
-    """The tensor, or for a DTensor a promise to gather it."""
+def _gatherable(name: str, tensor: torch.Tensor, *, sharded: bool) -> torch.Tensor | LazyTensor:
+    """The tensor, or for one of which each rank holds a part a promise to gather it."""
     if tensor.is_meta:
         raise InvalidWeightsError(
             f"tensor {name!r} is on the meta device and has no values; load the weights first"
         )
-    if hasattr(tensor, "full_tensor"):
-        sharded: Any = tensor.detach()
+    whole: Any = tensor
+    is_zero3 = hasattr(tensor, "ds_shape")  # what DeepSpeed puts on what it partitions
+    if is_zero3 or hasattr(tensor, "full_tensor"):
+        if not sharded and (is_zero3 or not _is_whole(whole)):
+            raise InvalidWeightsError(
+                f"each rank holds only a part of tensor {name!r}: let all of them publish "
+                "together, with dbuffer.ShardedWeightSender"
+            )
+        shape = tuple(whole.ds_shape if is_zero3 else whole.shape)
+        fetch = _fetch_in_a_block if is_zero3 else whole.detach().full_tensor
         # Ties are told by the object, on all ranks alike: a rank's own part may be empty. The sign
         # keeps it apart from addresses.
-        return LazyTensor(tensor.dtype, tuple(tensor.shape), sharded.full_tensor, -id(tensor))
+        return LazyTensor(tensor.dtype, shape, fetch, -id(tensor), sharded=tensor)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InvalidWeightsError(
             f"tensor {name!r} is sparse, nested or of a quantized dtype; publish its parts "
             "as plain tensors"
         )
     return tensor
+
+
+def _fetch_in_a_block() -> torch.Tensor:
+    raise NotImplementedError("a parameter of ZeRO-3 is whole inside a block only: see `shards`")
+
+
+def _is_whole(tensor: Any) -> bool:
+    """Whether this rank holds all of a DTensor."""
+    pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return all(placement.is_replicate() or size == 1 for placement, size in pairs)
 
 
 def without_wrappers(name: str) -> str:

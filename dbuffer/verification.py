@@ -88,12 +88,12 @@ def _find_damage(held: HeldBuffer, *, is_network: bool) -> list[str]:
         layout = held.read_layout()
         if held.manifest.checksums_xxh3 is None:
             return []
-        if is_network:
+        if is_network or layout.is_in_parts:
             _, checksums = read_whole(held, copier, hashed=True)
         else:
             checksums = copier.checksums(map_privately(held))
         return wrong_tensors(held, layout, checksums)
-    except StoreCorruptError as error:
+    except (StoreCorruptError, StoreNotFoundError) as error:
         return [str(error)]
     finally:
         copier.close()

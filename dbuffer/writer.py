@@ -51,6 +51,7 @@ from dbuffer.manifest import (
     Record,
     WriterRecord,
     encode,
+    is_part_of,
 )
 from dbuffer.retirement import RetiredFiles
 
@@ -188,19 +189,20 @@ class BufferWriter:
             self._remove_unnamed_files(buffer, keep=keep)
             return
         if old is not None:
-            path = self.root / buffer / old.file
-            if _was_never_published(old):
-                self._let_go(path)
-                path.unlink(missing_ok=True)
-            else:
-                self._retired.add(path, old.version)
+            for path in self._files_of(buffer, old.file):
+                if _was_never_published(old):
+                    self._let_go(path)
+                    path.unlink(missing_ok=True)
+                else:
+                    self._retired.add(path, old.version)
         # And what a publish left that failed between its mark and this.
         self._retire_unnamed_files(buffer, keep=keep)
         self._retired.remove_unneeded()
 
     def _retire_unnamed_files(self, buffer: str, *, keep: str | None) -> None:
+        kept = self._files_of(buffer, keep)
         for path in (self.root / buffer).glob("weights-*.td"):
-            if path.name != keep:
+            if path not in kept:
                 self._retired.add(path, None)
 
     def commit(self, claim: Claim, complete: Manifest) -> None:
@@ -266,7 +268,8 @@ class BufferWriter:
         # may be published already.
         with contextlib.suppress(DBufferError, OSError):
             if self.store.manifest(claim.buffer) == claim.marked:
-                claim.path.unlink()
+                for path in self._files_of(claim.buffer, claim.path.name):
+                    path.unlink(missing_ok=True)
 
     def _take_writer_lock(self) -> Descriptor:
         lock = _try_writer_lock(self.root)
@@ -468,13 +471,22 @@ class BufferWriter:
         file.close()
 
     def _remove_unnamed_files(self, buffer: str, *, keep: str | None) -> None:
+        kept = self._files_of(buffer, keep)
         for path in (self.root / buffer).glob("weights-*.td"):
             is_ours = path.is_symlink() or not path.is_dir()  # we make no directories here
-            if path.name != keep and is_ours:
+            if path not in kept and is_ours:
                 if path in self._files:
                     self._forget(self._files[path])
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
+
+    def _files_of(self, buffer: str, file: str | None) -> list[Path]:
+        """A weights file of a buffer, and its parts."""
+        if file is None:
+            return []
+        directory = self.root / buffer
+        parts = [path for path in directory.glob("weights-*.td") if is_part_of(path.name, file)]
+        return [directory / file, *parts]
 
     def _live_receivers(self) -> list[ReceiverRecord]:
         return [r for r in self.store.receivers() if process_may_live(r.host, r.pid)]

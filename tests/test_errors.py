@@ -22,6 +22,7 @@ STANDARD_TYPES = {
     "EngineUpdateError": RuntimeError,
     "InvalidWeightsError": ValueError,
     "OptionError": ValueError,
+    "RankFailedError": RuntimeError,
     "SnapshotEvictedError": RuntimeError,
     "StoreCorruptError": ValueError,
     "StoreFormatError": ValueError,
@@ -92,5 +93,11 @@ def test_all_is_complete_and_sorted():
     }
     assert public | {"__version__"} == set(dbuffer.__all__)
     assert set(defined_errors()) <= set(dbuffer.__all__)
-    for name in ("Publication", "Snapshot", "WeightReceiver", "WeightSender", "gather_tensors"):
+    for name in (
+        "Publication",
+        "ShardedWeightSender",
+        "Snapshot",
+        "WeightReceiver",
+        "WeightSender",
+    ):
         assert inspect.getdoc(getattr(dbuffer, name))

@@ -16,7 +16,15 @@ import dbuffer
 PACKAGE = Path(dbuffer.__file__).parent
 
 OPTIONAL_PACKAGES = (
-    *("httpx", "huggingface_hub", "matplotlib", "prometheus_client", "requests", "rich"),
+    *(
+        "deepspeed",
+        "httpx",
+        "huggingface_hub",
+        "matplotlib",
+        "prometheus_client",
+        "requests",
+        "rich",
+    ),
     *("safetensors", "torchrl", "transformers", "typer", "vllm"),
 )
 
@@ -24,8 +32,9 @@ MAX_IMPORT_S = 0.3
 
 LAYERS = (
     *("errors", "manifest", "layout", "filesystem", "buffer", "retirement", "writer"),
-    *("tensors", "spans", "output", "checkpoint", "sources", "targets", "snapshot", "watcher"),
-    *("sender", "records", "receiver", "relay", "mirror", "stager"),
+    *("tensors", "spans", "parts", "output", "checkpoint", "sources", "targets", "snapshot"),
+    *("watcher", "sender", "agreement", "shards", "rank_output", "sharded", "records"),
+    *("receiver", "relay", "mirror", "stager"),
 )
 """Imports point from right to left."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 
@@ -11,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbuffer.errors import StoreCorruptError, StoreFormatError
-from dbuffer.layout import ALIGNMENT_BYTES, ITEM_BYTES, Layout, TensorSpec, align
+from dbuffer.layout import (
+    ALIGNMENT_BYTES,
+    BLOCK_BYTES,
+    ITEM_BYTES,
+    Layout,
+    Placed,
+    TensorSpec,
+    align,
+)
 
 specs = st.builds(
     TensorSpec,
@@ -165,12 +174,88 @@ def test_wrong_fields_are_refused(values):
         Layout.decode(layout_json(**values), end=128)
 
 
+@st.composite
+def layouts_in_parts(draw) -> Layout:
+    """Tensors cut anywhere, their pieces dealt out to parts."""
+    layout = draw(layouts())
+    part_bytes = [0] * draw(st.integers(1, 4))
+    pieces = []
+    for index, size in enumerate(layout.sizes):
+        cuts = draw(st.sets(st.integers(1, size - 1), max_size=3)) if size > 1 else set()
+        for start, end in itertools.pairwise([0, *sorted(cuts), size] if size else []):
+            part = draw(st.integers(0, len(part_bytes) - 1))
+            place = align(part_bytes[part])
+            pieces.append(Placed(index, start, end - start, part, place))
+            part_bytes[part] = place + end - start
+    return dataclasses.replace(layout, part_bytes=tuple(part_bytes), pieces=tuple(pieces))
+
+
+@given(layouts_in_parts())
+def test_a_layout_in_parts_comes_back_as_it_was(layout):
+    for one in (layout, layout.joined()):
+        assert Layout.decode(one.encode(), end=one.checksums_offset) == one
+        covered = [0] * len(layout.specs)
+        for block in one.blocks:
+            assert block.offset == covered[block.tensor]
+            assert block.num_bytes <= BLOCK_BYTES
+            covered[block.tensor] += block.num_bytes
+        assert covered == layout.sizes
+    assert not layout.joined().is_in_parts
+
+
+GOOD_PIECES = [[0, 0, 8, 1, 0], [0, 8, 16, 0, 64], [1, 0, 2, 0, 0]]
+
+
+def test_good_pieces_are_read():
+    layout = Layout.decode(layout_json(parts=[80, 8], pieces=GOOD_PIECES), end=128)
+    assert layout.is_in_parts
+    assert layout.part_bytes == (80, 8)
+    assert layout.pieces[1] == Placed(tensor=0, offset=8, num_bytes=16, part=0, place=64)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"pieces": GOOD_PIECES[1:]},
+        {"pieces": GOOD_PIECES[:2]},
+        {"pieces": [GOOD_PIECES[2], *GOOD_PIECES[:2]]},
+        {"pieces": [GOOD_PIECES[1], GOOD_PIECES[0], GOOD_PIECES[2]]},
+        {"pieces": [*GOOD_PIECES, [1, 2, 1, 0, 128]]},
+        {"pieces": [*GOOD_PIECES, GOOD_PIECES[2]]},
+        {"pieces": [[0, 0, 8, 1, 0], [0, 8, 16, 0, 0], [1, 0, 2, 0, 0]]},
+        {"pieces": [[0, 0, 8, 1, 0], [0, 8, 16, 0, 65], [1, 0, 2, 0, 0]]},
+        {"pieces": [[0, 0, 8, 1, 0], [0, 8, 16, 0, 128], [1, 0, 2, 0, 0]]},
+        {"pieces": [[0, 0, 8, 2, 0], *GOOD_PIECES[1:]]},
+        {"pieces": [[0, 0, 8, True, 0], *GOOD_PIECES[1:]]},
+        {"pieces": [[0, 0, 8, 1, -64], *GOOD_PIECES[1:]]},
+        {"pieces": [[0, 0, 8, 1, 0.0], *GOOD_PIECES[1:]]},
+        {"pieces": [[0, 0, 8, 1], *GOOD_PIECES[1:]]},
+        {"pieces": [[0, 0, 0, 1, 0], *GOOD_PIECES]},
+        {"pieces": [[2, 0, 8, 1, 0], *GOOD_PIECES]},
+        {"pieces": []},
+        {"pieces": None},
+        {"pieces": {}},
+        {"parts": [79, 8]},
+        {"parts": [80, 7]},
+        {"parts": [80]},
+        {"parts": []},
+        {"parts": [80, -8]},
+        {"parts": [80, "8"]},
+        {"parts": None},
+    ],
+    ids=repr,
+)
+def test_pieces_that_do_not_fit_are_refused(values):
+    with pytest.raises(StoreCorruptError):
+        Layout.decode(layout_json(**{"parts": [80, 8], "pieces": GOOD_PIECES, **values}), end=128)
+
+
 def test_an_unknown_format_says_so():
     with pytest.raises(StoreFormatError):
         Layout.decode(layout_json(format=2), end=128)
 
 
-@given(layouts(), st.data())
+@given(layouts() | layouts_in_parts(), st.data())
 def test_damaged_bytes_are_refused_or_another_good_layout(layout, data):
     text = bytearray(layout.encode())
     text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import textwrap
 import time
 import weakref
 from pathlib import Path
@@ -721,82 +718,3 @@ class TestCheckpoints:
             safetensors.torch.save_file({"w": torch.ones(1)}, directory / file)
         with pytest.raises(InvalidWeightsError, match="'w'"):
             publish(directory)
-
-
-SHARDED = """
-    import os, sys, weakref
-    import torch
-    from torch import distributed, nn
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-    import dbuffer
-
-    gathered = []
-    gather = DTensor.full_tensor
-
-    def gather_one(self, **options):
-        alive = sum(reference() is not None for reference in gathered)
-        assert alive <= 1, f"{alive} gathered tensors are still alive"
-        full = gather(self, **options)
-        gathered.append(weakref.ref(full))
-        return full
-
-    distributed.init_process_group("gloo")
-    rank = distributed.get_rank()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)), nn.BatchNorm1d(16))
-    model.append(nn.Linear(16, 16, bias=False))
-    model[7].weight = model[0].weight
-    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for layer in model[1:6]:
-        fully_shard(layer)
-    fully_shard(model)
-    assert isinstance(model[0].weight, DTensor)
-    DTensor.full_tensor = gather_one
-
-    if rank == 0:
-        with dbuffer.WeightSender(sys.argv[1]) as sender:
-            publication = sender.send(model)
-            sender.send(model.state_dict())
-        with dbuffer.WeightReceiver(sys.argv[1]) as receiver:
-            with receiver.open(timeout_s=5) as snapshot:
-                tensors = {**snapshot.tensors}
-                tensors |= {name: tensors[of] for name, of in snapshot.aliases.items()}
-                assert tensors.keys() == expected.keys(), tensors.keys()
-                assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-            try:
-                receiver.load_into(model)
-            except dbuffer.WeightsMismatchError as error:
-                assert "sharded" in str(error), error
-            else:
-                raise AssertionError("loaded into a sharded module")
-        print("TIED", len(expected) - publication.num_tensors)
-    else:
-        for weights in (model, model.state_dict()):
-            dbuffer.gather_tensors(weights)
-    print(f"GATHERED {len(gathered)}", flush=True)
-    distributed.destroy_process_group()
-    # Not to the interpreter's own end, in which PyTorch's threads sometimes abort the process.
-    os._exit(0)
-"""
-
-
-@pytest.fixture(scope="module")
-def sharded_output(tmp_path_factory):
-    """What two ranks said that published a model sharded by FSDP2."""
-    path = tmp_path_factory.mktemp("sharded")
-    (path / "script.py").write_text(textwrap.dedent(SHARDED))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(path / "script.py"), str(path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_sharded_tensors_are_gathered_one_at_a_time(sharded_output):
-    assert sharded_output.count("GATHERED") == 2
-    assert len({line for line in sharded_output.splitlines() if "GATHERED" in line}) == 1
-
-
-def test_tied_sharded_tensors_are_published_once(sharded_output):
-    assert "TIED 1" in sharded_output

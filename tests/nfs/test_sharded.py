@@ -1,0 +1,131 @@
+"""Ranks of one trainer on two hosts: each writes a part over its own mount, a third host reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from guest import Guest
+from lab import scenario
+from support import Pattern, Step, at_step, die
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dbuffer
+from dbuffer.manifest import part_name
+
+WEIGHTS = Pattern(num_tensors=12, numel=16_384)
+
+NUM_PUBLISHES = 40
+HOSTS = ("w", "r")
+
+
+def shards_of(version: int, rank: int) -> dict[str, torch.Tensor]:
+    """Every second tensor cut in halves, as FSDP2 does, and the others whole on both ranks."""
+    mesh = init_device_mesh("cpu", (len(HOSTS),))
+    return {
+        name: DTensor.from_local(tensor.chunk(len(HOSTS))[rank], mesh, [Shard(0)])
+        if index % 2
+        else tensor
+        for index, (name, tensor) in enumerate(WEIGHTS.weights(version).items())
+    }
+
+
+def publish(
+    connection: Connection,
+    path: Path,
+    rank: int,
+    rendezvous: Path,
+    versions: range,
+    on_last: tuple[Step, Callable[[], None]] | None,
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the trainer's own network, which is no NFS
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(HOSTS)
+    )
+    failure = "none"
+    with dbuffer.ShardedWeightSender(path / "store", num_threads=1) as sender:
+        for version in versions:
+            weights = shards_of(version, rank)
+            if version == versions[-1] and on_last is not None:
+                at_step(*on_last)
+            try:
+                sender.send(weights, version=version)
+            except dbuffer.RankFailedError as error:
+                failure = str(error)
+    connection.send(failure)
+    connection.recv()
+
+
+def read(connection: Connection, path: Path, last: int) -> None:
+    target = WEIGHTS.empty()
+    versions = [0]
+    with dbuffer.WeightReceiver(path / "store", poll_interval_s=0.02, num_threads=1) as receiver:
+        connection.send("ready")
+        while versions[-1] < last:
+            receiver.wait_for_version(versions[-1], timeout_s=20)
+            version = receiver.load_into(target)
+            assert version is not None
+            assert version > versions[-1]
+            assert WEIGHTS.version_of(target) == version, f"a mix was read as version {version}"
+            versions.append(version)
+    connection.send(versions[1:])
+
+
+@scenario(limit_s=90)
+def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
+    rendezvous = Path("/run", f"{guest.name}.rendezvous")
+    arguments = rendezvous, range(1, NUM_PUBLISHES + 1), None
+    with (
+        guest.on(HOSTS[0], publish, 0, *arguments) as first,
+        guest.on(HOSTS[1], publish, 1, *arguments) as second,
+    ):
+        while not (guest.server_path / "store" / "CURRENT").exists():
+            time.sleep(0.01)
+        with guest.on("r2", read, NUM_PUBLISHES) as reader:
+            assert reader.receive() == "ready"
+            assert first.receive(80) == second.receive(80) == "none"
+            versions = reader.receive(20)
+            print(f"{len(versions)} versions of {NUM_PUBLISHES} read")
+    # Files of old versions went, each with its parts.
+    for buffer in ("A", "B"):
+        names = {path.name for path in (guest.server_path / "store" / buffer).glob("weights-*")}
+        files = {name for name in names if ".r" not in name}
+        assert names == {part for file in files for part in (file, *parts_of(file))}
+        assert len(files) < NUM_PUBLISHES / 2
+
+
+def parts_of(file: str) -> list[str]:
+    return [part_name(file, rank) for rank in range(len(HOSTS))]
+
+
+@scenario(limit_s=90)
+def test_a_rank_on_another_host_dies_and_a_new_job_goes_on(guest: Guest) -> None:
+    rendezvous = Path("/run", f"{guest.name}.rendezvous")
+    step = Step("call", "PartFile.finish")
+    started = time.monotonic()
+    with (
+        guest.on(HOSTS[0], publish, 0, rendezvous, range(1, 4), None) as first,
+        guest.on(HOSTS[1], publish, 1, rendezvous, range(1, 4), (step, die)) as second,
+    ):
+        assert second.wait() == -signal.SIGKILL
+        assert "rank 1" in first.receive()
+        assert time.monotonic() - started < 40
+        with guest.on("r2", read, 2) as reader:
+            assert reader.receive() == "ready"
+            assert reader.receive() == [2]
+    again = Path("/run", f"{guest.name}.again")
+    with (
+        guest.on(HOSTS[0], publish, 0, again, range(4, 6), None) as first,
+        guest.on(HOSTS[1], publish, 1, again, range(4, 6), None) as second,
+        guest.on("r2", read, 5) as reader,
+    ):
+        assert reader.receive() == "ready"
+        assert first.receive() == second.receive() == "none"
+        assert reader.receive()[-1] == 5
