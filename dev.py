@@ -36,7 +36,8 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
-    "test": ["python", "-m", "pytest"],
+    # Files side by side: most of the time they wait, for processes, engines and networks.
+    "test": ["python", "-m", "pytest", "--numprocesses", "3", "--dist", "loadgroup"],
     "bench": ["python", "-m", "benchmarks"],
 }
 
