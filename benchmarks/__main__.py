@@ -1,4 +1,4 @@
-"""``python -m benchmarks``; with ``gpu``, ``pause``, ``sharded``, ``torchrl`` or ``fanout``."""
+"""``python -m benchmarks``; with ``gpu``, ``pause``, ``sharded``, ``torchrl`` or ``fleet``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks import (
     fan_out,
-    fanout,
+    fleet,
     flips,
     gpu,
     memory,
@@ -48,8 +48,8 @@ _PEERS = (*_PEERS_FOR_EXPERTS, DistributedCheckpoint)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["fanout"]:  # which has options of its own
-        return fanout.main(arguments[1:])
+    if arguments[:1] == ["fleet"]:  # which has options of its own
+        return fleet.main(arguments[1:])
     options = _parse(arguments)
     # Unwinding deletes gigabytes of files in shared memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -86,12 +86,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("cpu", "gpu", "pause", "sharded", "torchrl", "fanout"),
+        choices=("cpu", "gpu", "pause", "sharded", "torchrl", "fleet"),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB); or a trainer of four ranks (2 minutes, 6 GB); or TorchRL's "
         "double buffer next to ours: speed, torn reads and killed writers (3 minutes, 14 GB); or "
-        "how a publish reaches a fleet of nodes (fanout --help)",
+        "how a publish reaches a fleet of nodes (fleet --help)",
     )
     parser.add_argument(
         "--dir",

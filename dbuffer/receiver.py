@@ -452,6 +452,8 @@ class WeightReceiver:
         return True
 
     def _must_verify(self, held: HeldBuffer) -> bool:
+        if self._is_network and not held.manifest.is_final:
+            return True  # nothing else shows whether it was rewritten meanwhile
         if self._verify != "auto":
             return self._verify
         return held.manifest.checksums_xxh3 is not None and self._is_network

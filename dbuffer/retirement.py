@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from dbuffer.errors import DBufferError
 from dbuffer.manifest import ReceiverRecord
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,12 @@ class RetiredFiles:
         """Remove what nobody needs. Call it after the manifest was replaced, never before."""
         if not self._files:
             return
-        readers = {record.held_version: record.receiver for record in self._readers()}
+        try:
+            readers = {record.held_version: record.receiver for record in self._readers()}
+        except (DBufferError, OSError) as error:
+            # What is published is published, and room is not worth a publish that fails.
+            logger.warning("cannot see who reads old versions, keeping them: %s", error)
+            return
         for path, retired in list(self._files.items()):
             if not self._is_needed(path, retired, readers):
                 self._let_go(path)

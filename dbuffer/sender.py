@@ -14,15 +14,13 @@ from typing import Any, Literal, Self, cast
 import torch
 
 from dbuffer import filesystem, sources, spans
+from dbuffer.acknowledgements import wait_applied
 from dbuffer.errors import (
-    AcknowledgementTimeoutError,
     ClosedError,
     InvalidWeightsError,
     OptionError,
-    ReceiverFailedError,
 )
 from dbuffer.layout import BLOCK_BYTES, Layout, TensorSpec, align, digest
-from dbuffer.manifest import ReceiverRecord
 from dbuffer.output import Footer, KeptMappings, checked_metadata
 from dbuffer.sources import Describer, Rename, Source, Weights
 from dbuffer.tensors import (
@@ -33,12 +31,9 @@ from dbuffer.tensors import (
     copy_one,
     join_digests,
 )
-from dbuffer.writer import BufferWriter, Claim, process_may_live
+from dbuffer.writer import BufferWriter, Claim
 
 logger = logging.getLogger(__name__)
-
-_POLL_MIN_S = 0.001
-_POLL_MAX_S = 0.05
 
 Progress = Callable[[int, int], None]
 
@@ -168,46 +163,9 @@ class WeightSender:
             ReceiverFailedError: one of those named cannot apply it, or its process has ended.
         """
         self._check_open()
-        deadline = time.monotonic() + timeout_s
-        pause_s = _POLL_MIN_S
-        names = None if isinstance(receivers, int) else set(receivers)
-        needed = receivers if isinstance(receivers, int) else len(set(receivers))
-        while True:
-            # An engine acknowledges as one; its ranks only say what they have ready.
-            records = [r for r in self._writer.store.receivers() if r.part_of is None]
-            if names is not None:
-                records = [r for r in records if r.receiver in names]
-            waiting = [r for r in records if (r.applied_version or 0) < version]
-            num_applied = len(records) - len(waiting)
-            if num_applied >= needed:
-                return
-            if names is not None:
-                self._check_can_apply(waiting, version)
-            left = deadline - time.monotonic()
-            if left <= 0:
-                states = ", ".join(f"{r.receiver} is at {r.applied_version}" for r in records)
-                raise AcknowledgementTimeoutError(
-                    f"{num_applied} of {needed} receivers applied version {version} of "
-                    f"{self.store} within {timeout_s:g} s ({states or 'no receiver came yet'})"
-                )
-            time.sleep(min(pause_s, left))
-            pause_s = min(2 * pause_s, _POLL_MAX_S)
-
-    def _check_can_apply(self, records: list[ReceiverRecord], version: int) -> None:
-        for record in records:
-            # From before this sender: of an earlier run, whose processes have ended.
-            if record.updated_at < self._opened_at:
-                continue
-            if record.has_problem_with(version):
-                raise ReceiverFailedError(
-                    f"{record.receiver} (process {record.pid} on {record.host}) could not apply "
-                    f"version {record.problem_version or version}: {record.problem}"
-                )
-            if not process_may_live(record.host, record.pid):
-                raise ReceiverFailedError(
-                    f"{record.receiver} (process {record.pid}) has ended, at version "
-                    f"{record.applied_version}"
-                )
+        wait_applied(
+            self._writer.store, version, receivers, timeout_s=timeout_s, since=self._opened_at
+        )
 
     def close(self) -> None:
         """Give the store up. The last version stays published."""

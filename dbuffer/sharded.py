@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -21,6 +21,7 @@ import torch
 from torch import distributed
 
 from dbuffer import filesystem, shards
+from dbuffer.acknowledgements import wait_applied
 from dbuffer.agreement import Agreement, Peer
 from dbuffer.checkpoint import LazyTensor
 from dbuffer.errors import ClosedError, InvalidWeightsError, OptionError, StoreAccessError
@@ -184,6 +185,22 @@ class ShardedWeightSender:
             duration_s=time.monotonic() - started,
         )
 
+    def wait_applied(
+        self, version: int, *, receivers: int | Collection[str] = 1, timeout_s: float = 60.0
+    ) -> None:
+        """Wait until receivers have applied ``version`` or a later one. Every rank makes this call.
+
+        See `WeightSender.wait_applied`. ``timeout_s`` is to be below ``rank_timeout_s``.
+
+        Raises:
+            AcknowledgementTimeoutError, ReceiverFailedError: on all ranks.
+            RankFailedError: a rank was lost.
+        """
+        self._check_open()
+        self._agreement.first(
+            "wait for receivers", lambda: self._lead().wait_applied(version, receivers, timeout_s)
+        )
+
     def close(self) -> None:
         """Give the store up. The last version stays published."""
         self._output.close()
@@ -331,6 +348,7 @@ class _Leader:
 
     def __init__(self, writer: BufferWriter) -> None:
         self._writer = writer
+        self._opened_at = time.time()
         self._claim: Claim | None = None
         self._metadata: dict[str, Any] = {}
 
@@ -361,6 +379,13 @@ class _Leader:
             check_parts(claim.path, footer.layout)
         self._writer.commit(claim, footer.seal(claim, checksums, self._metadata))
         self._claim = None
+
+    def wait_applied(
+        self, version: int, receivers: int | Collection[str], timeout_s: float
+    ) -> None:
+        """Wait until receivers have applied a version."""
+        store, since = self._writer.store, self._opened_at
+        wait_applied(store, version, receivers, timeout_s=timeout_s, since=since)
 
     def abandon(self) -> None:
         """Drop the claim of a publish that failed, if there is one."""

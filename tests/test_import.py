@@ -32,7 +32,17 @@ MAX_IMPORT_S = 0.3
 
 LAYERS = (
     *("errors", "manifest", "layout", "filesystem", "buffer", "retirement", "writer"),
-    *("tensors", "spans", "parts", "output", "checkpoint", "sources", "targets", "snapshot"),
+    *(
+        "acknowledgements",
+        "tensors",
+        "spans",
+        "parts",
+        "output",
+        "checkpoint",
+        "sources",
+        "targets",
+        "snapshot",
+    ),
     *("watcher", "sender", "agreement", "shards", "rank_output", "sharded", "records"),
     *("receiver", "relay", "mirror", "stager"),
 )

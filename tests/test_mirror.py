@@ -646,7 +646,7 @@ def test_killed_at_any_moment(remote: Path, local: Path) -> None:
     with Child(publish_for_ever, remote) as sender:
         assert sender.receive() == "first"
         seen = 0
-        for _ in range(8):
+        for _ in range(5):
             with Child(serve, remote, local, {}) as child:
                 assert child.receive() is True
                 until("it has copied", lambda at=seen: (newest(local, LONG) or 0) > at)

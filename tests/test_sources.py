@@ -535,8 +535,8 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "weights",
         [
-            *(None, 3, b"path", object(), torch.ones(3), [], {}, ()),
-            *([1], ["ab"], [("a",)], [("a", 1, 2)], {"a", "b"}),
+            *(None, 3, b"path", ..., torch.ones(3), [], {}, ()),
+            *([1], ["ab"], [("a",)], [("a", 1, 2)], {"a"}),
             *({1: torch.ones(3)}, {None: torch.ones(3)}, {("a", "b"): torch.ones(3)}),
         ],
         ids=repr,

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from benchmarks import fanout
+from benchmarks import fleet as benchmark
 from benchmarks.__main__ import main
-from benchmarks.fanout import Fleet, Link, Transfer, simulate
+from benchmarks.fleet import Fleet, Link, Transfer, simulate
 
 A, B, C = Link("a"), Link("b"), Link("c")
 
@@ -62,7 +62,7 @@ def test_shares_are_max_min_fair() -> None:
             index: tuple(Link(kind) for kind in rng.sample("abcdef", rng.randint(1, 4)))
             for index in range(rng.randint(1, 20))
         }
-        rates = {index: rate for index, (rate, _) in fanout._fair_rates(flows, speeds).items()}
+        rates = {index: rate for index, (rate, _) in benchmark._fair_rates(flows, speeds).items()}
         carried: Counter[Link] = Counter()
         for index, links in flows.items():
             for link in links:
@@ -79,17 +79,17 @@ def test_shares_are_max_min_fair() -> None:
 
 def test_a_flat_fleet_waits_for_the_server() -> None:
     fleet = Fleet(num_bytes=140e9, nodes=1000, server=12.5e9)
-    [one] = [a for a in fanout.arrivals(fleet, []) if a.way == "NFS server, a mirror a node"]
+    [one] = [a for a in benchmark.arrivals(fleet, []) if a.way == "NFS server, a mirror a node"]
     assert one.published_s == pytest.approx(11.2)
     assert one.all_s == one.half_s == pytest.approx(11.2 + 1000 * 11.2)
-    assert one.bottleneck == fanout.SERVER
+    assert one.bottleneck == benchmark.SERVER
 
 
 def test_a_small_fleet_waits_for_its_own_copy() -> None:
     fleet = Fleet(num_bytes=80e9, nodes=1, copy=8e9)
-    one = fanout._arrival("", simulate(fleet.flat(fanout.SERVER), fleet.links))
+    one = benchmark._arrival("", simulate(fleet.flat(benchmark.SERVER), fleet.links))
     assert one.all_s == pytest.approx(80 / 12.5 + 10)
-    assert one.bottleneck == fanout.COPY
+    assert one.bottleneck == benchmark.COPY
 
 
 @pytest.mark.parametrize(("fan_out", "levels"), [(2, 9), (3, 6), (4, 5), (10, 3)])
@@ -97,15 +97,15 @@ def test_a_full_tree_takes_as_long_as_its_levels(fan_out: int, levels: int) -> N
     """On each, a network goes out to so many children, one version each."""
     nodes = sum(fan_out**level for level in range(1, levels + 1))
     fleet = Fleet(num_bytes=140e9, nodes=nodes)
-    one = fanout._arrival("", simulate(fleet.tree(fan_out), fleet.links))
+    one = benchmark._arrival("", simulate(fleet.tree(fan_out), fleet.links))
     assert one.all_s == pytest.approx(11.2 * (1 + levels * fan_out))
-    assert one.bottleneck == fanout.OUT
+    assert one.bottleneck == benchmark.OUT
     assert one.ended_s[0] == pytest.approx(11.2 * (1 + fan_out))
     assert len(one.ended_s) == nodes
 
 
 def test_a_tree_of_real_mirrors(shm_path: Path) -> None:
-    found = fanout.real_tree(shm_path, fan_out=2, levels=2, versions=2)
+    found = benchmark.real_tree(shm_path, fan_out=2, levels=2, versions=2)
     assert len(found.reads) == 6
     assert all(1 <= reads < 1.05 for reads in found.reads), "a version is read once a mirror"
     assert not list(shm_path.iterdir())
@@ -113,7 +113,7 @@ def test_a_tree_of_real_mirrors(shm_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: tmp_path / name for name in ("results.json", "plot.png")}
-    arguments = ["fanout", "--no-real", "--nodes", "30", "--fan-out", "3"]
+    arguments = ["fleet", "--no-real", "--nodes", "30", "--fan-out", "3"]
     assert (
         main([*arguments, "--json", f"{files['results.json']}", "--plot", f"{files['plot.png']}"])
         == 0

@@ -322,7 +322,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     fleet = Fleet()
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks fanout",
+        prog="python -m benchmarks fleet",
         description="Simulate how one publish reaches many nodes; then publish through a tree of "
         "20 real mirrors on this machine. Takes half a minute and 1 GB of memory.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
