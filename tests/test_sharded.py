@@ -676,6 +676,20 @@ def send_a_part_alone(rank: int, store: Path) -> str:
     return str(caught.value)
 
 
+def send_and_wait(rank: int, store: Path, timeout_s: float) -> None:
+    with dbuffer.ShardedWeightSender(store) as sender:
+        version = sender.send(fsdp(2)[0]).version
+        sender.wait_applied(version, receivers=["worker"], timeout_s=timeout_s)
+
+
+def test_all_ranks_wait_for_a_receiver(world: World, store: Path) -> None:
+    for outcome in world.outcomes(send_and_wait, store, 0.2):
+        assert outcome.kind == "AcknowledgementTimeoutError"
+    with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
+        receiver.acknowledge(2)
+    assert world.run(send_and_wait, store, 20.0) == [None] * len(world.ranks)
+
+
 def test_one_rank_alone_cannot_publish_what_all_hold(world, store):
     assert "dbuffer.ShardedWeightSender" in world.run(send_a_part_alone, store)[0]
 

@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from guest import Guest
+from guest import EXPORT, Guest
 from lab import scenario
-from support import Child, Pattern, Step, at_step
+from support import Child, Pattern, Step, at_step, newest
 
 import dbuffer
+from dbuffer import filesystem
 from dbuffer.retirement import KEEP_AT_LEAST_S
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
@@ -401,3 +402,38 @@ def test_the_servers_power_is_cut(guest: Guest) -> None:
                 if not dies:
                     last = writer.receive()
                     assert last > published
+
+
+def publish_on_the_servers_disk(connection: Connection, path: Path, store: Path) -> None:
+    publish_durably(connection, store, 1)
+
+
+@scenario(limit_s=120, disruptive=True)
+def test_the_power_of_a_local_disk_is_cut(guest: Guest) -> None:
+    """The same without a network: two files, mapped and rewritten in place."""
+    directory = EXPORT / "local"
+    directory.mkdir()
+    with guest.on("w", publish_on_the_servers_disk, directory) as writer:
+        assert writer.receive() == 1
+        time.sleep(1)
+        published = receive_ready(writer)[-1]
+        guest.power_cut()  # from here on the disk confirms what it never writes
+        writer.signal(signal.SIGKILL)
+        writer.wait()
+    guest.power_restore()
+    assert not filesystem.mount_of(directory).is_network
+    last = newest(directory / "store", WEIGHTS)
+    print(f"published {published}; after the cut {last} is read")
+    assert last is not None
+    assert last >= published
+    with dbuffer.WeightSender(directory / "store", durable=True) as sender:
+        assert sender.send(WEIGHTS.weights(last + 1)).version == last + 1
+    assert newest(directory / "store", WEIGHTS) == last + 1
+
+
+def receive_ready(child: Child) -> list[int]:
+    """What a child has sent so far."""
+    received = [child.receive()]
+    while child._connection.poll(0):
+        received.append(child.receive())
+    return received
