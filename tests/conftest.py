@@ -28,6 +28,7 @@ settings.register_profile(
 settings.load_profile("dbuffer")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin looks at the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep what shares engines or guests in one process, where tests run in several."""
     if not config.pluginmanager.hasplugin("xdist"):
