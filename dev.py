@@ -37,7 +37,7 @@ CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
     # Files side by side: most of the time they wait, for processes, engines and networks.
-    "test": ["python", "-m", "pytest", "--numprocesses", "3", "--dist", "loadgroup"],
+    "test": ["python", "-m", "pytest", "--numprocesses", "3", "--dist", "loadfile"],
     "bench": ["python", "-m", "benchmarks"],
 }
 

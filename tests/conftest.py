@@ -28,16 +28,6 @@ settings.register_profile(
 settings.load_profile("dbuffer")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the plugin looks at the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep what shares engines or guests in one process, where tests run in several."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        group = "nfs" if item.path.parent.name == "nfs" else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture
 def shm_path() -> Iterator[Path]:
     """A directory of the test's own on tmpfs, removed afterwards."""
