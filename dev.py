@@ -36,8 +36,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
-    # Files side by side: most of the time they wait, for processes, engines and networks.
-    "test": ["python", "-m", "pytest", "--numprocesses", "3", "--dist", "loadfile"],
+    "test": ["python", "-m", "pytest"],
     "bench": ["python", "-m", "benchmarks"],
 }
 

@@ -277,8 +277,11 @@ class DoubleBuffer:
 
     def is_unchanged(self, held: HeldBuffer) -> bool:
         """Whether no writer has begun to rewrite the bytes that were held."""
-        if self.mount.is_network and held.manifest.is_final:
-            return True
+        is_never_rewritten = self.mount.is_network and held.manifest.is_final
+        return is_never_rewritten or self.is_still_named(held)
+
+    def is_still_named(self, held: HeldBuffer) -> bool:
+        """Whether the buffer's manifest is the one that was held."""
         manifest = self.manifest(held.buffer)
         return manifest is not None and (
             (manifest.run, manifest.generation) == (held.manifest.run, held.manifest.generation)
@@ -369,6 +372,29 @@ class _Disagreement:
                 f"{root}: {POINTER_FILE} names version {pointer.version} in buffer "
                 f"{pointer.buffer}, but {reason}; publish again to repair the store"
             )
+        time.sleep(_RETRY_S)
+
+
+class LostFiles:
+    """Tells a version whose files went while they were read from one whose files are lacking."""
+
+    def __init__(self, store: DoubleBuffer) -> None:
+        self._store = store
+        self._identity: str | None = None
+        self._since = 0.0
+
+    def note(self, held: HeldBuffer, error: StoreNotFoundError) -> None:
+        """Wait a moment, before the newest version is looked for once more.
+
+        Raises:
+            StoreCorruptError: the manifest names these files, and has for long enough.
+        """
+        logger.warning("version %d went while it was read: %s", held.manifest.version, error)
+        now = time.monotonic()
+        if held.manifest.identity != self._identity:
+            self._identity, self._since = held.manifest.identity, now
+        elif now - self._since > _SETTLE_S and self._store.is_still_named(held):
+            raise StoreCorruptError(f"{error}; publish again to repair the store") from error
         time.sleep(_RETRY_S)
 
 

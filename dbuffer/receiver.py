@@ -17,13 +17,12 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from dbuffer import filesystem
-from dbuffer.buffer import POINTER_FILE, DoubleBuffer, HeldBuffer
+from dbuffer.buffer import POINTER_FILE, DoubleBuffer, HeldBuffer, LostFiles
 from dbuffer.errors import (
     ChecksumError,
     ClosedError,
     OptionError,
     SnapshotEvictedError,
-    StoreCorruptError,
     StoreNotFoundError,
     VersionError,
     VersionTimeoutError,
@@ -109,6 +108,7 @@ class WeightReceiver:
         self._loaded: int | None = None
         self._kept: dict[Path, MappedTensors] = {}
         self._memory: torch.Tensor | None = None
+        self._lost = LostFiles(self._store)
         self._matcher = Matcher()
 
     @property
@@ -387,9 +387,7 @@ class WeightReceiver:
             if must_verify and not self.is_right(held, tensors.layout, checksums):
                 return None
         except StoreNotFoundError as error:
-            if self._store.is_unchanged(held):  # nobody took its files away but by mistake
-                raise StoreCorruptError(f"{error}; publish again to repair the store") from error
-            logger.warning("version %d went while it was read: %s", held.manifest.version, error)
+            self._lost.note(held, error)
             return None
         # It is in memory, and nobody need keep the file for us.
         self.record.write(held_version=None)
@@ -440,7 +438,7 @@ class WeightReceiver:
         try:
             match = self._matcher.match(target, held.read_layout())
         except StoreNotFoundError as error:
-            logger.warning("version %d went while it was read: %s", held.manifest.version, error)
+            self._lost.note(held, error)
             return False
         tensors = self._read(held, self._memory)
         if tensors is None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 
-from dbuffer.buffer import DoubleBuffer, HeldBuffer
+from dbuffer.buffer import DoubleBuffer, HeldBuffer, LostFiles
 from dbuffer.errors import StoreCorruptError, StoreNotFoundError, VersionTimeoutError
 from dbuffer.manifest import BUFFERS
 from dbuffer.snapshot import map_privately, read_whole, wrong_tensors
@@ -55,24 +54,29 @@ def _holds_something(store: DoubleBuffer, buffer: str) -> bool:
 
 def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
     """Check one buffer; ``newest`` is the version it must hold, None for the other buffer."""
-    while True:
-        # Over a network nothing holds the file: a newer version may come, and it may go.
-        with contextlib.suppress(StoreNotFoundError):
-            return _verify_once(store, buffer, newest)
+    lost = LostFiles(store)
+    while (check := _try_to_verify(store, buffer, newest, lost)) is None:
         store.check()
+    return check
 
 
-def _verify_once(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
+def _try_to_verify(
+    store: DoubleBuffer, buffer: str, newest: int | None, lost: LostFiles
+) -> BufferCheck | None:
+    """The same; None if its file went, over a network, because a newer version came."""
     version, has_checksums, problems = newest, False, []
     try:
         held = store.hold_newest(newer_than=None) if newest else store.hold_buffer(buffer)
-    except StoreCorruptError as error:
-        problems = [str(error)]
-    else:
         if held is not None:
             version = held.manifest.version
             has_checksums = held.manifest.checksums_xxh3 is not None
-            problems = _find_damage(held, is_network=store.mount.is_network)
+            try:
+                problems = _find_damage(held, is_network=store.mount.is_network)
+            except StoreNotFoundError as error:
+                lost.note(held, error)
+                return None
+    except StoreCorruptError as error:
+        problems = [str(error)]
     return BufferCheck(
         buffer=buffer,
         version=version,
@@ -93,7 +97,7 @@ def _find_damage(held: HeldBuffer, *, is_network: bool) -> list[str]:
         else:
             checksums = copier.checksums(map_privately(held))
         return wrong_tensors(held, layout, checksums)
-    except (StoreCorruptError, StoreNotFoundError) as error:
+    except StoreCorruptError as error:
         return [str(error)]
     finally:
         copier.close()

@@ -3,9 +3,14 @@
 import pytest
 
 pytest.register_assert_rewrite(
-    "scenarios_lab", "scenarios_mirror", "scenarios_sharded", "scenarios_store"
+    "scenarios_doctor",
+    "scenarios_lab",
+    "scenarios_mirror",
+    "scenarios_sharded",
+    "scenarios_store",
 )
 
+from scenarios_doctor import *  # noqa: E402, F403
 from scenarios_lab import *  # noqa: E402, F403
 from scenarios_mirror import *  # noqa: E402, F403
 from scenarios_sharded import *  # noqa: E402, F403

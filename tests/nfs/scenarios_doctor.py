@@ -1,0 +1,38 @@
+"""`dbuffer doctor` on two hosts that share a mount."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from guest import Guest
+from lab import scenario
+
+from dbuffer import doctor
+
+SEEN_LATE_MS = 1500.0
+"""A directory that is opened first shows a change at once; by its name alone, in seconds."""
+
+
+def examine(connection: Connection, path: Path) -> None:
+    connection.send(doctor.examine(path, timeout_s=60))
+
+
+def be_the_second_host(connection: Connection, path: Path) -> None:
+    connection.send(doctor.wait_for_host(path, timeout_s=60) is not None)
+
+
+@scenario(limit_s=120)
+def test_two_hosts_examine_their_mount(guest: Guest) -> None:
+    with guest.on("r", be_the_second_host) as second, guest.on("w", examine) as first:
+        found: doctor.Examination = first.receive(90)
+        assert second.receive()
+    for finding in found.findings:
+        print(finding)
+    assert found.is_network
+    assert not found.broken
+    [meeting] = found.peers
+    assert meeting.locks_exclude == (guest.version != "3")
+    assert meeting.directory_first.num_unseen == meeting.directory_first.num_wrong_files == 0
+    assert meeting.directory_first.median_ms < SEEN_LATE_MS
+    assert list(guest.path("w").iterdir()) == []
