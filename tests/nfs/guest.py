@@ -35,10 +35,6 @@ _DEVICE = "/dev/mapper/export"
 _CLONE_NEWUTS = 0x04000000
 _ONE_PAGE_CACHE = "1\n"
 
-# The machine has one processor, and importing torch takes it 20 s: children are forked off a
-# process that has done so, not off a server that would do it again.
-support._processes = multiprocessing.get_context("fork")  # type: ignore[assignment]
-
 
 class Guest:
     """The machines of the lab, as one scenario sees them.
@@ -262,6 +258,9 @@ class Running:
         os.dup2(number, 1)
         os.dup2(number, 2)
         faulthandler.enable()
+        # The machine has one processor, and importing torch takes it 20 s: children are forked off a
+        # process that has done so, not off a server that would do it again.
+        support._processes = multiprocessing.get_context("fork")  # type: ignore[assignment]
         outcome, detail = "passed", ""
         try:
             module = importlib.import_module(self.described["module"])
