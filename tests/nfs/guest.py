@@ -258,8 +258,8 @@ class Running:
         os.dup2(number, 1)
         os.dup2(number, 2)
         faulthandler.enable()
-        # The machine has one processor, and importing torch takes it 20 s: children are forked off a
-        # process that has done so, not off a server that would do it again.
+        # The machine has one processor, and importing torch takes it 20 s: children are forked off
+        # a process that has done so, not off a server that would do it again.
         support._processes = multiprocessing.get_context("fork")  # type: ignore[assignment]
         outcome, detail = "passed", ""
         try:
