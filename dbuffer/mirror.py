@@ -38,14 +38,14 @@ from dbuffer.errors import (
     VersionTimeoutError,
 )
 from dbuffer.filesystem import Descriptor, os_errors
-from dbuffer.layout import Layout, digest
+from dbuffer.layout import Layout
 from dbuffer.manifest import BUFFERS, host_in_id
 from dbuffer.output import Footer, KeptMappings
 from dbuffer.parts import copy_parts, read_parts
 from dbuffer.receiver import WeightReceiver
 from dbuffer.relay import AcknowledgementRelay
 from dbuffer.spans import copy_tensors, read_tensors
-from dbuffer.tensors import Copier, pack_checksums
+from dbuffer.tensors import Copier
 from dbuffer.writer import BufferWriter, Claim, process_may_live, writer_lock
 
 logger = logging.getLogger(__name__)
@@ -534,22 +534,11 @@ class Mirror:
         checksums: list[int],
         writer: BufferWriter,
     ) -> None:
-        layout, table_xxh3 = footer.layout, None
-        if checksums:
-            table = pack_checksums(checksums)
-            with os_errors("write the checksums", claim.path):
-                filesystem.write_at(claim.file.number, layout.checksums_offset, table)
-            table_xxh3 = digest(table)
+        manifest = held.manifest
         complete = dataclasses.replace(
-            held.manifest,
-            file=claim.path.name,
-            file_bytes=footer.file_bytes,
-            layout_offset=layout.layout_offset,
-            layout_bytes=len(footer.encoded),
-            layout_xxh3=footer.layout_xxh3,
-            checksums_offset=layout.checksums_offset,
-            checksums_xxh3=table_xxh3,
-            origin=held.manifest.identity,
+            footer.seal(claim, checksums or None, manifest.metadata),
+            published_at=manifest.published_at,
+            origin=manifest.identity,
         )
         writer.commit(claim, complete)
 

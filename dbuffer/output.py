@@ -12,7 +12,7 @@ from typing import Any
 from dbuffer import filesystem
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.filesystem import Descriptor
-from dbuffer.layout import Layout, digest
+from dbuffer.layout import Layout, TensorSpec, digest
 from dbuffer.manifest import MAX_RECORD_BYTES, Manifest
 from dbuffer.tensors import MappedTensors, pack_checksums
 from dbuffer.writer import Claim
@@ -42,6 +42,15 @@ class Footer:
         # Data in parts is nothing that tensordict can find: without an end it refuses the file.
         tail = b"" if layout.is_in_parts else layout.encode_for_tensordict()
         return cls(layout, encoded, tail, digest(encoded))
+
+    @classmethod
+    def like(
+        cls, last: Footer | None, specs: tuple[TensorSpec, ...], aliases: dict[str, str]
+    ) -> Footer:
+        """That of such tensors; the ``last`` one, where nothing changed."""
+        if last is not None and (last.layout.specs, last.layout.aliases) == (specs, aliases):
+            return last
+        return cls.of(Layout.of(specs, aliases))
 
     @property
     def file_bytes(self) -> int:

@@ -231,13 +231,8 @@ class WeightSender:
 
     def _footer_of(self, source: Source) -> Footer:
         """The footer of a source's file; that of the last publish, where nothing changed."""
-        last = self._footer
-        if last is None or (last.layout.specs, last.layout.aliases) != (
-            source.specs,
-            source.aliases,
-        ):
-            self._footer = last = Footer.of(Layout.of(source.specs, source.aliases))
-        return last
+        self._footer = Footer.like(self._footer, source.specs, source.aliases)
+        return self._footer
 
     def _copy(
         self, claim: Claim, footer: Footer, source: Source, progress: Progress | None

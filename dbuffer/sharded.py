@@ -300,13 +300,8 @@ class ShardedWeightSender:
         raise InvalidWeightsError("the ranks describe different weights")
 
     def _footer_of(self, source: Source) -> Footer:
-        last = self._footer
-        if last is None or (last.layout.specs, last.layout.aliases) != (
-            source.specs,
-            source.aliases,
-        ):
-            self._footer = last = Footer.of(Layout.of(source.specs, source.aliases))
-        return last
+        self._footer = Footer.like(self._footer, source.specs, source.aliases)
+        return self._footer
 
     def _write_held(self, claimed: Claimed, source: Source, footer: Footer) -> None:
         """Write what this rank is to write of what it holds."""

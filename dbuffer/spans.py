@@ -49,27 +49,14 @@ def read_tensors(
         StoreNotFoundError: it was removed meanwhile.
         StoreAccessError: it cannot be read.
     """
+
+    def read(span: Span, own: int) -> memoryview:
+        wanted = memory.raw[span.start : span.end]
+        _read_span(own, span, wanted, path)
+        return wanted
+
     layout = memory.layout
-    digests = [0] * len(layout.blocks)
-
-    def work(first: int, end: int) -> None:
-        # Of its own: threads that share an open file spoil each other's read-ahead.
-        own = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            for span in layout.spans[first:end]:
-                wanted = memory.raw[span.start : span.end]
-                if filesystem.read_into(own, span.start, wanted) < wanted.nbytes:
-                    raise StoreCorruptError(f"{path} is shorter than what was published")
-                if hashed:
-                    _hash_span(layout, span, wanted, digests)
-                if on_bytes is not None:
-                    on_bytes(wanted.nbytes)
-        finally:
-            os.close(own)
-
-    with filesystem.os_errors("read the weights", path):
-        copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
-    return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
+    return _for_each_span(file, path, layout, copier, read, hashed=hashed, on_bytes=on_bytes)
 
 
 def write_tensors(
@@ -114,16 +101,35 @@ def copy_tensors(
     on_bytes: OnBytes | None = None,
 ) -> list[int]:
     """Copy all tensors from one open file, at ``path``, to another; as :func:`read_tensors`."""
+
+    def copy(span: Span, own: int) -> memoryview:
+        data = memoryview(bytearray(span.end - span.start))
+        _read_span(own, span, data, path)
+        filesystem.write_at(destination, span.start, data)
+        return data
+
+    return _for_each_span(source, path, layout, copier, copy, hashed=hashed, on_bytes=on_bytes)
+
+
+def _for_each_span(
+    file: int,
+    path: Path,
+    layout: Layout,
+    copier: Copier,
+    move: Callable[[Span, int], memoryview],
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None,
+) -> list[int]:
+    """Let the copier's threads ``move`` all spans out of an open file; the checksums."""
     digests = [0] * len(layout.blocks)
 
     def work(first: int, end: int) -> None:
-        own = os.open(f"/proc/self/fd/{source}", os.O_RDONLY | os.O_CLOEXEC)
+        # Of its own: threads that share an open file spoil each other's read-ahead.
+        own = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             for span in layout.spans[first:end]:
-                data = memoryview(bytearray(span.end - span.start))
-                if filesystem.read_into(own, span.start, data) < data.nbytes:
-                    raise StoreCorruptError(f"{path} is shorter than what was published")
-                filesystem.write_at(destination, span.start, data)
+                data = move(span, own)
                 if hashed:
                     _hash_span(layout, span, data, digests)
                 if on_bytes is not None:
@@ -131,9 +137,14 @@ def copy_tensors(
         finally:
             os.close(own)
 
-    with filesystem.os_errors("copy the weights", path):
+    with filesystem.os_errors("read the weights", path):
         copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
     return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
+
+
+def _read_span(file: int, span: Span, memory: memoryview, path: Path) -> None:
+    if filesystem.read_into(file, span.start, memory) < memory.nbytes:
+        raise StoreCorruptError(f"{path} is shorter than what was published")
 
 
 def _hash_span(layout: Layout, span: Span, data: memoryview, digests: list[int]) -> None:
