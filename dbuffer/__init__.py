@@ -31,6 +31,7 @@ from dbuffer.errors import (
     WriterSupersededError,
 )
 from dbuffer.mirror import Mirror
+from dbuffer.names import Exact, NameMap, Pattern, Prefix
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import Publication, WeightSender
 from dbuffer.sharded import ShardedWeightSender
@@ -48,9 +49,13 @@ __all__ = [
     "EngineUnreachableError",
     "EngineUnsupportedError",
     "EngineUpdateError",
+    "Exact",
     "InvalidWeightsError",
     "Mirror",
+    "NameMap",
     "OptionError",
+    "Pattern",
+    "Prefix",
     "Publication",
     "RankFailedError",
     "ReceiverFailedError",

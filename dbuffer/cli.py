@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,8 +30,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
-from dbuffer import Mirror, WeightReceiver, WeightSender, __version__
+from dbuffer import Mirror, NameMap, WeightReceiver, WeightSender, __version__
 from dbuffer.buffer import DoubleBuffer
+from dbuffer.checkpoint import read_checkpoint
+from dbuffer.comparison import Comparison, compare
 from dbuffer.doctor import examine, wait_for_host
 from dbuffer.errors import (
     DBufferError,
@@ -38,9 +41,17 @@ from dbuffer.errors import (
     OptionError,
     VersionTimeoutError,
 )
+from dbuffer.layout import Layout
 from dbuffer.mirror import Copied
-from dbuffer.render import describe_check, doctor_table, format_bytes, status_tables
+from dbuffer.render import (
+    comparison_table,
+    describe_check,
+    doctor_table,
+    format_bytes,
+    status_tables,
+)
 from dbuffer.snapshot import Snapshot
+from dbuffer.sources import spec_of
 from dbuffer.status import read_status
 from dbuffer.tensors import DTYPES
 from dbuffer.verification import verify_store
@@ -76,6 +87,9 @@ SharedOption = Annotated[
         "--allow-shared-store",
         help="Accept a directory that belongs to someone else, or that others can write to.",
     ),
+]
+NamesOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Rename tensors by the rules in this JSON file.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")]
 
@@ -148,6 +162,7 @@ def publish(
     durable: Annotated[
         bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
     ] = False,
+    names: NamesOption = None,
     as_json: JsonOption = False,
     allow_shared_store: SharedOption = False,
 ) -> None:
@@ -157,6 +172,7 @@ def publish(
         checksum=checksum,
         durable=durable,
         dtype=_parse_dtype(dtype),
+        rename=None if names is None else NameMap.read(names),
         allow_shared_store=allow_shared_store,
     )
     with sender, _progress(hidden=as_json) as progress:
@@ -369,7 +385,18 @@ def verify(
 
 @app.command()
 def ls(
-    store: StoreArgument, as_json: JsonOption = False, allow_shared_store: SharedOption = False
+    store: StoreArgument,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL_DIR",
+            help="Compare with the tensors of this HuggingFace checkpoint instead: what matches, "
+            "what is missing, what is left over. Exit code 1 if it does not fit.",
+        ),
+    ] = None,
+    names: NamesOption = None,
+    as_json: JsonOption = False,
+    allow_shared_store: SharedOption = False,
 ) -> None:
     """List the newest version's tensors: name, dtype, shape, bytes."""
     held = DoubleBuffer(store, allow_shared_store=allow_shared_store).hold_newest(newer_than=None)
@@ -379,6 +406,11 @@ def ls(
         version, layout = held.manifest.version, held.read_layout()
     finally:
         held.release()
+    if against is not None:
+        _compare(version, layout, against, names, as_json=as_json)
+        return
+    if names is not None:
+        raise typer.BadParameter("only together with --against", param_hint="--names")
     if as_json:
         tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
         _print_json({"version": version, "tensors": tensors, "aliases": layout.aliases})
@@ -390,6 +422,32 @@ def ls(
     for alias, name in layout.aliases.items():
         table.add_row(alias, "", f"tied to {name}", "")
     console.print(table)
+
+
+def _compare(
+    version: int, layout: Layout, model: Path, names: Path | None, *, as_json: bool
+) -> None:
+    needed = starmap(spec_of, zip(*read_checkpoint(model), strict=True))
+    comparison = compare(layout, needed, None if names is None else NameMap.read(names))
+    if as_json:
+        _print_json({"version": version, "fits": comparison.fits, **_json_of(comparison)})
+    else:
+        console.print(comparison_table(comparison, f"version {version} against {model}"))
+    if not comparison.fits:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _json_of(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "matching": [spec.name for spec in comparison.matching],
+        "missing": [spec._asdict() for spec in comparison.missing],
+        "left_over": [spec._asdict() for spec in comparison.left_over],
+        "differing": [
+            {"published": published._asdict(), "needed": needed._asdict()}
+            for published, needed in comparison.differing
+        ],
+        "unused_rules": [dataclasses.asdict(rule) for rule in comparison.unused_rules],
+    }
 
 
 @app.command()

@@ -6,7 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dbuffer.comparison import Comparison
 from dbuffer.doctor import GUARANTEES, Examination
+from dbuffer.layout import TensorSpec
 from dbuffer.status import BufferStatus, ReceiverStatus, StoreStatus
 from dbuffer.verification import BufferCheck
 
@@ -83,6 +85,27 @@ def doctor_table(examination: Examination) -> RenderableType:
         if (number := finding.guarantee) is not None
     ]
     return Group(Text(f"{title}, on {examination.host}"), table, *problems)
+
+
+def comparison_table(comparison: Comparison, title: str) -> RenderableType:
+    """What matches by count, and what does not by name."""
+    table = Table("", "tensor", "published", "needed", title=title)
+    for spec, needed in comparison.differing:
+        table.add_row("differs", *map(Text, (spec.name, _kind(spec), _kind(needed))))
+    for spec in comparison.missing:
+        table.add_row("missing", *map(Text, (spec.name, "", _kind(spec))))
+    for spec in comparison.left_over:
+        table.add_row("left over", *map(Text, (spec.name, _kind(spec), "")))
+    unused = [Text(f"no name fits the rule {rule}") for rule in comparison.unused_rules]
+    summary = (
+        f"{len(comparison.matching)} match, {len(comparison.differing)} differ in shape, "
+        f"{len(comparison.missing)} missing, {len(comparison.left_over)} left over"
+    )
+    return Group(*([] if comparison.fits else [table]), *unused, Text(summary))
+
+
+def _kind(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
 
 
 _VERDICTS = {

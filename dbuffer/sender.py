@@ -21,8 +21,9 @@ from dbuffer.errors import (
     OptionError,
 )
 from dbuffer.layout import BLOCK_BYTES, Layout, TensorSpec, align, digest
+from dbuffer.names import Rename
 from dbuffer.output import Footer, KeptMappings, checked_metadata
-from dbuffer.sources import Describer, Rename, Source, Weights
+from dbuffer.sources import Describer, Source, Weights
 from dbuffer.tensors import (
     DTYPES,
     Copier,
@@ -59,7 +60,7 @@ class WeightSender:
             outlives a power cut. Always so on network mounts, where other hosts see nothing else.
         checksum: write a checksum of every tensor. ``"auto"``: on network mounts only.
         dtype: publish floating-point tensors in this dtype, cast while copying.
-        rename: a mapping of names, or a function from name to name.
+        rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         num_threads: threads that copy. Default: the machine's cores, at most 8.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
             before they are evicted. On network mounts nobody waits; there it is how long an old

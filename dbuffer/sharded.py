@@ -27,12 +27,13 @@ from dbuffer.checkpoint import LazyTensor
 from dbuffer.errors import ClosedError, InvalidWeightsError, OptionError, StoreAccessError
 from dbuffer.filesystem import Mount
 from dbuffer.layout import ITEM_BYTES, Layout, digest
+from dbuffer.names import Rename
 from dbuffer.output import Footer, checked_metadata
 from dbuffer.parts import check_parts
 from dbuffer.rank_output import Claimed, OwnFile, RankOutput, SharedFile
 from dbuffer.sender import Publication
 from dbuffer.shards import Boxes, Plan
-from dbuffer.sources import Describer, Rename, Source, Weights, is_stream
+from dbuffer.sources import Describer, Source, Weights, is_stream
 from dbuffer.tensors import (
     MAX_DEFAULT_THREADS,
     Copier,
@@ -67,7 +68,7 @@ class ShardedWeightSender:
         durable: as for :class:`WeightSender`.
         checksum: as for :class:`WeightSender`.
         dtype: publish floating-point tensors in this dtype, cast while copying.
-        rename: a mapping of names, or a function from name to name.
+        rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         num_threads: threads of each rank that copy. Default: its share of the machine's cores, at
             most 8.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,

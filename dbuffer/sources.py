@@ -11,7 +11,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
@@ -23,6 +23,7 @@ from torch import nn
 from dbuffer.checkpoint import LazyTensor, read_checkpoint
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.layout import TensorSpec
+from dbuffer.names import Rename, renamed
 from dbuffer.tensors import DTYPE_NAMES, can_cast_to
 
 WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -44,7 +45,6 @@ Weights: TypeAlias = (
     | str
     | os.PathLike[str]
 )
-Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Describer:
             name = without_wrappers(name)
             if prefix is None:
                 prefix = name.removesuffix(clean_names([name])[0])
-            name = _renamed(name.removeprefix(prefix), self.rename)
+            name = renamed(name.removeprefix(prefix), self.rename)
             _check_name(name)
             if name in seen:
                 raise InvalidWeightsError(f"the name {name!r} comes twice")
@@ -171,7 +171,7 @@ class Describer:
             yield spec_of(name, checked, self.dtype), fetch(checked)
 
     def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
-        names = [_renamed(name, self.rename) for name in clean_names(names)]
+        names = [renamed(name, self.rename) for name in clean_names(names)]
         _check_names(names)
         names, tensors, aliases = _without_ties(names, tensors)
         if not names:
@@ -334,15 +334,6 @@ def _is_whole(tensor: Any) -> bool:
 def without_wrappers(name: str) -> str:
     """A tensor's name without what wrappers put into its middle."""
     return _wrapper_parts.sub("", name)
-
-
-def _renamed(name: str, rename: Rename | None) -> str:
-    if rename is None:
-        return name
-    new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
-    if not isinstance(new, str):
-        raise InvalidWeightsError(f"rename made {new!r:.80} of {name!r}, which is not a name")
-    return new
 
 
 def _without_ties(

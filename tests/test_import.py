@@ -31,7 +31,17 @@ OPTIONAL_PACKAGES = (
 MAX_IMPORT_S = 0.3
 
 LAYERS = (
-    *("errors", "manifest", "layout", "filesystem", "buffer", "retirement", "writer"),
+    *(
+        "errors",
+        "names",
+        "manifest",
+        "layout",
+        "comparison",
+        "filesystem",
+        "buffer",
+        "retirement",
+        "writer",
+    ),
     *(
         "acknowledgements",
         "tensors",

@@ -11,9 +11,9 @@ import torch
 
 from dbuffer.errors import OptionError
 from dbuffer.mirror import Mirror, start_mirror
+from dbuffer.names import Rename
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import WeightSender
-from dbuffer.sources import Rename
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
