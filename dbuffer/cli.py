@@ -244,6 +244,13 @@ def follow(
             "or 'abort'."
         ),
     ] = "keep",
+    partial: Annotated[
+        bool,
+        typer.Option(
+            "--partial",
+            help="Versions may hold a part of the vLLM server's model; the rest stays as it is.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     allow_shared_store: SharedOption = False,
 ) -> None:
@@ -262,11 +269,14 @@ def follow(
             engine_id=receiver_id,
             verify=verify_checksums or "auto",
             allow_shared_store=allow_shared_store,
+            partial=partial,
         )
         _follow_with_vllm(
             vllm, options, api_key, pause, count=count, timeout_s=timeout_s, as_json=as_json
         )
         return
+    if partial:
+        raise typer.BadParameter("goes with --vllm", param_hint="--partial")
     receiver = WeightReceiver(
         store,
         receiver_id=receiver_id,

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
@@ -33,11 +33,16 @@ from dbuffer.integrations.vllm.options import (
     default_engine_id,
 )
 from dbuffer.integrations.vllm.ranks import Ranks
+from dbuffer.layout import Layout
 from dbuffer.mirror import Mirror
 from dbuffer.records import RecordFile
+from dbuffer.snapshot import Snapshot
 from dbuffer.stager import Staged, Stager
+from dbuffer.targets import Brought, refuse_adapter
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
@@ -60,6 +65,8 @@ class Serving(NamedTuple):
     """Out of the store; None: what the engine was started with."""
     broken: str | None = None
     """Why it refuses to serve."""
+    brought: Brought | None = None
+    """What versions have brought, of whichever store."""
 
 
 class RankReceiver:
@@ -76,6 +83,8 @@ class RankReceiver:
         self._model = serving.model
         self._applied = serving.version
         self._broken = serving.broken
+        self._brought = serving.brought or Brought()
+        self._fits = ShapeCheck(vllm_config, partial=options.partial)
         self.engine_id = _engine_id(vllm_config, options)
         on_device = device.type != "cpu"
         # Before anything is read: it puts away what an earlier run may have left there.
@@ -84,7 +93,7 @@ class RankReceiver:
             options.read_store,
             receiver_id=f"{self.engine_id}.rank-{self.ranks.rank}",
             part_of=self.engine_id,
-            check=ShapeCheck(vllm_config),
+            check=self._check,
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
             pin_memory=on_device and options.staging != "map",
             poll_interval_s=options.poll_interval_s,
@@ -107,7 +116,8 @@ class RankReceiver:
             record = view.receiver(self.engine_id)
             says = None if record is None else record.applied_version
         is_same = self.ranks.gather(says)[0] == self._applied and store == self._options.store
-        return Serving(self._model, self._applied if is_same else None, self._broken)
+        applied = self._applied if is_same else None
+        return Serving(self._model, applied, self._broken, self._brought)
 
     def catch_up(self) -> None:
         """Switch to the newest version, if there is one; for an engine that is just starting.
@@ -147,6 +157,33 @@ class RankReceiver:
         self._stager.close()
         if self._mirror is not None:
             self._mirror.close()
+
+    def _check(self, snapshot: Snapshot) -> None:
+        """Refuse a version that cannot be loaded; in the stager's thread, while the engine serves.
+
+        Raises:
+            WeightsMismatchError: it does not fit, or would leave a mix.
+        """
+        refuse_adapter(snapshot.metadata)
+        layout = snapshot.layout
+        if self._options.partial:
+            self._brought.require_all(layout.all_names, snapshot.version)
+        offered = self._under_all_names({spec.name: spec for spec in layout.specs}, layout)
+        self._fits([spec._replace(name=name) for name, spec in offered])
+
+    def _under_all_names(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
+        """What a version holds, as it is offered to the model.
+
+        A model takes a tied tensor under one of its names and skips the other; which, is its own
+        business. That it skipped what came shows where all must come, and not where less will do.
+        """
+        yield from stored.items()
+        if self._options.partial:
+            yield from ((alias, stored[name]) for alias, name in layout.aliases.items())
+
+    def _load(self, staged: Staged) -> None:
+        self._brought.note(staged.layout.all_names, staged.version)
+        self._model.load(self._under_all_names(staged.tensors, staged.layout))
 
     def _problem_of_mirror(self, mirror: Mirror) -> str | None:
         try:
@@ -208,7 +245,7 @@ class RankReceiver:
     def _commit(self, staged: Staged) -> None:
         started = time.monotonic()
         try:
-            failures = self._on_all_ranks(lambda: self._model.load(staged.tensors))
+            failures = self._on_all_ranks(lambda: self._load(staged))
         except BaseException as error:  # Ctrl-C, or ranks that cannot be reached: nobody knows
             self._refuse(f"loading version {staged.version} was interrupted by {error!r}")
             raise
@@ -251,11 +288,12 @@ class RankReceiver:
 
     def _load_again(self, version: int | None) -> None:
         self._stager.give_back()
-        if version is None:
+        if version is None or self._options.partial:
+            # A partial version does not say what was under what a later one brought in addition.
             self._model.load_checkpoint()
-        else:
-            staged = self._stager.take(version, timeout_s=self._options.timeout_s)
-            self._model.load(staged.tensors)
+            self._brought.forget()
+        if version is not None:
+            self._load(self._stager.take(version, timeout_s=self._options.timeout_s))
 
     def _is_whole_again(self) -> None:
         self._broken = None
