@@ -162,10 +162,17 @@ def answers(engine: vllm.LLM, task: Task, num_samples: int, temperature: float) 
     ]
 
 
+def shared_checkpoint(model: nn.Module, directory: Path) -> Path:
+    """Save a model once for all ranks; where."""
+    paths = [save_checkpoint(model, directory)]  # transformers does it on rank 0 only
+    distributed.broadcast_object_list(paths)
+    return paths[0]
+
+
 def run(directory: Path, *, zero3: bool, broken_sync: bool) -> bool:
-    """Train, print how it goes, and return whether this rank's engine came along."""
+    """Train, print how it goes, and return whether all engines came along."""
     rank, task, model = distributed.get_rank(), Task(0), make_model(0)
-    engine = make_engine(save_checkpoint(model, directory / "initial"))
+    engine = make_engine(shared_checkpoint(model, directory / "initial"))
     actor = Actor(model, zero3=zero3)
     strategy = SimpleNamespace(
         engine_type="vllm", args=SimpleNamespace(fsdp=not zero3, zero_stage=3, bf16=True)
@@ -182,12 +189,13 @@ def run(directory: Path, *, zero3: bool, broken_sync: bool) -> bool:
         print(f"rank {rank}, step {step}: reward {rewards.mean():.3f}, version {manager.version}")
     tokens = answers(engine, task, 1, temperature=0.0)
     manager.close()
-    fresh = make_engine(save_checkpoint(actor.whole_model(), directory / "final"))
+    fresh = make_engine(shared_checkpoint(actor.whole_model(), directory / "final"))
     is_equal = tokens == answers(fresh, task, 1, temperature=0.0)
-    print(
-        f"rank {rank}: its engine's answers and a fresh one's {'are equal' * is_equal or 'differ'}"
-    )
-    return is_equal
+    outcome = "are equal" if is_equal else "differ"
+    print(f"rank {rank}: the answers of its engine and of a fresh one {outcome}")
+    everywhere = [False] * NUM_RANKS
+    distributed.all_gather_object(everywhere, is_equal)
+    return all(everywhere)
 
 
 def main() -> int:
@@ -203,7 +211,10 @@ def main() -> int:
     distributed.init_process_group("gloo")
     with tempfile.TemporaryDirectory(prefix="dbuffer-lightrft-") as directory:
         is_equal = run(Path(directory), zero3=arguments.zero3, broken_sync=arguments.broken_sync)
-    print(f"{'success' if is_equal else 'failed'} in {time.monotonic() - started:.0f} s")
+    # torchrun ends all ranks when the first fails: by then, all have said what they saw.
+    print(
+        f"{'success' if is_equal else 'failed'} in {time.monotonic() - started:.0f} s", flush=True
+    )
     return 0 if is_equal else 1
 
 
