@@ -94,6 +94,10 @@ class RankFailedError(DBufferError, RuntimeError):
     """A rank of a sharded trainer failed or was lost, so that none of them could go on."""
 
 
+class TrainerUnsupportedError(DBufferError, NotImplementedError):
+    """A trainer shards its weights in a way that is not known here. Nothing was published."""
+
+
 class ClosedError(DBufferError, ValueError):
     """A sender or receiver was used after it was closed, or in a forked child."""
 

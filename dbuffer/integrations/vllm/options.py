@@ -34,6 +34,14 @@ FOLLOWER_KEYS = ("pause",)
 PAUSE_MODES = ("keep", "wait", "abort")
 
 
+def is_launched(parallel_config: Any) -> bool:
+    """Whether each rank of an engine is an ``LLM`` of its own, in a process that torchrun started.
+
+    All of them then make the same calls, and none of them can reach another's worker.
+    """
+    return bool(parallel_config.distributed_executor_backend == "external_launcher")
+
+
 def default_engine_id(instance_id: str) -> str:
     """An engine's name among a store's receivers, from what vLLM calls the engine itself."""
     return f"vllm-{host_in_id()}-{instance_id}"

@@ -31,6 +31,7 @@ from dbuffer.integrations.vllm.options import (
     EngineOptions,
     UpdateRequest,
     default_engine_id,
+    is_launched,
 )
 from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.layout import Layout
@@ -48,10 +49,12 @@ _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
 
 
-def _engine_id(vllm_config: Any, options: EngineOptions) -> str:
+def _engine_id(vllm_config: Any, options: EngineOptions, ranks: Ranks) -> str:
     """The engine's name among the store's receivers; the same on all of its ranks."""
     name = options.engine_id or default_engine_id(vllm_config.instance_id)
     parallel = vllm_config.parallel_config
+    if is_launched(parallel):  # each process has made up an instance id
+        return ranks.gather(name)[0]
     if parallel.data_parallel_size > 1:
         name += f".dp-{parallel.data_parallel_rank}"
     return name
@@ -76,7 +79,12 @@ class RankReceiver:
     """
 
     def __init__(
-        self, vllm_config: Any, device: Any, options: EngineOptions, serving: Serving
+        self,
+        vllm_config: Any,
+        device: Any,
+        options: EngineOptions,
+        serving: Serving,
+        engine_id: str,
     ) -> None:
         self.ranks = Ranks(vllm_config)
         self._options = options
@@ -85,7 +93,7 @@ class RankReceiver:
         self._broken = serving.broken
         self._brought = serving.brought or Brought()
         self._fits = ShapeCheck(vllm_config, partial=options.partial)
-        self.engine_id = _engine_id(vllm_config, options)
+        self.engine_id = engine_id
         on_device = device.type != "cpu"
         # Before anything is read: it puts away what an earlier run may have left there.
         self._mirror = options.start_mirror()
@@ -347,17 +355,19 @@ def start_on_all_ranks(
         EngineUnsupportedError: some rank cannot.
     """
     receiver, problem = None, None
+    ranks = Ranks(vllm_config)
+    engine_id = _engine_id(vllm_config, options, ranks)
     if before is None:
         serving = Serving(EngineModel(vllm_config, model, device))
     else:
         serving = before.serving(options.store)
         before.close()
     try:
-        receiver = RankReceiver(vllm_config, device, options, serving)
+        receiver = RankReceiver(vllm_config, device, options, serving, engine_id)
     except Exception as error:
         logger.warning("cannot follow %s", options.store, exc_info=True)
         problem = f"{type(error).__name__}: {error}"
-    problems = Ranks(vllm_config).gather(problem)
+    problems = ranks.gather(problem)
     if receiver is not None and not any(problems):
         return receiver
     if receiver is not None:

@@ -1,0 +1,269 @@
+"""LightRFT's BroadcastManager: real trainers of two ranks, and a real vLLM engine of two ranks.
+
+One program, started by torchrun, does everything, with the engine in the trainer's processes as
+LightRFT has it; the tests judge what it saw.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightrft_parts import TRAINERS, Trainer, expected_dtype
+from support import SHARED_MEMORY
+from torch import distributed
+from vllm_engines import NEEDS_VLLM, engine_arguments, environment, greedy, observe
+
+import dbuffer
+from dbuffer.integrations.lightrft import BroadcastManager
+
+TIMEOUT_S = 280
+RANKS = (0, 1)
+AFTER_TENSORS = 3
+"""A rank fails here: q of a layer's fused q, k and v has gone in, and k and v have not."""
+LOAD_ERROR = "the disk of this rank is on fire"
+WRITE_ERROR = "it went up in smoke"
+FAILURES = ["write on rank 1", "load on rank 0", "load on rank 1", "asleep"]
+
+pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    env = environment(processes=False, tp=2, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    return observe(__file__, tmp_path_factory.mktemp("lightrft"), timeout_s=TIMEOUT_S, env=env)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_engine_answers_as_a_fresh_one_with_the_trainers_weights(
+    observed: Any, trainer: str
+) -> None:
+    for seen in observed["trainers"][trainer]:
+        assert seen["before"] != seen["fresh"], "the rest would hold with no weights moved at all"
+        assert seen["after"] == seen["fresh"]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_weights_are_published_in_the_dtype_of_lightrft(observed: Any, trainer: str) -> None:
+    for seen in observed["trainers"][trainer]:
+        assert seen["dtypes"] == [str(expected_dtype(trainer))]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_store_is_one_directory_in_shared_memory_and_goes(observed: Any, trainer: str) -> None:
+    first, second = observed["trainers"][trainer]
+    assert first["store"] == second["store"]
+    assert Path(first["store"]).is_relative_to(SHARED_MEMORY)
+    assert not Path(first["store"]).parent.exists()
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_engine_serves_on_unchanged_after_a_failure(observed: Any, failure: str) -> None:
+    for seen in observed["failures"][failure]:
+        assert seen["after"] == seen["before"]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_next_broadcast_succeeds(observed: Any, failure: str) -> None:
+    for seen in observed["failures"][failure]:
+        assert seen["next"] == seen["fresh"]
+        assert seen["next"] != seen["before"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    zip(FAILURES, ["RankFailed", "EngineUpdate", "EngineUpdate", "EngineBusy"], strict=True),
+)
+def test_failure_raises_on_all_ranks(observed: Any, failure: str, kind: str) -> None:
+    for seen in observed["failures"][failure]:
+        assert seen["error"].startswith(f"{kind}Error: ")
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_error_names_the_rank_whose_load_failed(observed: Any, rank: int) -> None:
+    for seen in observed["failures"][f"load on rank {rank}"]:
+        assert f"rank {rank}: RuntimeError: {LOAD_ERROR}" in seen["error"]
+        assert f"rank {1 - rank}: " not in seen["error"]
+
+
+def test_error_says_that_the_engine_sleeps(observed: Any) -> None:
+    assert "wake it up first" in observed["failures"]["asleep"][0]["error"]
+
+
+# From here on, the program that runs in the ranks.
+
+
+class Program:
+    """One rank: its part of the engine, and of one trainer after another."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.rank = distributed.get_rank()
+        self._engines: list[Any] = []
+        self.llm = self.start_engine(self.save(make_model(0).state_dict(), "initial"))
+
+    def save(self, weights: dict[str, torch.Tensor], name: str) -> Path:
+        """Save a checkpoint, once for all ranks."""
+        path = self.directory / name
+        if self.rank == 0:
+            model = make_model(0)
+            dtype = next(iter(weights.values())).dtype
+            model.to(dtype).load_state_dict(weights)
+            model.save_pretrained(path)
+        distributed.barrier()
+        return path
+
+    def start_engine(self, checkpoint: Path) -> Any:
+        import vllm
+
+        launched = {"distributed_executor_backend": "external_launcher", "seed": 0}
+        llm = vllm.LLM(**engine_arguments(checkpoint, tp=2, how="none"), **launched)
+        self._engines.append(llm)  # the first that goes takes torch.distributed with it
+        return llm
+
+    def fresh(self, trainer: Trainer, name: str) -> list[list[int]]:
+        """What a new engine answers, on the weights that the trainer has now."""
+        return greedy(self.start_engine(self.save(trainer.whole_weights(), name)))
+
+    def observe_trainer(self, kind: str, seed: int) -> dict[str, Any]:
+        trainer = Trainer(kind, make_model(seed))
+        trainer.step()
+        seen: dict[str, Any] = {"before": greedy(self.llm)}
+        with BroadcastManager(trainer.actor, trainer.strategy, self.llm) as manager:
+            manager.broadcast_to_engine()
+            seen["after"] = greedy(self.llm)
+            seen["store"] = str(manager.store)
+            seen["dtypes"] = dtypes_in(manager.store)
+            distributed.barrier()
+        distributed.barrier()
+        return seen | {"fresh": self.fresh(trainer, f"after {kind}")}
+
+    def observe_failures(self) -> dict[str, Any]:
+        trainer = Trainer("fsdp2", make_model(99))
+        seen = {}
+        with BroadcastManager(trainer.actor, trainer.strategy, self.llm) as manager:
+            manager.broadcast_to_engine()
+            for failure in FAILURES:
+                trainer.step()
+                seen[failure] = self.observe_failure(manager, failure)
+                seen[failure]["fresh"] = self.fresh(trainer, failure)
+            distributed.barrier()
+        return seen
+
+    def observe_failure(self, manager: BroadcastManager, failure: str) -> dict[str, Any]:
+        seen: dict[str, Any] = {"before": greedy(self.llm)}
+        with self.fault(failure):
+            seen["error"] = error_of(manager.broadcast_to_engine)
+        seen["after"] = greedy(self.llm)
+        manager.broadcast_to_engine()
+        return seen | {"next": greedy(self.llm)}
+
+    @contextmanager
+    def fault(self, failure: str) -> Iterator[None]:
+        """Let a broadcast fail, in this rank or in both."""
+        what, _, rank = failure.partition(" on rank ")
+        if what == "asleep":
+            self.llm.sleep()
+            yield
+            self.llm.wake_up()
+        elif int(rank) != self.rank:
+            yield
+        elif what == "load":
+            with failing_load(self.llm):
+                yield
+        else:
+            with failing_write():
+                yield
+
+
+@contextmanager
+def failing_write() -> Iterator[None]:
+    write = dbuffer.rank_output.SharedFile.write
+
+    def fail(*_: Any) -> None:
+        raise OSError(WRITE_ERROR)
+
+    dbuffer.rank_output.SharedFile.write = fail
+    yield
+    dbuffer.rank_output.SharedFile.write = write
+
+
+@contextmanager
+def failing_load(llm: Any) -> Iterator[None]:
+    """The next load fails in this rank, when half of a layer has gone in."""
+    from faulty_worker import watch_loads
+
+    left = 1
+
+    def fail(handed_over: int) -> None:
+        nonlocal left
+        if left and handed_over == AFTER_TENSORS:
+            left -= 1
+            raise RuntimeError(LOAD_ERROR)
+
+    watch_loads(llm.llm_engine.model_executor.driver_worker.worker.get_model(), fail)
+    yield
+
+
+def make_model(seed: int) -> Any:
+    import tiny_models
+
+    return tiny_models.make_model("qwen3", seed)
+
+
+def dtypes_in(store: Path) -> list[str]:
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        return sorted({str(tensor.dtype) for tensor in snapshot.tensors.values()})
+
+
+def error_of(function: Callable[[], object]) -> str | None:
+    """What it raises, if anything."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def by_rank(seen: Any) -> list[Any]:
+    """What each rank saw, where each gives the same names to what it saw."""
+    answers: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(answers, seen)
+    return answers
+
+
+def main(directory: Path) -> None:
+    # torchrun starts ranks in sessions of their own: they would outlive it, if it were killed.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    distributed.init_process_group("gloo")
+    program = Program(directory)
+    trainers = {
+        kind: by_rank(program.observe_trainer(kind, seed))
+        for seed, kind in enumerate(TRAINERS, start=1)
+    }
+    failures = by_rank(program.observe_failures())
+    seen = {
+        "trainers": trainers,
+        "failures": {name: [of_rank[name] for of_rank in failures] for name in FAILURES},
+    }
+    if program.rank == 0:
+        (directory / "observed.json").write_text(json.dumps(seen))
+    distributed.barrier()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        main(Path(sys.argv[1]))
+    else:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        os.execv(sys.executable, [sys.executable, *torchrun, __file__, *sys.argv[1:]])
