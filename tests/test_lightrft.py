@@ -82,7 +82,7 @@ def test_next_broadcast_succeeds(observed: Any, failure: str) -> None:
 
 @pytest.mark.parametrize(
     ("failure", "kind"),
-    zip(FAILURES, ["RankFailed", "EngineUpdate", "EngineUpdate", "EngineBusy"], strict=True),
+    list(zip(FAILURES, ["RankFailed", "EngineUpdate", "EngineUpdate", "EngineBusy"], strict=True)),
 )
 def test_failure_raises_on_all_ranks(observed: Any, failure: str, kind: str) -> None:
     for seen in observed["failures"][failure]:

@@ -174,10 +174,13 @@ class RankReceiver:
         """
         refuse_adapter(snapshot.metadata)
         layout = snapshot.layout
-        if self._options.partial:
-            self._brought.require_all(layout.all_names, snapshot.version)
+        self._require_no_mix(layout, snapshot.version)
         offered = self._under_all_names({spec.name: spec for spec in layout.specs}, layout)
         self._fits([spec._replace(name=name) for name, spec in offered])
+
+    def _require_no_mix(self, layout: Layout, version: int) -> None:
+        if self._options.partial:
+            self._brought.require_all(layout.all_names, version)
 
     def _under_all_names(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
         """What a version holds, as it is offered to the model.
@@ -231,6 +234,8 @@ class RankReceiver:
             staged = self._stager.take(
                 request.version, at_least=request.at_least, timeout_s=self._options.timeout_s
             )
+            # Once more: it may have been checked before the version before it was loaded.
+            self._require_no_mix(staged.layout, staged.version)
         # All ranks must hear of it, whatever it is; else they would wait for this one.
         except Exception as error:  # noqa: BLE001
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
