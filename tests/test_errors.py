@@ -32,6 +32,7 @@ STANDARD_TYPES = {
     "StoreNotFoundError": FileNotFoundError,
     "StoreAccessError": OSError,
     "TargetTypeError": TypeError,
+    "TrainerUnsupportedError": NotImplementedError,
     "VersionError": ValueError,
     "VersionRegressedError": RuntimeError,
     "VersionTimeoutError": TimeoutError,
