@@ -14,6 +14,7 @@ from dbuffer.errors import (
     OptionError,
     RankFailedError,
     ReceiverFailedError,
+    ResidencyError,
     SnapshotEvictedError,
     StoreAccessError,
     StoreCorruptError,
@@ -33,6 +34,7 @@ from dbuffer.errors import (
 from dbuffer.mirror import Mirror
 from dbuffer.names import Exact, NameMap, Pattern, Prefix
 from dbuffer.receiver import WeightReceiver
+from dbuffer.resident import ResidentModel
 from dbuffer.sender import Publication, WeightSender
 from dbuffer.sharded import ShardedWeightSender
 from dbuffer.snapshot import Snapshot
@@ -59,6 +61,8 @@ __all__ = [
     "Publication",
     "RankFailedError",
     "ReceiverFailedError",
+    "ResidencyError",
+    "ResidentModel",
     "ShardedWeightSender",
     "Snapshot",
     "SnapshotEvictedError",
