@@ -14,6 +14,7 @@ from dbuffer.errors import (
     OptionError,
     RankFailedError,
     ReceiverFailedError,
+    ResidencyError,
     SnapshotEvictedError,
     StoreAccessError,
     StoreCorruptError,
@@ -34,6 +35,7 @@ from dbuffer.errors import (
 from dbuffer.mirror import Mirror
 from dbuffer.names import Exact, NameMap, Pattern, Prefix
 from dbuffer.receiver import WeightReceiver
+from dbuffer.resident import ResidentModel
 from dbuffer.sender import Publication, WeightSender
 from dbuffer.sharded import ShardedWeightSender
 from dbuffer.snapshot import Snapshot
@@ -60,6 +62,8 @@ __all__ = [
     "Publication",
     "RankFailedError",
     "ReceiverFailedError",
+    "ResidencyError",
+    "ResidentModel",
     "ShardedWeightSender",
     "Snapshot",
     "SnapshotEvictedError",

@@ -82,6 +82,10 @@ class InvalidWeightsError(DBufferError, ValueError):
     """What was given to publish cannot be published. Nothing was written."""
 
 
+class ResidencyError(DBufferError, NotImplementedError):
+    """A model's parameters cannot live in a store's buffers. The model was not touched."""
+
+
 class WeightsMismatchError(DBufferError, ValueError):
     """The published weights do not fit the target. The target was not touched."""
 

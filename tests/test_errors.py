@@ -23,6 +23,7 @@ STANDARD_TYPES = {
     "InvalidWeightsError": ValueError,
     "OptionError": ValueError,
     "RankFailedError": RuntimeError,
+    "ResidencyError": NotImplementedError,
     "SnapshotEvictedError": RuntimeError,
     "StoreCorruptError": ValueError,
     "StoreFormatError": ValueError,
@@ -96,6 +97,7 @@ def test_all_is_complete_and_sorted():
     assert set(defined_errors()) <= set(dbuffer.__all__)
     for name in (
         "Publication",
+        "ResidentModel",
         "ShardedWeightSender",
         "Snapshot",
         "WeightReceiver",

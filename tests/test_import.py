@@ -53,7 +53,7 @@ LAYERS = (
         "targets",
         "snapshot",
     ),
-    *("watcher", "sender", "agreement", "shards", "rank_output", "sharded", "records"),
+    *("watcher", "sender", "resident", "agreement", "shards", "rank_output", "sharded", "records"),
     *("receiver", "relay", "mirror", "stager"),
 )
 """Imports point from right to left."""
