@@ -1,5 +1,6 @@
 """Double-buffered weight transport over a filesystem, for reinforcement-learning post-training."""
 
+from dbuffer.checkpoint import LazyTensor
 from dbuffer.errors import (
     AcknowledgementTimeoutError,
     ChecksumError,
@@ -54,6 +55,7 @@ __all__ = [
     "EngineUpdateError",
     "Exact",
     "InvalidWeightsError",
+    "LazyTensor",
     "Mirror",
     "NameMap",
     "OptionError",
