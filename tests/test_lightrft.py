@@ -6,19 +6,16 @@ LightRFT has it; the tests judge what it saw.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightrft_parts import TRAINERS, Trainer, expected_dtype
+from lightrft_parts import TRAINERS, Trainer, by_rank, error_of, expected_dtype, run_ranks
 from support import SHARED_MEMORY
 from torch import distributed
 from vllm_engines import NEEDS_VLLM, engine_arguments, environment, greedy, observe
@@ -32,6 +29,7 @@ AFTER_TENSORS = 3
 """A rank fails here: q of a layer's fused q, k and v has gone in, and k and v have not."""
 LOAD_ERROR = "the disk of this rank is on fire"
 WRITE_ERROR = "it went up in smoke"
+SEEDS = (0, 1)
 FAILURES = ["write on rank 1", "load on rank 0", "load on rank 1", "asleep"]
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
@@ -110,7 +108,9 @@ class Program:
         self.directory = directory
         self.rank = distributed.get_rank()
         self._engines: list[Any] = []
-        self.llm = self.start_engine(self.save(make_model(0).state_dict(), "initial"))
+        initial = self.save(make_model(SEEDS[0]).state_dict(), "initial")
+        self.llm = self.start_engine(initial)
+        self.fresh_answers = greedy(self.llm)
 
     def save(self, weights: dict[str, torch.Tensor], name: str) -> Path:
         """Save a checkpoint, once for all ranks."""
@@ -149,14 +149,16 @@ class Program:
         return seen | {"fresh": self.fresh(trainer, f"after {kind}")}
 
     def observe_failures(self) -> dict[str, Any]:
-        trainer = Trainer("fsdp2", make_model(99))
+        """Two sets of weights in turn, of which it is known what an engine answers with them."""
+        trainer = Trainer("zero-1", make_model(SEEDS[1]))
+        fresh = [self.fresh_answers, self.fresh(trainer, "seed 1")]
         seen = {}
         with BroadcastManager(trainer.actor, trainer.strategy, self.llm) as manager:
             manager.broadcast_to_engine()
-            for failure in FAILURES:
-                trainer.step()
+            for turn, failure in enumerate(FAILURES):
+                trainer.module.load_state_dict(make_model(SEEDS[turn % 2]).state_dict())
                 seen[failure] = self.observe_failure(manager, failure)
-                seen[failure]["fresh"] = self.fresh(trainer, failure)
+                seen[failure]["fresh"] = fresh[turn % 2]
             distributed.barrier()
         return seen
 
@@ -226,30 +228,11 @@ def dtypes_in(store: Path) -> list[str]:
         return sorted({str(tensor.dtype) for tensor in snapshot.tensors.values()})
 
 
-def error_of(function: Callable[[], object]) -> str | None:
-    """What it raises, if anything."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def by_rank(seen: Any) -> list[Any]:
-    """What each rank saw, where each gives the same names to what it saw."""
-    answers: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(answers, seen)
-    return answers
-
-
 def main(directory: Path) -> None:
-    # torchrun starts ranks in sessions of their own: they would outlive it, if it were killed.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    distributed.init_process_group("gloo")
     program = Program(directory)
     trainers = {
         kind: by_rank(program.observe_trainer(kind, seed))
-        for seed, kind in enumerate(TRAINERS, start=1)
+        for seed, kind in enumerate(TRAINERS, start=10)
     }
     failures = by_rank(program.observe_failures())
     seen = {
@@ -262,8 +245,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main(Path(sys.argv[1]))
-    else:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        os.execv(sys.executable, [sys.executable, *torchrun, __file__, *sys.argv[1:]])
+    run_ranks(__file__, main)
