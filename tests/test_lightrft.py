@@ -6,9 +6,11 @@ LightRFT has it; the tests judge what it saw.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,16 +32,24 @@ AFTER_TENSORS = 3
 LOAD_ERROR = "the disk of this rank is on fire"
 WRITE_ERROR = "it went up in smoke"
 SEEDS = (0, 1)
-FAILURES = ["write on rank 1", "load on rank 0", "load on rank 1", "asleep"]
+FAILURES = {
+    "write on rank 0": "RankFailedError",
+    "load on rank 0": "EngineUpdateError",
+    "load on rank 1": "EngineUpdateError",
+    "asleep": "EngineBusyError",
+}
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 
 
 @pytest.fixture(scope="module")
-def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     env = environment(processes=False, tp=2, PYTHONPATH=os.pathsep.join(filter(None, paths)))
-    return observe(__file__, tmp_path_factory.mktemp("lightrft"), timeout_s=TIMEOUT_S, env=env)
+    directory = tmp_path_factory.mktemp("lightrft")
+    yield observe(__file__, directory, timeout_s=TIMEOUT_S, env=env)
+    for path in SHARED_MEMORY.glob(f"{shared_memory_name(directory)}*"):
+        path.unlink()  # of ranks that were killed
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -78,13 +88,10 @@ def test_next_broadcast_succeeds(observed: Any, failure: str) -> None:
         assert seen["next"] != seen["before"]
 
 
-@pytest.mark.parametrize(
-    ("failure", "kind"),
-    zip(FAILURES, ["RankFailed", "EngineUpdate", "EngineUpdate", "EngineBusy"], strict=True),
-)
-def test_failure_raises_on_all_ranks(observed: Any, failure: str, kind: str) -> None:
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failure_raises_on_all_ranks(observed: Any, failure: str) -> None:
     for seen in observed["failures"][failure]:
-        assert seen["error"].startswith(f"{kind}Error: ")
+        assert seen["error"].startswith(f"{FAILURES[failure]}: ")
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -96,6 +103,24 @@ def test_error_names_the_rank_whose_load_failed(observed: Any, rank: int) -> Non
 
 def test_error_says_that_the_engine_sleeps(observed: Any) -> None:
     assert "wake it up first" in observed["failures"]["asleep"][0]["error"]
+
+
+def test_ranks_without_a_follower_are_one_engine(observed: Any) -> None:
+    """Each calls its own worker, as vLLM has it where torchrun started the ranks."""
+    first, second = observed["without a follower"]
+    assert first["receivers"] == [first["engine"] + end for end in ("", ".rank-0", ".rank-1")]
+    assert first["after"] == second["after"] == first["fresh"]
+
+
+def test_all_ranks_without_a_follower_hear_of_a_failure(observed: Any) -> None:
+    for seen in observed["without a follower"]:
+        assert f"rank 0: RuntimeError: {LOAD_ERROR}" in seen["error"]
+
+
+def test_rank_that_ends_in_its_load_leaves_nobody_waiting(observed: Any) -> None:
+    seen = observed["rank lost"]
+    assert seen["error"].startswith("RankFailedError: ")
+    assert seen["error_s"] < 60
 
 
 # From here on, the program that runs in the ranks.
@@ -170,6 +195,36 @@ class Program:
         manager.broadcast_to_engine()
         return seen | {"next": greedy(self.llm)}
 
+    def observe_without_follower(self) -> dict[str, Any]:
+        """Workers that are told by vLLM's own call, once on each rank."""
+        store = self.directory / "store"
+        trainer = Trainer("zero-1", make_model(SEEDS[0]))
+        with dbuffer.ShardedWeightSender(store) as sender:
+            sender.send(trainer.module)
+            self.llm.collective_rpc("dbuffer_init", kwargs={"init_info": {"store": str(store)}})
+            with failing_load(self.llm, enabled=self.rank == 0):
+                error = error_of(lambda: self.llm.collective_rpc("dbuffer_update"))
+            self.llm.collective_rpc("dbuffer_update")
+            self.llm.reset_prefix_cache()
+            after = greedy(self.llm)
+            receivers = sorted(path.stem for path in (store / "receivers").glob("*.json"))
+            distributed.barrier()
+            self.llm.collective_rpc("dbuffer_shutdown")
+        found = {"receivers": receivers, "engine": receivers[0]}
+        return found | {"error": error, "after": after, "fresh": self.fresh_answers}
+
+    def observe_lost_rank(self) -> dict[str, Any]:
+        """One rank ends in its load, while the other waits to hear how that went."""
+        trainer = Trainer("zero-1", make_model(SEEDS[1]))
+        manager = BroadcastManager(trainer.actor, trainer.strategy, self.llm)
+        if self.rank == 1:
+            # Not with an error: torchrun would end the other rank at once.
+            watch_model(self.llm, lambda handed_over: os._exit(0))
+        started = time.monotonic()
+        error = error_of(manager.broadcast_to_engine)
+        manager.close()
+        return {"error": error, "error_s": time.monotonic() - started}
+
     @contextmanager
     def fault(self, failure: str) -> Iterator[None]:
         """Let a broadcast fail, in this rank or in both."""
@@ -178,34 +233,31 @@ class Program:
             self.llm.sleep()
             yield
             self.llm.wake_up()
-        elif int(rank) != self.rank:
-            yield
         elif what == "load":
-            with failing_load(self.llm):
+            with failing_load(self.llm, enabled=int(rank) == self.rank):
                 yield
         else:
-            with failing_write():
+            with failing_write(enabled=int(rank) == self.rank):
                 yield
 
 
 @contextmanager
-def failing_write() -> Iterator[None]:
+def failing_write(*, enabled: bool) -> Iterator[None]:
     write = dbuffer.rank_output.SharedFile.write
 
     def fail(*_: Any) -> None:
         raise OSError(WRITE_ERROR)
 
-    dbuffer.rank_output.SharedFile.write = fail
+    if enabled:
+        dbuffer.rank_output.SharedFile.write = fail
     yield
     dbuffer.rank_output.SharedFile.write = write
 
 
 @contextmanager
-def failing_load(llm: Any) -> Iterator[None]:
+def failing_load(llm: Any, *, enabled: bool) -> Iterator[None]:
     """The next load fails in this rank, when half of a layer has gone in."""
-    from faulty_worker import watch_loads
-
-    left = 1
+    left = int(enabled)
 
     def fail(handed_over: int) -> None:
         nonlocal left
@@ -213,8 +265,32 @@ def failing_load(llm: Any) -> Iterator[None]:
             left -= 1
             raise RuntimeError(LOAD_ERROR)
 
-    watch_loads(llm.llm_engine.model_executor.driver_worker.worker.get_model(), fail)
+    watch_model(llm, fail)
     yield
+
+
+def watch_model(llm: Any, watch: Callable[[int], None]) -> None:
+    from faulty_worker import watch_loads
+
+    watch_loads(llm.llm_engine.model_executor.driver_worker.worker.get_model(), watch)
+
+
+def shared_memory_name(directory: Path) -> str:
+    return "dbuffer-test-" + hashlib.sha256(bytes(directory)).hexdigest()[:16]
+
+
+def keep_apart(directory: Path) -> None:
+    """Let vLLM's CPU build name its shared memory after this run.
+
+    Where torchrun started the ranks, it has the same name in all jobs of a machine, and an engine
+    does not start if it finds that of one that was killed.
+    """
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    manager = cpu_communicator._CPUSHMDistributed
+    name_of = manager.make_group_name
+    ours = shared_memory_name(directory)
+    manager.make_group_name = staticmethod(lambda group: ours + name_of(group).lstrip("/"))
 
 
 def make_model(seed: int) -> Any:
@@ -229,6 +305,7 @@ def dtypes_in(store: Path) -> list[str]:
 
 
 def main(directory: Path) -> None:
+    keep_apart(directory)
     program = Program(directory)
     trainers = {
         kind: by_rank(program.observe_trainer(kind, seed))
@@ -238,10 +315,12 @@ def main(directory: Path) -> None:
     seen = {
         "trainers": trainers,
         "failures": {name: [of_rank[name] for of_rank in failures] for name in FAILURES},
+        "without a follower": by_rank(program.observe_without_follower()),
     }
-    if program.rank == 0:
-        (directory / "observed.json").write_text(json.dumps(seen))
-    distributed.barrier()
+    seen["rank lost"] = program.observe_lost_rank()
+    (directory / "observed.json").write_text(json.dumps(seen))
+    # A process group of which a rank is gone does not end well.
+    os._exit(0)
 
 
 if __name__ == "__main__":
