@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,3 +115,30 @@ def start_deepspeed(model: Any, args: Any) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
     }
     return deepspeed.initialize(model=model, config=config)[0]
+
+
+def run_ranks(program: str, main: Callable[[Path], None]) -> None:
+    """Become torchrun, which starts this program on two ranks; or be one of those, and run it."""
+    if "RANK" not in os.environ:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        os.execv(sys.executable, [sys.executable, *torchrun, program, *sys.argv[1:]])
+    # torchrun starts ranks in sessions of their own: they would outlive it, if it were killed.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    distributed.init_process_group("gloo")
+    main(Path(sys.argv[1]))
+
+
+def by_rank(seen: Any) -> list[Any]:
+    """What each rank saw."""
+    answers: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(answers, seen)
+    return answers
+
+
+def error_of(function: Callable[[], object]) -> str | None:
+    """What it raises, if anything."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -74,3 +74,21 @@ class TestGRPO:
         assert "climbed; the engine's greedy answers and the fresh one's are equal" in done.text
         # The engine's own log-probabilities say that it sampled with the trainer's weights.
         assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
+
+
+class TestLightRFT:
+    pytestmark = NEEDS_VLLM
+
+    @pytest.mark.parametrize("options", [[], ["--zero3"]], ids=["FSDP2", "ZeRO-3"])
+    def test_engines_of_all_ranks_follow_the_actor(
+        self, tmp_path: Path, options: list[str]
+    ) -> None:
+        done = run("lightrft", tmp_path, *options)
+        assert done.code == 0, done.text
+        assert done.text.count("of its engine and of a fresh one are equal") == 2
+        assert done.numbers(r"version (\d)") == [v for v in range(2, 8) for _ in range(2)]
+
+    def test_engines_without_new_weights_are_seen(self, tmp_path: Path) -> None:
+        done = run("lightrft", tmp_path, "--broken-sync")
+        assert done.code == 1, done.text
+        assert done.text.count("of its engine and of a fresh one differ") == 2

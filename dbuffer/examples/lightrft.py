@@ -26,6 +26,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # a core for each rank
     "PYTHONWARNINGS": "ignore",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_LOGS": "-torch._library",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # As LightRFT has them: engines in the trainer's processes.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -77,11 +78,12 @@ class Actor(nn.Module):
     def learn(self, rows: list[list[int]], advantages: torch.Tensor) -> None:
         """Make answers more likely, or less. Each row is a prompt with its answer behind it."""
         loss = torch.zeros(())
-        for row, advantage in zip(rows, advantages, strict=True):
-            tokens = torch.tensor([row])
+        for first in range(0, len(rows), SAMPLES_PER_PROMPT):  # of one prompt, so of one length
+            of_prompt = slice(first, first + SAMPLES_PER_PROMPT)
+            tokens = torch.tensor(rows[of_prompt])
             log_probs = self.model(tokens[:, :-1]).logits.log_softmax(-1)
-            chosen = log_probs.gather(-1, tokens[:, 1:, None])
-            loss = loss - advantage * chosen[:, -COMPLETION_TOKENS:].mean() / len(rows)
+            chosen = log_probs.gather(-1, tokens[:, 1:, None])[:, -COMPLETION_TOKENS:, 0]
+            loss = loss - (advantages[of_prompt, None] * chosen).sum() / chosen.shape[1] / len(rows)
         if self.zero3:
             self.model.backward(loss)
             self.model.step()

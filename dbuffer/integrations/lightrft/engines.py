@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,23 +42,13 @@ def mine_of(inference_engine: Any, rank: int) -> list[Any]:
 
 
 def _without_wrapper(engine: Any) -> Any:
-    """The engine in LightRFT's wrapper round SGLang's, which is on one rank of several: or None."""
-    return engine._engine if hasattr(engine, "tp_group_cpu") else engine  # noqa: SLF001
+    """SGLang's engine in LightRFT's wrapper round it; None on ranks whose wrapper holds none."""
+    if not hasattr(engine, "tp_group_cpu"):
+        return engine
+    return engine._engine if engine._tp_rank == 0 else None  # noqa: SLF001 - no other way to it
 
 
-def follow(engine: Any, engine_type: str, store: Path, *, timeout_s: float) -> Follower:
-    """Begin to follow a store with an engine; it switches when told to.
-
-    Raises:
-        EngineUnsupportedError: it was not started in a way that lets it follow.
-        EngineUnreachableError: (a server) it does not answer.
-    """
-    if engine_type == "sglang":
-        return _follow_sglang(engine, store, timeout_s)
-    return _follow_vllm(engine, store, timeout_s)
-
-
-def _follow_vllm(engine: Any, store: Path, timeout_s: float) -> Follower:
+def _follow_vllm(engine: Any, store: Path, api_key: str | None, timeout_s: float) -> Follower:
     from dbuffer.integrations.vllm.engines import engine_of, is_one_of_several
     from dbuffer.integrations.vllm.follower import Follower as PlainFollower
     from dbuffer.integrations.vllm.options import EngineOptions
@@ -69,13 +60,27 @@ def _follow_vllm(engine: Any, store: Path, timeout_s: float) -> Follower:
         follower: PlainFollower | LaunchedFollower = LaunchedFollower(engine, options)
     else:
         # Not `vllm.follow`: that lets servers switch in the background, whenever they like.
-        follower = PlainFollower(engine_of(engine), options)
+        follower = PlainFollower(engine_of(engine, api_key=api_key), options)
     follower.start()
     return follower
 
 
-def _follow_sglang(engine: Any, store: Path, timeout_s: float) -> Follower:
-    raise NotImplementedError
+def _follow_sglang(engine: Any, store: Path, api_key: str | None, timeout_s: float) -> Follower:
+    sglang: Any = importlib.import_module("dbuffer.integrations.sglang")
+    if isinstance(engine, str):
+        options = sglang.EngineOptions(store=str(store), timeout_s=timeout_s)
+        return sglang.Follower(sglang.ServerEngine(engine, api_key=api_key), options)  # type: ignore[no-any-return]
+    return sglang.follow(engine, store, timeout_s=timeout_s)  # type: ignore[no-any-return]
+
+
+FOLLOW = {"vllm": _follow_vllm, "sglang": _follow_sglang}
+"""How to let an engine of a type follow a store; it switches when told to. Arguments: the engine,
+the store, the key that a server wants, and how long it may take to have a version ready.
+
+Each raises:
+    EngineUnsupportedError: it was not started in a way that lets it follow.
+    EngineUnreachableError: (a server) it does not answer.
+"""
 
 
 def switch_all(followers: Sequence[Follower], version: int, *, timeout_s: float) -> None:

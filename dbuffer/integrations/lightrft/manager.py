@@ -12,7 +12,7 @@ from dbuffer.agreement import Agreement
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.lightrft.configuration import Configuration
 from dbuffer.integrations.lightrft.directory import JobDirectory
-from dbuffer.integrations.lightrft.engines import Follower, follow, mine_of, switch_all
+from dbuffer.integrations.lightrft.engines import FOLLOW, Follower, mine_of, switch_all
 from dbuffer.names import Rename
 from dbuffer.sharded import ShardedWeightSender
 
@@ -40,6 +40,7 @@ class BroadcastManager:
             new one in this machine's shared memory, which goes with this manager.
         rename: a mapping of names, or a function from name to name. Default: none for vLLM, which
             knows transformers' names; for SGLang, LightRFT's own mapping.
+        api_key: for servers.
         timeout_s: how long an engine may take to have a version ready, while it serves.
         rank_timeout_s: how long ranks wait for one that hangs; one that dies is noticed at once.
 
@@ -60,6 +61,7 @@ class BroadcastManager:
         *,
         store: str | os.PathLike[str] | None = None,
         rename: Rename | None = None,
+        api_key: str | None = None,
         timeout_s: float = 600.0,
         rank_timeout_s: float = 600.0,
     ) -> None:
@@ -68,6 +70,7 @@ class BroadcastManager:
         self.inference_engine = inference_engine
         self.version: int | None = None
         """The last one that all engines switched to."""
+        self._api_key = api_key
         self._timeout_s = timeout_s
         self._followers: list[Follower] = []
         self._sender: ShardedWeightSender | None = None
@@ -152,10 +155,9 @@ class BroadcastManager:
         return self._directory.path / "store"
 
     def _follow(self) -> None:
+        follow = FOLLOW[self._configuration.engine_type]
         for engine in mine_of(self.inference_engine, self._agreement.rank):
-            engine_type = self._configuration.engine_type
-            follower = follow(engine, engine_type, self.store, timeout_s=self._timeout_s)
-            self._followers.append(follower)
+            self._followers.append(follow(engine, self.store, self._api_key, self._timeout_s))
 
     def _switch(self, version: int) -> None:
         switch_all(self._followers, version, timeout_s=self._timeout_s)
