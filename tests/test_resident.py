@@ -467,6 +467,7 @@ def fork_and_publish(connection: Connection, store: Path) -> None:
         _, status = os.waitpid(pid, 0)
         assert status == 0
         resident.publish()
+        assert newest(store) == 2
         model.step(3)
         resident.publish()
     connection.send("done")
@@ -522,6 +523,25 @@ def test_a_publish_that_fails_leaves_the_model_whole(
         assert resident.publish(version=3).version == 3 == newest(store)
         model.step(4)
         assert resident.publish().version == 4 == newest(store)
+        assert_tidy(store)
+
+
+def test_what_was_published_by_a_publish_that_failed_is_not_trained_in(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pointer is in place when its flush fails."""
+    model = Patterned()
+    with ResidentModel(model, store, durable=True) as resident:
+        model.step(1)
+        with (
+            failing(monkeypatch, filesystem, "sync_directory", FULL, nth=2),
+            pytest.raises(OSError, match="room"),
+        ):
+            resident.publish()
+        assert newest(store) == 1
+        model.step(2)
+        assert newest(store) == 1
+        assert resident.publish().version == 2 == newest(store)
         assert_tidy(store)
 
 
