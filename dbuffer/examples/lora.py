@@ -129,8 +129,8 @@ def run(directory: Path, seed: int, engine: str, *, broken_sync: bool) -> bool:
     )
     has_climbed = last - first >= MIN_CLIMB
     print(
-        f"reward {first:.3f} to {last:.3f}: {'climbed' if has_climbed else 'did not climb'}; greedy "
-        f"answers of sampler and adapter {'are equal' if is_equal else 'differ'}"
+        f"reward {first:.3f} to {last:.3f}: {'climbed' if has_climbed else 'did not climb'}; "
+        f"greedy answers of sampler and adapter {'are equal' if is_equal else 'differ'}"
     )
     return has_climbed and is_equal
 
