@@ -65,6 +65,13 @@ def test_cartpole_is_not_solved_by_workers_without_new_weights(tmp_path: Path) -
     assert "not solved in" in done.text
 
 
+@pytest.mark.slow
+def test_an_adapter_learns_with_its_sampler(tmp_path: Path) -> None:
+    done = run("lora", tmp_path)
+    assert done.code == 0, done.text
+    assert "climbed; greedy answers of sampler and adapter are equal" in done.text
+
+
 class TestGRPO:
     pytestmark = NEEDS_VLLM
 

@@ -21,6 +21,7 @@ OPTIONAL_PACKAGES = (
         "httpx",
         "huggingface_hub",
         "matplotlib",
+        "peft",
         "prometheus_client",
         "requests",
         "rich",

@@ -39,7 +39,7 @@ PARTS = {
     "tied-qwen2": (MLP, [EMBEDDING, *ATTENTION, *BIASES]),
 }
 """What the first version brings, and what the second one brings in addition."""
-CASES = [*(f"{family} packed" for family in PARTS), "qwen3 live", "tied-qwen2 live"]
+CASES = [*(f"{family} packed" for family in PARTS), "qwen3 live"]
 REFUSED = {
     "one part of a fused parameter": ("qwen3", [ATTENTION[0]], "elements of model.layers.1"),
     "some experts": ("qwen3-moe", EXPERTS[:3], "elements of model.layers.0.mlp.experts"),
