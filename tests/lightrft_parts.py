@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import signal
@@ -16,7 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
-TRAINERS = ("fsdp2 bf16", "fsdp2", "zero-1", "zero-2 bf16", "zero-3")
+TRAINERS = ("fsdp2 bf16", "fsdp2", "zero-1", "zero-1 lora", "zero-2 bf16", "zero-3")
 
 
 class Actor(nn.Module):
@@ -49,6 +50,8 @@ class Trainer:
         self.kind = kind
         self.strategy = strategy_for(kind)
         self._engine: Any = None
+        if kind.endswith("lora"):
+            model = with_adapters(model)
         if kind.startswith("fsdp2"):
             for layer in model.model.layers:
                 fully_shard(layer)
@@ -78,7 +81,9 @@ class Trainer:
         self._optimizer.zero_grad()
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
-        """All weights as they are to arrive, put together by torch and by DeepSpeed."""
+        """All weights as they are to arrive, put together by torch, DeepSpeed and peft."""
+        if self.kind.endswith("lora"):
+            return dict(copy.deepcopy(self.module).merge_and_unload().state_dict())
         weights = {}
         for name, parameter in self.module.named_parameters():
             with _gathered(parameter):
@@ -86,6 +91,15 @@ class Trainer:
                 whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
                 weights[name] = whole.to(expected_dtype(self.kind), copy=True)
         return weights
+
+
+def with_adapters(model: Any) -> Any:
+    """A model with LoRA in it, that makes it answer otherwise."""
+    from peft import LoraConfig, get_peft_model
+
+    layers = ["q_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=4, lora_alpha=64, target_modules=layers, init_lora_weights=False)
+    return get_peft_model(model, config)
 
 
 def _gathered(parameter: Any) -> AbstractContextManager[Any]:

@@ -149,6 +149,13 @@ def adapted() -> nn.Module:
     return nn.parallel.DistributedDataParallel(get_peft_model(nn.Sequential(plain()), config))
 
 
+def adapted_and_sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    module: nn.Module = fully_shard(adapted().module)
+    return module
+
+
 MODELS = {
     "plain": plain,
     "sharded": sharded,
@@ -156,6 +163,7 @@ MODELS = {
     "wrapped": wrapped,
     "pipeline": pipeline,
     "adapted": adapted,
+    "adapted, sharded": adapted_and_sharded,
 }
 
 
@@ -168,7 +176,8 @@ MODELS = {
         ("fsdp2", "vllm", "flattened", "fully_shard"),
         ("zero-1", "vllm", "plain", "no engine of DeepSpeed's"),
         ("zero-1", "vllm", "pipeline", "pipeline"),
-        ("zero-1", "vllm", "adapted", "lora_A"),
+        ("zero-3", "vllm", "adapted", "lora_A"),
+        ("fsdp2", "sglang", "adapted, sharded", "lora_A"),
     ],
 )
 def test_what_is_not_known_is_refused_on_all_ranks(

@@ -11,9 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from dbuffer.errors import EngineUnsupportedError, TrainerUnsupportedError
 from dbuffer.names import NameMap, Prefix, Rename
+from dbuffer.sources import Weights
 
 ENGINE_TYPES = ("vllm", "sglang")
 ZERO_STAGES = (0, 1, 2, 3)
+_SHARDED_STAGE = 3
 
 SGLANG_NAMES = NameMap(
     [
@@ -33,6 +35,8 @@ class Configuration:
 
     engine_type: str
     is_fsdp: bool
+    is_sharded: bool
+    """Whether a rank holds only parts of the parameters."""
     dtype: torch.dtype | None
     """Of all floating-point tensors; None: each in its own."""
     rename: Rename | None
@@ -59,17 +63,33 @@ class Configuration:
         return cls(
             engine_type=engine_type,
             is_fsdp=is_fsdp,
+            is_sharded=is_fsdp or args.zero_stage == _SHARDED_STAGE,
             dtype=_dtype(args, is_fsdp=is_fsdp),
             rename=SGLANG_NAMES if engine_type == "sglang" else None,
         )
 
-    def module(self, actor: Any) -> nn.Module:
-        """The module of an actor whose weights are published.
+    def weights(self, actor: Any) -> Weights:
+        """What is published of an actor: its module, or the one that adapters in it make of it.
 
         Raises:
             TrainerUnsupportedError: (a ``NotImplementedError``) it is not what the strategy says,
-                or has adapters in it.
+                or has adapters and is sharded.
+            InvalidWeightsError: its adapters cannot be merged.
         """
+        module = self._module(actor)
+        adapted = [name for name, _ in module.named_parameters() if _LORA_PART in name]
+        if not adapted:
+            return module
+        if self.is_sharded:
+            raise TrainerUnsupportedError(
+                f"the actor has adapters in it ({adapted[0]!r} and so on), which are merged into "
+                "weights that are whole on each rank only: use a ZeRO stage below 3"
+            )
+        from dbuffer.integrations.peft import merged_weights
+
+        return merged_weights(module)
+
+    def _module(self, actor: Any) -> nn.Module:
         model = actor.model
         module = model if self.is_fsdp else getattr(model, "module", None)
         if not isinstance(module, nn.Module):
@@ -84,7 +104,6 @@ class Configuration:
             )
         if getattr(model, "is_pipe_parallel", False):
             raise TrainerUnsupportedError("actor.model is a pipeline of DeepSpeed's: use ZeRO")
-        _require_no_adapters(module)
         return module
 
 
@@ -93,13 +112,3 @@ def _dtype(args: Any, *, is_fsdp: bool) -> torch.dtype | None:
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if is_fsdp else None
-
-
-def _require_no_adapters(module: nn.Module) -> None:
-    adapters = [name for name, _ in module.named_parameters() if _LORA_PART in name]
-    if adapters or hasattr(module, "peft_config"):
-        first = adapters[0] if adapters else "peft_config"
-        raise TrainerUnsupportedError(
-            f"the actor has adapters in it ({first!r} and so on), and an engine knows none of "
-            "their names: merge them into the model for training, or publish the adapter alone"
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,18 +58,21 @@ def _follow_vllm(engine: Any, store: Path, api_key: str | None, timeout_s: float
 
         follower: PlainFollower | LaunchedFollower = LaunchedFollower(engine, options)
     else:
-        # Not `vllm.follow`: that lets servers switch in the background, whenever they like.
+        # Not `follow`: that lets servers switch in the background, whenever they like.
         follower = PlainFollower(engine_of(engine, api_key=api_key), options)
     follower.start()
     return follower
 
 
 def _follow_sglang(engine: Any, store: Path, api_key: str | None, timeout_s: float) -> Follower:
-    sglang: Any = importlib.import_module("dbuffer.integrations.sglang")
-    if isinstance(engine, str):
-        options = sglang.EngineOptions(store=str(store), timeout_s=timeout_s)
-        return sglang.Follower(sglang.ServerEngine(engine, api_key=api_key), options)  # type: ignore[no-any-return]
-    return sglang.follow(engine, store, timeout_s=timeout_s)  # type: ignore[no-any-return]
+    from dbuffer.integrations.sglang.engines import engine_of  # type: ignore[import-not-found]
+    from dbuffer.integrations.vllm.follower import Follower as PlainFollower
+    from dbuffer.integrations.vllm.options import EngineOptions
+
+    options = EngineOptions(store=str(store), timeout_s=timeout_s)
+    follower = PlainFollower(engine_of(engine, api_key=api_key), options)
+    follower.start()
+    return follower
 
 
 FOLLOW = {"vllm": _follow_vllm, "sglang": _follow_sglang}

@@ -15,6 +15,7 @@ from dbuffer.integrations.lightrft.directory import JobDirectory
 from dbuffer.integrations.lightrft.engines import FOLLOW, Follower, mine_of, switch_all
 from dbuffer.names import Rename
 from dbuffer.sharded import ShardedWeightSender
+from dbuffer.sources import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,8 @@ class BroadcastManager:
         engines_s = num_engines * (timeout_s + _LOAD_TIMEOUT_S)
         self._agreement = Agreement(None, timeout_s=rank_timeout_s + engines_s)
         try:
-            self._configuration = self._agreement.each("read its configuration", self._configure)[
-                self._agreement.rank
-            ]
+            self._weights_on_all_ranks()  # to refuse now what could not be published later
+            self._configuration = Configuration.of(strategy)
             self._require_an_engine()
             self.store = self._agreement.first("make a store", lambda: self._find_store(store))
             """The store's directory."""
@@ -112,11 +112,10 @@ class BroadcastManager:
             EngineUnreachableError: (a server) it does not answer.
             RankFailedError: a rank was lost.
         """
-        ranks, sender = self._agreement, self._sender
-        ranks.each("read its configuration", self._configure)
-        assert sender is not None  # noqa: S101 - else the step before would not have been possible
-        published = sender.send(self._configuration.module(self.actor))
-        ranks.each("switch its engines", lambda: self._switch(published.version))
+        weights = self._weights_on_all_ranks()
+        assert self._sender is not None  # noqa: S101 - else that would not have been possible
+        published = self._sender.send(weights)
+        self._agreement.each("switch its engines", lambda: self._switch(published.version))
         self.version = published.version
 
     def close(self) -> None:
@@ -138,10 +137,15 @@ class BroadcastManager:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _configure(self) -> Configuration:
-        configuration = Configuration.of(self.strategy)
-        configuration.module(self.actor)
-        return configuration
+    def _weights_on_all_ranks(self) -> Weights:
+        """What this rank holds, where every rank holds something that can be published."""
+        found: list[Weights] = []
+
+        def find() -> None:
+            found.append(Configuration.of(self.strategy).weights(self.actor))
+
+        self._agreement.each("read its configuration", find)
+        return found[0]
 
     def _require_an_engine(self) -> None:
         mine = mine_of(self.inference_engine, self._agreement.rank)

@@ -148,6 +148,8 @@ class LaunchedFollower:
 class _AllRanks:
     """All parts of an engine, as the first rank's follower sees them."""
 
+    is_server = False
+
     def __init__(self, agreement: Agreement, mine: OfflineEngine) -> None:
         self._agreement = agreement
         self._mine = mine
@@ -167,6 +169,9 @@ class _AllRanks:
 
     def set_weight_version(self, version: str) -> None:
         self._order("set_weight_version", version)
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
     def _order(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
         """Let every rank call a method of its part; what each returned."""
