@@ -97,3 +97,13 @@ class TestLightRFT:
         assert done.code == 1, done.text
         assert done.text.count("of its engine and of a fresh one differ") == 2
         assert done.numbers(r"version (\d)") == [1] * 12
+
+
+class TestAtropos:
+    pytestmark = NEEDS_VLLM
+
+    def test_server_answers_with_what_was_trained(self, tmp_path: Path) -> None:
+        done = run("atropos", tmp_path)
+        assert done.code == 0, done.text
+        assert "the server's greedy answers and the fresh engine's are equal" in done.text
+        assert len(done.numbers(r"update (\d+) ms")) == 4
