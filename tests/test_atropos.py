@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ from vllm_engines import EXTENSION, NEEDS_VLLM, engine_arguments, environment, o
 import dbuffer
 from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
 
-TIMEOUT_S = 400
+TIMEOUT_S = 600
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 60)]
 
-WAIT_S = 200
+WAIT_S = 300
 ANSWER_TOKENS = 8
 VERSIONS = (1, 2, 3, 4)
 
@@ -78,6 +78,8 @@ def test_misfit_is_raised_at_once_and_the_server_serves_on(seen: dict[str, Any])
 
 # A server with Atropos' routes
 
+NOTIFICATION = {"update_count": int, "trainer_rank": int, "timestamp": float}
+
 
 def serve(directory: Path, port: int) -> None:
     """``example_trainer/vllm_api_server.py`` of Atropos, as far as a trainer asks anything of it.
@@ -86,62 +88,58 @@ def serve(directory: Path, port: int) -> None:
     the middleware.
     """
     import uvicorn
-    from fastapi import FastAPI
-    from pydantic import BaseModel
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from dbuffer.integrations.vllm import FollowStore
 
-    class Notification(BaseModel):
-        update_count: int
-        trainer_rank: int
-        timestamp: float
-
-    class Question(BaseModel):
-        prompt: dict[str, list[int]]
-        max_tokens: int
-        temperature: float
-
-    app = FastAPI()
-    app.add_middleware(FollowStore)
     state = {"update_count": 0, "last_update_time": 0.0}
 
-    @app.get("/health")
-    async def health() -> None:
-        pass
+    async def health(request: Request) -> Response:
+        return Response()
 
-    @app.post("/bridge/notify_update")
-    async def notify_update(notification: Notification) -> dict[str, Any]:
-        state["update_count"] = notification.update_count
-        state["last_update_time"] = notification.timestamp
-        count = notification.update_count
-        return {"status": "ok", "update_count": count, "server_time": time.time()}
+    async def notify_update(request: Request) -> Response:
+        body = await request.json()
+        if {name: type(value) for name, value in body.items()} != NOTIFICATION:
+            return JSONResponse({"detail": "Atropos' server refuses this too"}, 422)
+        state["update_count"] = body["update_count"]
+        state["last_update_time"] = body["timestamp"]
+        count = state["update_count"]
+        return JSONResponse({"status": "ok", "update_count": count, "server_time": time.time()})
 
-    @app.get("/bridge/info")
-    async def info() -> dict[str, Any]:
-        return {"enabled": False, "model_name": "policy", "device": "cpu", **state}
+    async def info(request: Request) -> Response:
+        known = {"enabled": False, "rendezvous_info": {}, "model_name": "policy", "device": "cpu"}
+        return JSONResponse(known | state)
 
-    @app.post("/generate")
-    async def generate(question: Question) -> dict[str, Any]:
-        parameters = SamplingParams(
-            max_tokens=question.max_tokens,
-            temperature=question.temperature,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        prompt: Any = {"prompt_token_ids": question.prompt["prompt_token_ids"]}
-        async for output in app.state.engine_client.generate(
-            prompt, parameters, os.urandom(8).hex()
-        ):
+    async def generate(request: Request) -> Response:
+        body = await request.json()
+        prompt: Any = body.pop("prompt")
+        parameters = SamplingParams(**body, ignore_eos=True, detokenize=False)
+        async for output in app.state.engine_client.generate(prompt, parameters, uuid.uuid4().hex):
             last = output
-        return {
-            "text": [one.text for one in last.outputs],
-            "finish_reasons": [one.finish_reason for one in last.outputs],
-            "prompt_token_ids": last.prompt_token_ids,
-            "token_ids": [list(one.token_ids) for one in last.outputs],
-        }
+        return JSONResponse(
+            {
+                "text": [one.text for one in last.outputs],
+                "finish_reasons": [one.finish_reason for one in last.outputs],
+                "prompt_token_ids": last.prompt_token_ids,
+                "token_ids": [list(one.token_ids) for one in last.outputs],
+            }
+        )
+
+    app = Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/generate", generate, methods=["POST"]),
+            Route("/bridge/info", info),
+            Route("/bridge/notify_update", notify_update, methods=["POST"]),
+        ]
+    )
+    app.add_middleware(FollowStore)
 
     async def main() -> None:
         options = engine_arguments(
@@ -186,7 +184,7 @@ class WithRoutes:
 
     def close(self) -> None:
         self._client.close()
-        self._process.terminate()
+        self._process.kill()  # the engine's processes notice, and end with the group at the latest
         self._process.wait(WAIT_S)
 
 
@@ -258,7 +256,7 @@ def stock_server(directory: Path) -> Iterator[Any]:
     try:
         yield server
     finally:
-        server.terminate()
+        server.kill()
 
 
 def observe_all(directory: Path) -> dict[str, Any]:
