@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 pytest.register_assert_rewrite("damage", "support")
 
-from support import SHARED_MEMORY, SMALL  # noqa: E402
+from support import SHARED_MEMORY, SMALL, preload  # noqa: E402
 
 import dbuffer  # noqa: E402
 
@@ -26,6 +26,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("dbuffer")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: of files side by side, a long one must not begin last."""
+    marks = ("nfs", "slow")
+    slow = {item.path for item in items if any(map(item.get_closest_marker, marks))}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What all test files asked for, whatever else set it while they were imported."""
+    preload()
 
 
 @pytest.fixture
