@@ -26,6 +26,9 @@ TIMEOUT_S = 60.0
 
 _processes = multiprocessing.get_context("forkserver")
 _preloaded: list[str] = []
+# Python 3.11 does not give that process our `sys.path`, and it skips what it cannot import.
+_paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 
 
 def preload(*modules: str) -> None:
