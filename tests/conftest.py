@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+# Idle threads of torch and vLLM sleep, in children too. By default they spin until the others of
+# their team are done, which on a busy machine wait for the very processor that spins.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported
 
 pytest.register_assert_rewrite("damage", "support")
 
@@ -86,6 +91,12 @@ def damaged(template: Path, store: Path) -> Path:
     """A copy of the template, to be damaged."""
     shutil.copytree(template, store)
     return store
+
+
+@pytest.fixture
+def settle_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody take a store for damaged, and look again, without being noticed."""
+    monkeypatch.setattr("dbuffer.buffer._SETTLE_S", 60.0)
 
 
 @pytest.fixture

@@ -329,5 +329,4 @@ if __name__ == "__main__":
     # What scenarios import as `guest` is this module.
     sys.modules["guest"] = sys.modules["__main__"]
     _do("dmesg --clear")  # of the boot
-    importlib.import_module("frozen")
     run_all(json.loads((LAB / "queue.json").read_text()))
