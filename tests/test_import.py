@@ -26,7 +26,7 @@ OPTIONAL_PACKAGES = (
         "requests",
         "rich",
     ),
-    *("safetensors", "torchrl", "transformers", "typer", "vllm"),
+    *("peft", "safetensors", "sglang", "torchrl", "transformers", "typer", "vllm"),
 )
 
 MAX_IMPORT_S = 0.3
