@@ -5,22 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightrft_parts import Actor, strategy_for
-from support import SHARED_MEMORY
+from support import Child
 from torch import nn
 from worlds import World
 
 import dbuffer
-from dbuffer.integrations.lightrft import BroadcastManager
+from dbuffer.integrations.lightrft import BroadcastManager, directory
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
+from dbuffer.integrations.lightrft.directory import JobDirectory
 from dbuffer.integrations.lightrft.engines import mine_of
-
-DIRECTORIES = "dbuffer-lightrft-*"
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,8 @@ def test_only_sglang_has_other_names() -> None:
     assert Configuration.of(strategy_for("fsdp2", "sglang")).rename is SGLANG_NAMES
 
 
-def refuse(rank: int, trainer: str, engine_type: str, model: str) -> str:
+def refuse(rank: int, place: Path, trainer: str, engine_type: str, model: str) -> str:
+    directory._SHARED_MEMORY = place
     strategy = strategy_for(trainer, engine_type)
     actor = Actor(MODELS[model]())
     with pytest.raises(NotImplementedError) as caught:
@@ -181,18 +182,18 @@ MODELS = {
     ],
 )
 def test_what_is_not_known_is_refused_on_all_ranks(
-    world: World, trainer: str, engine_type: str, model: str, why: str
+    world: World, tmp_path: Path, trainer: str, engine_type: str, model: str, why: str
 ) -> None:
-    before = set(SHARED_MEMORY.glob(DIRECTORIES))
-    for message in world.run(refuse, trainer, engine_type, model):
+    for message in world.run(refuse, tmp_path, trainer, engine_type, model):
         assert why in message
-    assert set(SHARED_MEMORY.glob(DIRECTORIES)) == before
+    assert list(tmp_path.iterdir()) == []
 
 
-def fail(rank: int, engines: list[Any]) -> tuple[str, str]:
+def fail(rank: int, place: Path, engines: list[Any]) -> str:
+    directory._SHARED_MEMORY = place
     with pytest.raises(dbuffer.DBufferError) as caught:
         BroadcastManager(Actor(sharded()), strategy_for("fsdp2"), engines[rank])
-    return type(caught.value).__name__, str(caught.value)
+    return type(caught.value).__name__
 
 
 @pytest.mark.parametrize(
@@ -204,12 +205,10 @@ def fail(rank: int, engines: list[Any]) -> tuple[str, str]:
     ],
 )
 def test_no_usable_engine_is_an_error_on_all_ranks_and_leaves_no_store(
-    world: World, engines: list[Any], kind: str
+    world: World, tmp_path: Path, engines: list[Any], kind: str
 ) -> None:
-    before = set(SHARED_MEMORY.glob(DIRECTORIES))
-    for found, _ in world.run(fail, engines):
-        assert found == kind
-    assert set(SHARED_MEMORY.glob(DIRECTORIES)) == before
+    assert world.run(fail, tmp_path, engines) == [kind] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 class SGLangWrapper:
@@ -238,8 +237,9 @@ directory = JobDirectory()
 if os.fork() == 0:
     sys.exit()  # a child's exit is not the end of the job
 os.wait()
-assert directory.path.is_dir() and directory.path.stat().st_mode & 0o777 == 0o700
-print(directory.path)
+path = directory.store.parent
+assert path.is_dir() and path.stat().st_mode & 0o777 == 0o700
+print(path)
 """
 
 
@@ -247,5 +247,25 @@ def test_store_of_a_job_goes_with_the_process_that_made_it() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     path = Path(done.stdout.strip())
-    assert path.match(DIRECTORIES)
     assert not path.exists()
+
+
+def make_job_directory(connection: Connection) -> None:
+    made = JobDirectory()
+    made.store.mkdir()
+    connection.send(made.store.parent)
+    connection.recv()
+
+
+def test_store_of_a_killed_job_goes_with_the_next_and_that_of_a_living_one_stays() -> None:
+    with Child(make_job_directory) as living:
+        alive = living.receive()
+        with Child(make_job_directory) as killed:
+            left_over = killed.receive()
+        assert left_over.exists()
+        with Child(make_job_directory) as third:
+            assert third.receive().exists()
+            assert not left_over.exists()
+            assert alive.exists()
+    JobDirectory().remove()  # and those of this test go too
+    assert not alive.exists()

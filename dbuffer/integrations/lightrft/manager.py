@@ -156,7 +156,7 @@ class BroadcastManager:
         if store is not None:
             return Path(store).absolute()
         self._directory = JobDirectory()
-        return self._directory.path / "store"
+        return self._directory.store
 
     def _follow(self) -> None:
         follow = FOLLOW[self._configuration.engine_type]
