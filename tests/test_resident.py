@@ -450,6 +450,26 @@ def test_only_one_writer_at_a_time(store: Path) -> None:
         dbuffer.WeightSender(store)
 
 
+def test_successor_is_not_written_into_and_not_overtaken(store: Path) -> None:
+    model = Patterned()
+    resident = ResidentModel(model, store)
+    model.step(1)
+    resident.publish()
+    (store / "writer.lock").unlink()  # by a hand that knows no better
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
+        for version in (2, 3, 4):
+            sender.send(SMALL.weights(version))
+            model.step(1000 + version)
+            assert newest(store) == version
+        with pytest.raises(dbuffer.WriterSupersededError):
+            resident.publish()
+        assert model.version() == 1004
+        resident.close()
+        sender.send(SMALL.weights(5))
+        assert newest(store) == 5
+        assert_tidy(store)
+
+
 def fork_and_publish(connection: Connection, store: Path) -> None:
     model = Patterned()
     with ResidentModel(model, store, num_threads=1) as resident:
