@@ -175,6 +175,20 @@ def test_it_trains_as_any_other_model_does(store: Path, warnings: Any) -> None:
     assert warnings() == []
 
 
+def test_checkpoints_of_it_are_as_large_as_it_is(store: Path, tmp_path: Path) -> None:
+    """Each tensor has a storage of its own, by which ties are told from neighbours."""
+    model = Patterned(BIG)
+    with ResidentModel(model, store):
+        model.step(1)
+        one = model.layers[0].weight
+        torch.save(one.detach(), tmp_path / "one")
+        assert (tmp_path / "one").stat().st_size < 1.1 * one.nbytes
+        torch.save(model.state_dict(), tmp_path / "all")
+        assert BIG.version_of(torch.load(tmp_path / "all")) == 1
+        storages = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
+        assert len(storages) == len(BIG.names)
+
+
 def test_names_are_mapped_and_versions_given(store: Path) -> None:
     model = nn.Linear(2, 3)
     rename = dbuffer.names.NameMap([dbuffer.names.Exact("weight", "w")])
