@@ -42,6 +42,8 @@ class _Home:
     claim: Claim
     footer: Footer
     mapped: MappedTensors
+    tensors: list[torch.Tensor]
+    """What the parameters share their memory with, in the layout's order."""
 
     @property
     def layout(self) -> Layout:
@@ -54,8 +56,11 @@ class ResidentModel:
 
     Parameters and persistent buffers keep their identity: optimizers, ties, ``requires_grad`` and
     gradients stay as they are, and ``load_state_dict`` writes in place. What was not contiguous is
-    so afterwards. For one thread; publish between steps, not between a forward and its backward. A
-    forked child shares the memory, as after ``Module.share_memory()``, and must not write to it.
+    so afterwards. For one thread; publish between steps, not between a forward and its backward.
+
+    Two things must not be written to: what was taken from the module before a publish (``.data``,
+    ``state_dict()``), which is the published version's; and, in a forked child, the module, whose
+    memory is shared as after ``Module.share_memory()``.
 
     Args:
         module: its parameters are moved into the store at once.
@@ -202,7 +207,7 @@ class ResidentModel:
                     "publish with a WeightSender, which copies it"
                 )
             # Else who writes to the whole, an optimizer with a flat buffer, writes somewhere else.
-            is_part = tensor.untyped_storage().nbytes() != tensor.nbytes and not self._holds(tensor)
+            is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
             if tensor.numel() and (is_part or tensor.data_ptr() in places):
                 raise ResidencyError(
                     f"tensor {spec.name!r} is a part of something larger, or another view of it, "
@@ -210,10 +215,6 @@ class ResidentModel:
                 )
             places.add(tensor.data_ptr())
         return source
-
-    def _holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the buffer that is claimed."""
-        return self._home is not None and _lies_in(self._home.mapped, tensor)
 
     def _come_back(self, source: Source) -> None:
         """Make a home once more: something has left it, or all had to."""
@@ -244,8 +245,8 @@ class ResidentModel:
         except BaseException:
             self._writer.abandon(claim)
             raise
-        self._home = _Home(claim, footer, mapped)
-        self._point(dict(zip([t.data_ptr() for t in tensors], mapped.views, strict=True)))
+        self._home = home = _Home(claim, footer, mapped, _separate_tensors(mapped))
+        self._point(dict(zip([t.data_ptr() for t in tensors], home.tensors, strict=True)))
 
     def _flip(self, home: _Home, version: int, metadata: dict[str, Any]) -> None:
         checksums = self._copier.checksums(home.mapped) if self._checksum else None
@@ -315,11 +316,25 @@ def _is_at(home: _Home, source: Source) -> bool:
         layout.aliases,
         False,
     ) and all(
-        is_same_memory(tensor, view)
-        for tensor, view in zip(source.tensors, home.mapped.views, strict=True)
-        if view.numel()
+        is_same_memory(tensor, place)
+        for tensor, place in zip(source.tensors, home.tensors, strict=True)
+        if place.numel()
     )
 
 
+def _separate_tensors(mapped: MappedTensors) -> list[torch.Tensor]:
+    """The tensors of a file, each with a storage of its own.
+
+    Views of one storage would be taken for tied by what saves checkpoints.
+    """
+    tensors = []
+    for view, start in zip(mapped.views, mapped.layout.offsets, strict=True):
+        if view.numel():
+            data = torch.frombuffer(mapped.raw, dtype=torch.uint8, count=view.nbytes, offset=start)
+            view = data.view(view.dtype).view(view.shape)
+        tensors.append(view)
+    return tensors
+
+
 def _lies_in(mapped: MappedTensors, tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() == mapped.address
+    return 0 <= tensor.data_ptr() - mapped.address < mapped.layout.checksums_offset

@@ -252,7 +252,9 @@ def test_tensors_of_the_trainer_are_published_as_they_are_then(store: Path) -> N
     }
 
 
-def test_model_that_is_made_lives_in_the_store(store: Path, checkpoint: Path, caplog: Any) -> None:
+def test_model_that_is_made_lives_in_the_store(
+    store: Path, checkpoint: Path, caplog: Any, tmp_path: Path
+) -> None:
     caplog.set_level(logging.INFO)
     config = config_for(model_name=str(checkpoint))
     with VLLMWeightBridge(config, store=store) as bridge:
@@ -270,6 +272,11 @@ def test_model_that_is_made_lives_in_the_store(store: Path, checkpoint: Path, ca
             assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
         with pytest.raises(dbuffer.OptionError, match="get_trainable_model"):
             attached(bridge)
+        # As Atropos' trainer does now and then.
+        model.save_pretrained(tmp_path)
+        saved = type(model).from_pretrained(tmp_path)
+        assert all(torch.equal(p, saved.get_parameter(n)) for n, p in model.named_parameters())
+        assert saved.lm_head.weight is saved.model.embed_tokens.weight
     assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
     assert "ordinary model" not in caplog.text
 

@@ -175,6 +175,20 @@ def test_it_trains_as_any_other_model_does(store: Path, warnings: Any) -> None:
     assert warnings() == []
 
 
+def test_checkpoints_of_it_are_as_large_as_it_is(store: Path, tmp_path: Path) -> None:
+    """Each tensor has a storage of its own, by which ties are told from neighbours."""
+    model = Patterned(BIG)
+    with ResidentModel(model, store):
+        model.step(1)
+        one = model.layers[0].weight
+        torch.save(one.detach(), tmp_path / "one")
+        assert (tmp_path / "one").stat().st_size < 1.1 * one.nbytes
+        torch.save(model.state_dict(), tmp_path / "all")
+        assert BIG.version_of(torch.load(tmp_path / "all")) == 1
+        storages = {t.untyped_storage().data_ptr() for t in model.state_dict().values()}
+        assert len(storages) == len(BIG.names)
+
+
 def test_names_are_mapped_and_versions_given(store: Path) -> None:
     model = nn.Linear(2, 3)
     rename = dbuffer.names.NameMap([dbuffer.names.Exact("weight", "w")])
@@ -448,6 +462,26 @@ def test_only_one_writer_at_a_time(store: Path) -> None:
         assert model.layers[0].weight.data_ptr() == place
     with ResidentModel(model, store), pytest.raises(dbuffer.WriterActiveError):
         dbuffer.WeightSender(store)
+
+
+def test_successor_is_not_written_into_and_not_overtaken(store: Path) -> None:
+    model = Patterned()
+    resident = ResidentModel(model, store)
+    model.step(1)
+    resident.publish()
+    (store / "writer.lock").unlink()  # by a hand that knows no better
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
+        for version in (2, 3, 4):
+            sender.send(SMALL.weights(version))
+            model.step(1000 + version)
+            assert newest(store) == version
+        with pytest.raises(dbuffer.WriterSupersededError):
+            resident.publish()
+        assert model.version() == 1004
+        resident.close()
+        sender.send(SMALL.weights(5))
+        assert newest(store) == 5
+        assert_tidy(store)
 
 
 def fork_and_publish(connection: Connection, store: Path) -> None:
