@@ -445,8 +445,10 @@ def test_server_that_comes_late_is_waited_for(store: Path) -> None:
             attached(bridge)
             timer = threading.Timer(SOON_S, come)
             timer.start()
-            bridge.notify_update()
-            timer.join()
+            try:
+                bridge.notify_update()
+            finally:
+                timer.join()
 
 
 # Several nodes
