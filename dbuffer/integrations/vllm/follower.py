@@ -35,7 +35,6 @@ from dbuffer.integrations.vllm.engines import (
     EngineFacts,
     OfflineEngine,
     PauseMode,
-    ServerEngine,
     engine_of,
 )
 from dbuffer.integrations.vllm.metrics import EngineMetrics
@@ -139,7 +138,7 @@ class Follower:
         self.applied = record.applied_version if record is not None else None
         if self.applied is not None:
             self._report(str(self.applied))
-        if was_paused and self._is_new and isinstance(self._engine, ServerEngine):
+        if was_paused and self._is_new and self._engine.is_server:
             # Left over by a follower that was killed in a switch; nobody else would end it.
             logger.warning("the server was paused when following began: resuming it")
             self._engine.resume()
@@ -261,8 +260,7 @@ class Follower:
         """Stop following. The engine keeps its weights; its workers go on looking at the store."""
         if self._session is not None:
             self._session.close()
-        if isinstance(self._engine, ServerEngine):
-            self._engine.close()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -278,7 +276,7 @@ class Follower:
 
     def _has_restarted(self, session: _Session) -> bool:
         """Whether a server is another one than the one that was switched last."""
-        if not isinstance(self._engine, ServerEngine):
+        if not self._engine.is_server:
             return False
         if self.applied is not None:
             return self._engine.weight_version() != str(self.applied)

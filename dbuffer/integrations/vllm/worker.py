@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
 
 from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
@@ -24,18 +26,15 @@ from dbuffer.errors import (
     OptionError,
     VersionError,
 )
-from dbuffer.integrations.vllm.model import EngineModel, ShapeCheck
 from dbuffer.integrations.vllm.options import (
     HALF_LOADED,
     SERVES_ON,
     EngineOptions,
     UpdateRequest,
-    default_engine_id,
 )
-from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.mirror import Mirror
 from dbuffer.records import RecordFile
-from dbuffer.stager import Staged, Stager
+from dbuffer.stager import Check, Staged, Stager
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +42,70 @@ _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
 
 
-def _engine_id(vllm_config: Any, options: EngineOptions) -> str:
-    """The engine's name among the store's receivers; the same on all of its ranks."""
-    name = options.engine_id or default_engine_id(vllm_config.instance_id)
-    parallel = vllm_config.parallel_config
-    if parallel.data_parallel_size > 1:
-        name += f".dp-{parallel.data_parallel_rank}"
-    return name
+AnswerT = TypeVar("AnswerT")
+
+
+class Ranks(Protocol):
+    """All ranks of one engine. A gather is a step that all of them take, or none can go on."""
+
+    rank: int
+    size: int
+
+    def gather(self, answer: AnswerT) -> list[AnswerT]:
+        """Everyone's answers, by rank, to everyone."""
+        ...
+
+
+class ServingModel(Protocol):
+    """The model of one rank, as it serves; called between two steps of the engine."""
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once."""
+        ...
+
+    def load_checkpoint(self) -> None:
+        """Swap in the weights that the engine was started with, from where it read them."""
+        ...
+
+    def refuse_to_serve(self, reason: str) -> None:
+        """Let every step of this model fail, and say why, until :meth:`serve_again`."""
+        ...
+
+    def serve_again(self) -> None:
+        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
+        ...
+
+
+class EngineRank(Protocol):
+    """What a receiver needs to know of the rank that it is in."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks of the engine."""
+        ...
+
+    @property
+    def on_device(self) -> bool:
+        """Its weights are not in main memory."""
+        ...
+
+    def engine_id(self, options: EngineOptions) -> str:
+        """The engine's name among the store's receivers; the same on all of its ranks."""
+        ...
+
+    def make_model(self) -> ServingModel:
+        """The model, to swap weights in."""
+        ...
+
+    def make_check(self) -> Check:
+        """What tells, while the model serves, whether weights fit it."""
+        ...
 
 
 class Serving(NamedTuple):
     """What one rank's model has, from one receiver to the next."""
 
-    model: EngineModel
+    model: ServingModel
     version: int | None = None
     """Out of the store; None: what the engine was started with."""
     broken: str | None = None
@@ -68,25 +118,22 @@ class RankReceiver:
     Its methods are called on all ranks, from the worker's main thread.
     """
 
-    def __init__(
-        self, vllm_config: Any, device: Any, options: EngineOptions, serving: Serving
-    ) -> None:
-        self.ranks = Ranks(vllm_config)
+    def __init__(self, rank: EngineRank, options: EngineOptions, serving: Serving) -> None:
+        self.ranks = rank.ranks
         self._options = options
         self._model = serving.model
         self._applied = serving.version
         self._broken = serving.broken
-        self.engine_id = _engine_id(vllm_config, options)
-        on_device = device.type != "cpu"
+        self.engine_id = rank.engine_id(options)
         # Before anything is read: it puts away what an earlier run may have left there.
         self._mirror = options.start_mirror()
         self._stager = Stager(
             options.read_store,
             receiver_id=f"{self.engine_id}.rank-{self.ranks.rank}",
             part_of=self.engine_id,
-            check=ShapeCheck(vllm_config),
+            check=rank.make_check(),
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
-            pin_memory=on_device and options.staging != "map",
+            pin_memory=rank.on_device and options.staging != "map",
             poll_interval_s=options.poll_interval_s,
             verify=options.verify,
             num_threads=options.num_threads,
@@ -291,17 +338,18 @@ class RankReceiver:
         if self.ranks.rank == 0:
             self._record.write(in_session=is_open)
 
+    def record_problem(self, problem: str) -> None:
+        """Leave word of why an update failed, for who cannot be told in another way."""
+        if self.ranks.rank == 0:
+            self._record.write(problem=problem)
+
     def _record_engine(self, **stats: float) -> None:
         if self.ranks.rank == 0:
             self._record.write(applied_version=self._applied, problem=self._broken, stats=stats)
 
 
 def start_on_all_ranks(
-    vllm_config: Any,
-    model: Any,
-    device: Any,
-    options: EngineOptions,
-    before: RankReceiver | None = None,
+    rank: EngineRank, options: EngineOptions, before: RankReceiver | None = None
 ) -> RankReceiver:
     """Begin to follow a store on all ranks, or on none; after what was followed before.
 
@@ -310,16 +358,16 @@ def start_on_all_ranks(
     """
     receiver, problem = None, None
     if before is None:
-        serving = Serving(EngineModel(vllm_config, model, device))
+        serving = Serving(rank.make_model())
     else:
         serving = before.serving(options.store)
         before.close()
     try:
-        receiver = RankReceiver(vllm_config, device, options, serving)
+        receiver = RankReceiver(rank, options, serving)
     except Exception as error:
         logger.warning("cannot follow %s", options.store, exc_info=True)
         problem = f"{type(error).__name__}: {error}"
-    problems = Ranks(vllm_config).gather(problem)
+    problems = rank.ranks.gather(problem)
     if receiver is not None and not any(problems):
         return receiver
     if receiver is not None:
@@ -333,7 +381,7 @@ def _by_rank(problems: list[str | None]) -> str:
 
 @contextlib.contextmanager
 def raising_once(may_raise: bool) -> Iterator[None]:
-    """Let an error out on one rank only; see :class:`Ranks`. All of them have logged it."""
+    """Let an error out on one rank only; vLLM reads no more. All of them have logged it."""
     try:
         yield
     except DBufferError:
