@@ -17,6 +17,9 @@ import torch
 from dbuffer.errors import OptionError
 from dbuffer.names import Exact, NameMap, Pattern, Prefix, Rule
 
+NOTHING = "dbuffer_nothing"
+"""The method that does nothing."""
+
 _KINDS: dict[str, type[Exact] | type[Prefix] | type[Pattern]] = {
     "exact": Exact,
     "prefix": Prefix,

@@ -22,7 +22,7 @@ from dbuffer.errors import (
     EngineUpdateError,
 )
 from dbuffer.integrations.server import EngineServer
-from dbuffer.integrations.sglang.commands import Command, rules_of
+from dbuffer.integrations.sglang.commands import NOTHING, Command, rules_of
 from dbuffer.integrations.vllm.engines import EngineFacts, PauseMode
 from dbuffer.integrations.vllm.options import HALF_LOADED, EngineOptions
 from dbuffer.manifest import host_in_id
@@ -91,6 +91,14 @@ class _Commands:
             method=method, engine_id=self._engine_id, arguments=arguments, rename=self._rules
         )
 
+    def _nothing(self) -> Command:
+        """An update that changes nothing, for what SGLang does after one: flush its caches.
+
+        Its route that only flushes collects garbage too, for 0.3 s, or gives memory of a GPU back
+        that the next step asks for again.
+        """
+        return Command(method=NOTHING, engine_id=self._engine_id, arguments={})
+
     def _require_done(self, command: Command) -> None:
         """Raise what the ranks have to say; they must not raise it themselves."""
         if self._store is None or not self._store.exists():
@@ -133,20 +141,24 @@ class OfflineEngine(_Commands):
             EngineBusyError: its event loop is running.
             EngineUnsupportedError, EngineUpdateError: they could not.
         """
-        self._require_idle()
         command = self._command(method, arguments)
-        # One that is open is of a follower that was interrupted.
-        self._engine.begin_weight_update(selector=_SESSION)
-        try:
-            success, message = self._engine.update_weights_from_tensor(
-                command.as_tensors(), load_format=LOADER, flush_cache=False
-            )
-        finally:
-            self._engine.end_weight_update()
+        success, message = self._send(command)
         if not success:
             raise EngineUpdateError(message)
         self._require_done(command)
         return []
+
+    def _send(self, command: Command, *, flush_cache: bool = False) -> tuple[bool, str]:
+        self._require_idle()
+        # One that is open is of a follower that was interrupted.
+        self._engine.begin_weight_update(selector=_SESSION)
+        try:
+            success, message = self._engine.update_weights_from_tensor(
+                command.as_tensors(), load_format=LOADER, flush_cache=flush_cache
+            )
+        finally:
+            self._engine.end_weight_update()
+        return success, message
 
     def is_paused(self) -> bool:
         """Nobody can have."""
@@ -158,9 +170,9 @@ class OfflineEngine(_Commands):
         Raises:
             EngineBusyError: it has unfinished requests.
         """
-        self._require_idle()
-        if not self._engine.flush_cache().success:
-            raise EngineBusyError("the engine is generating: wait for its requests, then sync")
+        success, message = self._send(self._nothing(), flush_cache=True)
+        if not success:
+            raise EngineBusyError(f"wait for the engine's requests, then sync: {message}")
 
     def resume(self) -> None:
         """There is nothing to resume."""
@@ -226,19 +238,19 @@ class ServerEngine(_Commands, EngineServer):
         if is_ours:
             self._request("POST", "/pause_generation", json={"mode": "in_place"})
         try:
-            self._update(command)
+            self._send(command)
         finally:
             if is_ours:
                 self.resume()
         self._require_done(command)
         return []
 
-    def _update(self, command: Command) -> None:
+    def _send(self, command: Command, *, flush_cache: bool = False) -> None:
         payload = base64.b64encode(command.as_payload()).decode()
         body = {
             "serialized_named_tensors": [payload] * self._num_ranks,
             "load_format": LOADER,
-            "flush_cache": False,
+            "flush_cache": flush_cache,
             "selector": "target",
         }
         self._begin_session()
@@ -269,7 +281,7 @@ class ServerEngine(_Commands, EngineServer):
         self._has_paused = True
         body = {"mode": PAUSE_MODES[mode]}
         self._request("POST", "/pause_generation", json=body, timeout=self._long)
-        self._request("POST", "/flush_cache")
+        self._send(self._nothing(), flush_cache=True)
 
     def resume(self) -> None:
         """Let it go on; a network that loses one answer must not leave it paused."""

@@ -39,7 +39,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
             _begin(model, command)
         elif command.method == "dbuffer_update":
             _update(model, command)
-        else:
+        elif command.method == "dbuffer_shutdown":
             _end(model)
     # SGLang would end the engine; the ranks have agreed on what it serves, or refuse to.
     except Exception as error:
