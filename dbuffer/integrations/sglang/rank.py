@@ -9,6 +9,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.integrations.sglang.model import EngineModel, ShapeCheck
 from dbuffer.integrations.vllm.options import EngineOptions
+from dbuffer.integrations.vllm.worker import ServingModel
 from dbuffer.names import NameMap
 
 AnswerT = TypeVar("AnswerT")
@@ -50,8 +51,8 @@ class SchedulerRank:
         """The engine's name among the store's receivers: its follower has chosen it."""
         return self._engine_id
 
-    def make_model(self) -> EngineModel:
-        """The model, to swap weights in."""
+    def make_model(self, before: ServingModel | None) -> EngineModel:  # noqa: ARG002
+        """The model, to swap weights in, under the names of who follows now."""
         return EngineModel(self._model, self._names)
 
     def make_check(self) -> ShapeCheck:

@@ -550,6 +550,12 @@ class BackgroundFollower:
         self._thread.join()
         self._follower.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     async def aclose(self) -> None:
         """The same, in an event loop: a switch needs that loop to end."""
         await asyncio.to_thread(self.close)

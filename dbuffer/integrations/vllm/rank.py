@@ -7,6 +7,7 @@ from typing import Any
 from dbuffer.integrations.vllm.model import EngineModel, ShapeCheck
 from dbuffer.integrations.vllm.options import EngineOptions, default_engine_id
 from dbuffer.integrations.vllm.ranks import Ranks
+from dbuffer.integrations.vllm.worker import ServingModel
 
 
 class WorkerRank:
@@ -27,9 +28,9 @@ class WorkerRank:
             name += f".dp-{parallel.data_parallel_rank}"
         return name
 
-    def make_model(self) -> EngineModel:
-        """The model, to swap weights in."""
-        return EngineModel(self._vllm_config, self._model, self._device)
+    def make_model(self, before: ServingModel | None) -> ServingModel:
+        """The model, to swap weights in: the same as before, which knows whether it may serve."""
+        return before or EngineModel(self._vllm_config, self._model, self._device)
 
     def make_check(self) -> ShapeCheck:
         """What tells, while the model serves, whether weights fit it."""

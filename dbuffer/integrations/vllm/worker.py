@@ -93,8 +93,8 @@ class EngineRank(Protocol):
         """The engine's name among the store's receivers; the same on all of its ranks."""
         ...
 
-    def make_model(self) -> ServingModel:
-        """The model, to swap weights in."""
+    def make_model(self, before: ServingModel | None) -> ServingModel:
+        """The model, to swap weights in; ``before`` is what an earlier receiver swapped them in."""
         ...
 
     def make_check(self) -> Check:
@@ -358,9 +358,10 @@ def start_on_all_ranks(
     """
     receiver, problem = None, None
     if before is None:
-        serving = Serving(rank.make_model())
+        serving = Serving(rank.make_model(None))
     else:
         serving = before.serving(options.store)
+        serving = serving._replace(model=rank.make_model(serving.model))
         before.close()
     try:
         receiver = RankReceiver(rank, options, serving)
