@@ -133,7 +133,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         command = [str(PYTHON), "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
-        for name, value in {**ENGINE, "port": port, "dtype": "float32"}.items():
+        for name, value in {**ENGINE, "port": port, "dtype": "bfloat16"}.items():
             command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         with log.open("ab") as output:
             self._process = subprocess.Popen(

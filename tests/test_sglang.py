@@ -1,7 +1,7 @@
-"""A store's weights in real SGLang engines, offline, against fresh engines on those weights.
+"""A store's weights in a real SGLang engine of two ranks, offline, with tied embeddings.
 
-One program (this file, run by SGLang's Python) for a model of tied embeddings in bfloat16, one for
-two ranks in float32; each leaves what it saw, and the tests judge that.
+A program (this file, run by SGLang's Python) leaves what it saw, and the tests judge that: tokens
+against those of the fresh engine, and of transformers.
 """
 
 from __future__ import annotations
@@ -39,129 +39,160 @@ MISFITS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What was seen of an engine with tied embeddings, in bfloat16."""
-    return dict(observe(__file__, tmp_path_factory.mktemp("tied"), "tied"))
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the program saw."""
+    return dict(observe(__file__, tmp_path_factory.mktemp("offline")))
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What was seen of an engine of two ranks, in float32."""
-    return dict(observe(__file__, tmp_path_factory.mktemp("ranks"), "ranks"))
+def test_switched_engine_answers_as_transformers_does(seen: dict[str, Any]) -> None:
+    assert seen["switched"] == seen["transformers B"]
+    assert seen["transformers A"] != seen["transformers B"]
 
 
-def test_switched_engine_answers_as_a_fresh_one(tied: dict[str, Any]) -> None:
-    assert tied["switched"] == tied["fresh B"]
-    assert tied["fresh A"] != tied["fresh B"]
+def test_switching_back_restores_every_token_of_the_fresh_engine(seen: dict[str, Any]) -> None:
+    assert seen["switched back"] == seen["fresh A"] == seen["transformers A"]
 
 
-def test_switching_back_restores_every_token(tied: dict[str, Any]) -> None:
-    assert tied["switched back"] == tied["fresh A"]
+def test_bfloat16_weights_are_loaded(seen: dict[str, Any]) -> None:
+    assert seen["bfloat16"] == seen["transformers bfloat16 B"]
 
 
-def test_two_ranks_answer_as_transformers_does(ranks: dict[str, Any]) -> None:
-    assert ranks["switched"] == ranks["transformers B"]
-    assert ranks["fresh A"] == ranks["transformers A"]
+def test_engine_reports_the_version(seen: dict[str, Any]) -> None:
+    assert seen["reported"] == ["default", "1", "2"]
 
 
-def test_engine_reports_the_version(tied: dict[str, Any], ranks: dict[str, Any]) -> None:
-    assert tied["reported"] == ["default", "1", "2"]
-    assert ranks["reported"] == "1"
-
-
-def test_engine_acknowledges_and_its_ranks_do_not(ranks: dict[str, Any]) -> None:
-    assert ranks["receivers"] == {
-        "engine": [None, 1],
+def test_engine_acknowledges_and_its_ranks_do_not(seen: dict[str, Any]) -> None:
+    assert seen["receivers"] == {
+        "engine": [None, 2],
         "engine.rank-0": ["engine", None],
         "engine.rank-1": ["engine", None],
     }
 
 
-def test_names_are_mapped_on_the_way(tied: dict[str, Any]) -> None:
-    assert tied["renamed"] == tied["fresh B"]
+def test_names_are_mapped_on_the_way(seen: dict[str, Any]) -> None:
+    assert seen["renamed"] == seen["transformers B"]
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_misfit_is_refused_and_the_engine_serves_on(tied: dict[str, Any], misfit: str) -> None:
-    error, message, tokens = tied["misfits"][misfit]
+def test_misfit_is_refused_and_the_engine_serves_on(seen: dict[str, Any], misfit: str) -> None:
+    error, message, tokens = seen["misfits"][misfit]
     assert error == "EngineUpdateError"
     assert "the engine serves on with version 2" in message
-    assert tokens == tied["fresh A"]
+    assert tokens == seen["fresh A"]
 
 
-def test_refusal_names_the_tensor(tied: dict[str, Any]) -> None:
-    assert "model.layers.0.bogus" in tied["misfits"]["unknown name"][1]
-    assert "qkv_proj" in tied["misfits"]["one part of a fused parameter missing"][1]
-    assert NORM in tied["misfits"]["wrong length"][1]
+def test_refusal_names_the_tensor(seen: dict[str, Any]) -> None:
+    assert "model.layers.0.bogus" in seen["misfits"]["unknown name"][1]
+    assert "qkv_proj" in seen["misfits"]["one part of a fused parameter missing"][1]
+    assert NORM in seen["misfits"]["wrong length"][1]
 
 
-def test_version_after_misfits_is_followed(tied: dict[str, Any]) -> None:
-    assert tied["after misfits"] == tied["fresh B"]
+def test_version_after_misfits_is_followed(seen: dict[str, Any]) -> None:
+    assert seen["after misfits"] == seen["transformers B"]
 
 
-def test_failed_load_of_one_rank_is_taken_back_on_all(ranks: dict[str, Any]) -> None:
-    error, message, tokens, label = ranks["failed once"]
+def test_failed_load_of_one_rank_is_taken_back_on_all(seen: dict[str, Any]) -> None:
+    error, message, tokens, label = seen["failed once"]
     assert error == "EngineUpdateError"
     assert "rank 1: RuntimeError: the disk is on fire" in message
-    assert "the engine serves on with version 1" in message
-    assert tokens == ranks["transformers B"]
-    assert label == "1"
+    assert "the engine serves on with version 11" in message
+    assert tokens == seen["transformers B"]
+    assert label == "11"
 
 
-def test_next_update_after_a_failure_succeeds(ranks: dict[str, Any]) -> None:
-    assert ranks["after a failure"] == ranks["transformers A"]
+def test_next_update_after_a_failure_succeeds(seen: dict[str, Any]) -> None:
+    assert seen["after a failure"] == seen["transformers A"]
 
 
-def test_failure_before_any_version_goes_back_to_the_checkpoint(ranks: dict[str, Any]) -> None:
-    error, message, tokens, label = ranks["failed at first"]
+def test_failure_before_any_version_goes_back_to_the_checkpoint(seen: dict[str, Any]) -> None:
+    error, message, tokens, label = seen["failed at first"]
     assert error == "EngineUpdateError"
     assert "the engine serves on with version None" in message
-    assert tokens == ranks["transformers A"]
+    assert tokens == seen["fresh A"]
     assert label == "default"
 
 
-def test_engine_that_cannot_go_back_is_made_whole_by_an_update(ranks: dict[str, Any]) -> None:
-    error, message = ranks["broken"]
+def test_engine_that_cannot_go_back_is_made_whole_by_an_update(seen: dict[str, Any]) -> None:
+    error, message = seen["broken"]
     assert error == "EngineBrokenError"
     assert "half-loaded weights" in message
-    assert ranks["mended"] == ranks["transformers B"]
+    assert seen["mended"] == seen["transformers B"]
 
 
-def test_broken_engine_answers_no_request(ranks: dict[str, Any]) -> None:
-    assert ranks["request to a broken engine"] != "answered"
+def test_broken_engine_answers_no_request(seen: dict[str, Any]) -> None:
+    assert seen["request to a broken engine"] == "nothing came"
 
 
-# The programs.
+# The program.
+
+FAULT = {"rank": 1, "times": 1, "after_tensors": 7, "why": "the disk is on fire"}
 
 
-def main(directory: str, role: str) -> None:
+def main(directory: str) -> None:
     path = Path(directory)
-    seen = {"tied": see_tied, "ranks": see_ranks}[role](path)
+    models = [make_model("tied-qwen2", seed) for seed in (1, 2)]
+    weights = [dict(model.named_parameters()) for model in models]
+    engine = start_engine(save_model("tied-qwen2", 1, path), dtype="float32", tp_size=2)
+    seen: dict[str, Any] = {
+        "fresh A": greedy(engine),
+        "reported": [label(engine)],
+        "transformers A": transformers_greedy(models[0]),
+        "transformers B": transformers_greedy(models[1]),
+    }
+    fail_at_first(engine, path / "first", weights, seen)
+    rename(engine, path / "renamed", weights, seen)
+    switch_and_fail(engine, path / "store", weights, seen)
+    rounded = make_model("tied-qwen2", 2).bfloat16().float()
+    seen["transformers bfloat16 B"] = transformers_greedy(rounded)
+    seen["request to a broken engine"] = "nothing came"
+    leave(path, seen)
+    greedy(engine)  # its schedulers die of it, and this process with them
+    seen["request to a broken engine"] = "answered"
+    leave(path, seen)
+
+
+def leave(path: Path, seen: dict[str, Any]) -> None:
     (path / "observed.json").write_text(json.dumps(seen))
 
 
-def see_tied(path: Path) -> dict[str, Any]:
-    from dbuffer import NameMap, Prefix
-    from dbuffer.integrations.sglang import follow
+def fail_at_first(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
+    from sglang_faults import order
 
-    seen: dict[str, Any] = {"misfits": {}}
-    checkpoints = [save_model("tied-qwen2", seed, path) for seed in (1, 2)]
-    weights = [dict(make_model("tied-qwen2", seed).named_parameters()) for seed in (1, 2)]
-    fresh = start_engine(checkpoints[1], dtype="bfloat16")
-    seen["fresh B"] = greedy(fresh)
-    fresh.shutdown()
-    engine = start_engine(checkpoints[0], dtype="bfloat16")
-    seen["fresh A"] = greedy(engine)
+    with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
+        sender.send(weights[1])
+        order(engine, **FAULT)
+        seen["failed at first"] = [*outcome(follower), greedy(engine), label(engine)]
+
+
+def rename(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
+    names = dbuffer.NameMap([dbuffer.Prefix("actor.", "model.")])
     with (
-        dbuffer.WeightSender(path / "store", dtype=torch.bfloat16) as sender,
-        follow(engine, path / "store", engine_id="engine") as follower,
+        dbuffer.WeightSender(
+            store, rename={name: f"actor.{name[6:]}" for name in weights[1]}
+        ) as sender,
+        following(engine, store, rename=names) as follower,
     ):
-        seen["reported"] = [label(engine)]
+        sender.send(weights[1])
+        follower.sync()
+        seen["renamed"] = greedy(engine)
+
+
+def switch_and_fail(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
+    from sglang_faults import order
+
+    from dbuffer.buffer import DoubleBuffer
+
+    with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
         for name, index in (("switched", 1), ("switched back", 0)):
             sender.send(weights[index])
             follower.sync()
             seen[name] = greedy(engine)
             seen["reported"].append(label(engine))
+        seen["receivers"] = {
+            record.receiver: [record.part_of, record.applied_version]
+            for record in DoubleBuffer(store).receivers()
+        }
+        seen["misfits"] = {}
         for name, change in MISFITS.items():
             bad = {key: tensor.detach() for key, tensor in weights[1].items()}
             change(bad)
@@ -170,71 +201,28 @@ def see_tied(path: Path) -> dict[str, Any]:
         sender.send(weights[1])
         follower.sync()
         seen["after misfits"] = greedy(engine)
+        order(engine, **FAULT)
         sender.send(weights[0])
-        follower.sync()
-    names = NameMap([Prefix("actor.", "model.")])
-    with (
-        dbuffer.WeightSender(
-            path / "other", rename=lambda name: name.replace("model.", "actor.")
-        ) as sender,
-        follow(engine, path / "other", engine_id="engine", rename=names) as follower,
-    ):
-        sender.send(weights[1])
-        follower.sync()
-        seen["renamed"] = greedy(engine)
-    engine.shutdown()
-    return seen
-
-
-def see_ranks(path: Path) -> dict[str, Any]:
-    from sglang_faults import order
-
-    from dbuffer.buffer import DoubleBuffer
-    from dbuffer.integrations.sglang import follow
-
-    models = [make_model("qwen3", seed) for seed in (1, 2)]
-    seen: dict[str, Any] = {
-        f"transformers {name}": transformers_greedy(model)
-        for name, model in zip("AB", models, strict=True)
-    }
-    engine = start_engine(save_model("qwen3", 1, path), dtype="float32", tp_size=2)
-    seen["fresh A"] = greedy(engine)
-    store = path / "store"
-    fault = {"rank": 1, "times": 1, "after_tensors": 7, "why": "the disk is on fire"}
-    with dbuffer.WeightSender(path / "first") as sender:
-        sender.send(models[1])
-        with follow(engine, path / "first", engine_id="engine") as follower:
-            order(engine, **fault)
-            seen["failed at first"] = [*outcome(follower), greedy(engine), label(engine)]
-    with (
-        dbuffer.WeightSender(store) as sender,
-        follow(engine, store, engine_id="engine") as follower,
-    ):
-        sender.send(models[1])
-        follower.sync()
-        seen["switched"], seen["reported"] = greedy(engine), label(engine)
-        seen["receivers"] = {
-            record.receiver: [record.part_of, record.applied_version]
-            for record in DoubleBuffer(store).receivers()
-        }
-        order(engine, **fault)
-        sender.send(models[0])
         seen["failed once"] = [*outcome(follower), greedy(engine), label(engine)]
         follower.sync()
         seen["after a failure"] = greedy(engine)
-        order(engine, **{**fault, "times": 3})
-        sender.send(models[1])
+        sender.send({name: tensor.bfloat16() for name, tensor in weights[1].items()})
+        follower.sync()
+        seen["bfloat16"] = greedy(engine)
+        order(engine, **{**FAULT, "times": 3})
+        sender.send(weights[1])
         seen["broken"] = outcome(follower)
         follower.sync()
         seen["mended"] = greedy(engine)
-        order(engine, **{**fault, "times": 3})
-        sender.send(models[0])
+        order(engine, **{**FAULT, "times": 3})
+        sender.send(weights[0])
         outcome(follower)
-    seen["request to a broken engine"] = "nothing came"
-    (path / "observed.json").write_text(json.dumps(seen))
-    greedy(engine)  # its scheduler dies of it, and this process with it
-    seen["request to a broken engine"] = "answered"
-    return seen
+
+
+def following(engine: Any, store: Path, **options: Any) -> Any:
+    from dbuffer.integrations.sglang import follow
+
+    return follow(engine, store, engine_id="engine", **options)
 
 
 def outcome(follower: Any) -> list[str]:

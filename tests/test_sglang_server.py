@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sglang_engines import NEEDS_SGLANG, WAIT_S, Server, free_port, wait_for
 from tiny_models import revealing_weights, save_revealing, token_of
 
@@ -39,7 +40,7 @@ class World:
         self.store = path / "store"
         self.checkpoint = save_revealing(START, path)
         self.port = free_port()
-        self.sender = dbuffer.WeightSender(self.store)
+        self.sender = dbuffer.WeightSender(self.store, dtype=torch.bfloat16)
         self.server = self.start()
 
     def start(self, *flags: str) -> Server:
@@ -166,7 +167,7 @@ def test_command_line_follows_and_a_restarted_server_is_followed_again(world: Wo
 def test_restarted_trainer_goes_on(world: World) -> None:
     with follow(world.server.url, world.store, engine_id="engine") as follower:
         world.sender.close()
-        world.sender = dbuffer.WeightSender(world.store)
+        world.sender = dbuffer.WeightSender(world.store, dtype=torch.bfloat16)
         version = world.publish()
         follower.wait_applied(version)
         assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
