@@ -173,6 +173,16 @@ def test_restarted_trainer_goes_on(world: World) -> None:
         assert world.server.generate(LONG)["output_ids"] == [token_of(version)] * 12
 
 
+def test_example_samples_with_the_newest_weights_each_time(world: World, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dbuffer.examples.sglang_rollouts", str(world.checkpoint)]
+    command += [world.server.url, str(tmp_path / "store"), "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "".join(
+        f"step {step}: rollouts of version {step + 1}\n" for step in range(2)
+    )
+
+
 def test_engine_that_does_not_answer_is_unreachable() -> None:
     engine = ServerEngine(f"http://127.0.0.1:{free_port()}")
     with pytest.raises(dbuffer.EngineUnreachableError, match="does not answer"):
