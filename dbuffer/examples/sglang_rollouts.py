@@ -1,8 +1,8 @@
-"""A trainer whose rollouts come from an SGLang server, with every new policy through a store.
+r"""A trainer whose rollouts come from an SGLang server, with every new policy through a store.
 
 Start the server anywhere that sees the store, and then this::
 
-    python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init \\
+    python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init \
         --custom-weight-loader dbuffer.integrations.sglang.load_from_store
     python -m dbuffer.examples.sglang_rollouts MODEL http://localhost:30000 /dev/shm/policy
 
