@@ -37,9 +37,12 @@ SGLANG_VENV = ROOT / ".venv-sglang"
 SGLANG_REQUIREMENTS = ROOT / "requirements-sglang-cpu.txt"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
+# More than two processors can run: tests wait a lot. Each file is run by one process, in the
+# order that tests/conftest.py gives them.
+SIDE_BY_SIDE = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
-    "test": ["python", "-m", "pytest"],
+    "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
     "sglang": ["python", "-m", "pytest", "-m", "sglang"],
     "bench": ["python", "-m", "benchmarks"],
 }

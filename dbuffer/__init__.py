@@ -1,5 +1,6 @@
 """Double-buffered weight transport over a filesystem, for reinforcement-learning post-training."""
 
+from dbuffer.checkpoint import LazyTensor
 from dbuffer.errors import (
     AcknowledgementTimeoutError,
     ChecksumError,
@@ -14,6 +15,7 @@ from dbuffer.errors import (
     OptionError,
     RankFailedError,
     ReceiverFailedError,
+    ResidencyError,
     SnapshotEvictedError,
     StoreAccessError,
     StoreCorruptError,
@@ -23,6 +25,7 @@ from dbuffer.errors import (
     StoreMismatchError,
     StoreNotFoundError,
     TargetTypeError,
+    TrainerUnsupportedError,
     VersionError,
     VersionRegressedError,
     VersionTimeoutError,
@@ -33,6 +36,7 @@ from dbuffer.errors import (
 from dbuffer.mirror import Mirror
 from dbuffer.names import Exact, NameMap, Pattern, Prefix
 from dbuffer.receiver import WeightReceiver
+from dbuffer.resident import ResidentModel
 from dbuffer.sender import Publication, WeightSender
 from dbuffer.sharded import ShardedWeightSender
 from dbuffer.snapshot import Snapshot
@@ -51,6 +55,7 @@ __all__ = [
     "EngineUpdateError",
     "Exact",
     "InvalidWeightsError",
+    "LazyTensor",
     "Mirror",
     "NameMap",
     "OptionError",
@@ -59,6 +64,8 @@ __all__ = [
     "Publication",
     "RankFailedError",
     "ReceiverFailedError",
+    "ResidencyError",
+    "ResidentModel",
     "ShardedWeightSender",
     "Snapshot",
     "SnapshotEvictedError",
@@ -70,6 +77,7 @@ __all__ = [
     "StoreMismatchError",
     "StoreNotFoundError",
     "TargetTypeError",
+    "TrainerUnsupportedError",
     "VersionError",
     "VersionRegressedError",
     "VersionTimeoutError",

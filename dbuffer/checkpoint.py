@@ -39,13 +39,17 @@ SAFETENSORS_DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is fetched when its turn comes, and dropped after."""
+    """A tensor that is fetched when its turn comes to be published, and dropped after.
+
+    A mapping, or a list of pairs, may hold some: weights that are made as they are written.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     fetch: Callable[[], torch.Tensor]
+    """Makes it, of just this dtype and shape. Called once a publish, maybe in another thread."""
     identity: int = 0
-    """The same for two names of one tensor; 0 where that is not known."""
+    """The same for two names of one tensor, and below 0; 0 where that is not known."""
     sharded: Any = None
     """The tensor itself, where each rank of a trainer holds a part of it and `fetch` gathers it."""
 

@@ -260,6 +260,13 @@ def follow(
             "(vLLM only) 'wait'."
         ),
     ] = "keep",
+    partial: Annotated[
+        bool,
+        typer.Option(
+            "--partial",
+            help="Versions may hold a part of the vLLM server's model; the rest stays as it is.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
     allow_shared_store: SharedOption = False,
 ) -> None:
@@ -283,12 +290,15 @@ def follow(
             engine_id=receiver_id,
             verify=verify_checksums or "auto",
             allow_shared_store=allow_shared_store,
+            partial=partial,
         )
         make = functools.partial(
             _make_follower, url, options, api_key, pause, is_sglang=vllm is None, rename=rename
         )
         _follow_with_server(url, make, count=count, timeout_s=timeout_s, as_json=as_json)
         return
+    if partial:
+        raise typer.BadParameter("goes with --vllm", param_hint="--partial")
     receiver = WeightReceiver(
         store,
         receiver_id=receiver_id,

@@ -82,6 +82,10 @@ class InvalidWeightsError(DBufferError, ValueError):
     """What was given to publish cannot be published. Nothing was written."""
 
 
+class ResidencyError(DBufferError, NotImplementedError):
+    """A model's parameters cannot live in a store's buffers. The model was not touched."""
+
+
 class WeightsMismatchError(DBufferError, ValueError):
     """The published weights do not fit the target. The target was not touched."""
 
@@ -92,6 +96,10 @@ class SnapshotEvictedError(DBufferError, RuntimeError):
 
 class RankFailedError(DBufferError, RuntimeError):
     """A rank of a sharded trainer failed or was lost, so that none of them could go on."""
+
+
+class TrainerUnsupportedError(DBufferError, NotImplementedError):
+    """A trainer shards its weights in a way that is not known here. Nothing was published."""
 
 
 class ClosedError(DBufferError, ValueError):

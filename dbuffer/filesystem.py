@@ -339,6 +339,16 @@ def replace_file(
             sync_directory(path.parent)
 
 
+def rename_directory(directory: Path, path: Path) -> None:
+    """Give a directory its name, in one step; if there is one of that name already, it stays."""
+    try:
+        with os_errors("rename a directory", path):
+            directory.rename(path)
+    except OSError:
+        if not path.is_dir():
+            raise
+
+
 def remove_stale_temporaries(directory: Path) -> None:
     """Remove what :func:`replace_file` left behind in processes that died inside it.
 

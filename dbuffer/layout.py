@@ -142,6 +142,16 @@ class Layout:
         return cls(specs, tuple(offsets), dict(aliases or {}))
 
     @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Of all tensors that are stored."""
+        return frozenset(spec.name for spec in self.specs)
+
+    @functools.cached_property
+    def all_names(self) -> frozenset[str]:
+        """The same with the other names of tied tensors."""
+        return self.names | self.aliases.keys()
+
+    @functools.cached_property
     def sizes(self) -> list[int]:
         """Bytes of each tensor."""
         return [spec.num_bytes for spec in self.specs]

@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -37,7 +37,7 @@ from dbuffer.snapshot import (
     read_whole,
     wrong_tensors,
 )
-from dbuffer.targets import Matcher
+from dbuffer.targets import Brought, Matcher, refuse_adapter
 from dbuffer.tensors import Copier, FileTensors, MappedTensors, copy_one
 from dbuffer.watcher import Watcher
 
@@ -110,6 +110,7 @@ class WeightReceiver:
         self._memory: torch.Tensor | None = None
         self._lost = LostFiles(self._store)
         self._matcher = Matcher()
+        self._brought = Brought()
 
     @property
     def store(self) -> Path:
@@ -166,19 +167,34 @@ class WeightReceiver:
         with self._released(held):
             yield held
 
-    def load_into(self, target: Target) -> int | None:
+    def load_into(
+        self,
+        target: Target,
+        *,
+        partial: bool = False,
+        check: Callable[[Mapping[str, Any]], None] = refuse_adapter,
+    ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
 
         Args:
             target: a module or a dictionary of tensors, filled in place; or a function such as
                 vLLM's ``model.load_weights``, called with ``(name, tensor)`` pairs that are
                 valid during the call.
+            partial: leave tensors of the target that the version lacks as they are. All that it
+                holds must still be in the target. A version that lacks what an earlier one has
+                brought is refused, because the rest would stay that one's; this receiver
+                remembers what it has loaded, so load into one target with it, and load into a
+                target with one receiver.
+            check: called with the version's metadata before anything is touched; what it raises
+                is raised. Default: refuse an adapter, which is no model
+                (:mod:`dbuffer.integrations.peft` loads those).
 
         Returns:
             The version loaded, or None if there is nothing newer (or nothing at all).
 
         Raises:
-            WeightsMismatchError: names, shapes or dtypes differ; the target was not touched.
+            WeightsMismatchError: names, shapes or dtypes differ, or the version lacks what an
+                earlier one brought; the target was not touched.
             StoreCorruptError, ChecksumError: the store is damaged.
         """
         while True:
@@ -189,7 +205,8 @@ class WeightReceiver:
             if held is None:
                 return None
             with self._released(held):
-                if self._load(held, target) and self._store.is_unchanged(held):
+                check(held.manifest.metadata)
+                if self._load(held, target, partial) and self._store.is_unchanged(held):
                     self._loaded = held.manifest.version
                     self.record.set(applied_version=self._loaded)
                     return self._loaded
@@ -409,21 +426,23 @@ class WeightReceiver:
             mapped = self._kept[held.path] = map_privately(held)
         return mapped
 
-    def _load(self, held: HeldBuffer, target: Target) -> bool:
+    def _load(self, held: HeldBuffer, target: Target, partial: bool) -> bool:
         """Fill the target; False if checksums show that a writer was faster."""
         if callable(target) and not isinstance(target, nn.Module | Mapping):
             tensors = self._bring_in(held)
             if tensors is None:
                 return False
+            self._note(held, tensors.layout.names, partial)
             target(iter(SnapshotTensors(tensors.data, tensors.layout).items()))
             return True
         if self._is_network:
-            return self._load_read(held, target)
+            return self._load_read(held, target, partial)
         mapped = self._map_kept(held)
-        match = self._matcher.match(target, mapped.layout)
+        match = self._matcher.match(target, mapped.layout, partial=partial)
         # Damage is found before the target is touched ...
         if not self._is_whole(held, mapped):
             return False
+        self._note(held, mapped.layout.all_names, partial)
         for alias, index in match.aliases:
             copy_one(alias, mapped.views[index])
         if not self._must_verify(held):
@@ -433,10 +452,10 @@ class WeightReceiver:
         checksums = self._copier.read_hashed(mapped, match.targets)
         return self.is_right(held, mapped.layout, checksums)
 
-    def _load_read(self, held: HeldBuffer, target: Any) -> bool:
+    def _load_read(self, held: HeldBuffer, target: Any, partial: bool) -> bool:
         """Fill the target with what was read and checked before; False if a writer was faster."""
         try:
-            match = self._matcher.match(target, held.read_layout())
+            match = self._matcher.match(target, held.read_layout(), partial=partial)
         except StoreNotFoundError as error:
             self._lost.note(held, error)
             return False
@@ -444,10 +463,18 @@ class WeightReceiver:
         if tensors is None:
             return False
         self._memory = tensors.data
+        self._note(held, tensors.layout.all_names, partial)
         for alias, index in match.aliases:
             copy_one(alias, tensors.views[index])
         self._copier.read(tensors, match.targets)
         return True
+
+    def _note(self, held: HeldBuffer, names: Set[str], partial: bool) -> None:
+        """Remember what is about to be touched; refuse what would leave a mix."""
+        version = held.manifest.version
+        if partial:
+            self._brought.require_all(names, version)
+        self._brought.note(names, version)
 
     def _must_verify(self, held: HeldBuffer) -> bool:
         if self._is_network and not held.manifest.is_final:

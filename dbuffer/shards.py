@@ -111,7 +111,7 @@ def held_part(tensor: torch.Tensor | LazyTensor, piece: Piece, name: str) -> tor
     if not isinstance(tensor, LazyTensor):
         return tensor
     if tensor.sharded is None:
-        return tensor.fetch()
+        return fetch(tensor)
     with torch.no_grad():
         local: torch.Tensor = tensor.sharded.to_local()
     if tuple(local.shape) != piece.box.shape:

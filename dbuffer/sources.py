@@ -1,8 +1,8 @@
 """Where weights come from, brought into one form: names, specs, and tensors or how to get them.
 
 A module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, or a HuggingFace
-checkpoint directory. Everything is checked before a byte is written, except what an iterator
-has not yet produced.
+checkpoint directory; some of a mapping's or list's tensors may be lazy ones. Everything is checked
+before a byte is written, except what an iterator or a lazy tensor has not yet produced.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _get_dtype = operator.attrgetter("dtype")
 Weights: TypeAlias = (
     nn.Module
     | TensorDictBase
-    | Mapping[str, torch.Tensor]
-    | Iterable[tuple[str, torch.Tensor]]
+    | Mapping[str, torch.Tensor | LazyTensor]
+    | Iterable[tuple[str, torch.Tensor | LazyTensor]]
     | str
     | os.PathLike[str]
 )
@@ -148,7 +148,7 @@ class Describer:
         return source
 
     def stream(
-        self, weights: Iterator[tuple[str, torch.Tensor]]
+        self, weights: Iterator[tuple[str, torch.Tensor | LazyTensor]]
     ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         """Yield the tensors of an iterator one at a time, checked, with their specs.
 
@@ -206,14 +206,24 @@ class Describer:
         return names, tensors
 
 
-def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor]]]:
+def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor | LazyTensor]]]:
     """Whether weights can be gone through only once, so that their layout shows at the end."""
     return isinstance(weights, Iterator)
 
 
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """The tensor itself, gathered or read from its file if need be."""
-    return tensor.fetch() if isinstance(tensor, LazyTensor) else tensor
+    """The tensor itself, gathered, read from its file or made if need be.
+
+    Raises:
+        InvalidWeightsError: it is not what was promised.
+    """
+    if not isinstance(tensor, LazyTensor):
+        return tensor
+    fetched = tensor.fetch()
+    found, promised = (fetched.dtype, tuple(fetched.shape)), (tensor.dtype, tuple(tensor.shape))
+    if found != promised:
+        raise InvalidWeightsError(f"a lazy tensor was to be {promised}, and turned out as {found}")
+    return fetched
 
 
 def clean_names(names: Iterable[str]) -> list[str]:
@@ -275,7 +285,7 @@ def _check_name(name: str) -> None:
         raise InvalidWeightsError(f"the name {name!r:.80} has a broken character in it")
 
 
-def _as_mapping(weights: Any) -> Mapping[str, torch.Tensor] | None:
+def _as_mapping(weights: Any) -> Mapping[str, Any] | None:
     """Named tensors, where the weights are of that kind."""
     # A TensorDictParams is both, and a TensorDict first.
     if isinstance(weights, TensorDictBase):
@@ -285,17 +295,23 @@ def _as_mapping(weights: Any) -> Mapping[str, torch.Tensor] | None:
     return weights if isinstance(weights, Mapping) else None
 
 
-def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor]:
+def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor | LazyTensor]:
     match pair:
         case (str(name), torch.Tensor() as tensor) if not is_tensor_collection(tensor):
             return name, tensor
+        case (str(name), LazyTensor() as lazy):
+            return name, lazy
         case (str(name), value):
             raise InvalidWeightsError(f"{name!r} is a {type(value).__name__}, not a tensor")
     raise InvalidWeightsError(f"item {position} is {pair!r:.80}, not a (name, tensor) pair")
 
 
-def _gatherable(name: str, tensor: torch.Tensor, *, sharded: bool) -> torch.Tensor | LazyTensor:
+def _gatherable(
+    name: str, tensor: torch.Tensor | LazyTensor, *, sharded: bool
+) -> torch.Tensor | LazyTensor:
     """The tensor, or for one of which each rank holds a part a promise to gather it."""
+    if isinstance(tensor, LazyTensor):
+        return tensor
     if tensor.is_meta:
         raise InvalidWeightsError(
             f"tensor {name!r} is on the meta device and has no values; load the weights first"

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,13 +29,13 @@ from dbuffer.errors import (
     SnapshotEvictedError,
     VersionTimeoutError,
 )
-from dbuffer.layout import TensorSpec
+from dbuffer.layout import Layout
 from dbuffer.receiver import WeightReceiver
 from dbuffer.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[Sequence[TensorSpec]], None]
+Check = Callable[[Snapshot], None]
 
 _RETRY_MIN_S = 0.5
 _RETRY_MAX_S = 30.0
@@ -50,7 +50,7 @@ class Staged:
     """A version that is ready."""
 
     version: int
-    specs: tuple[TensorSpec, ...]
+    layout: Layout
     tensors: Mapping[str, torch.Tensor]
     """In main memory; valid until it is given back."""
     num_bytes: int
@@ -96,8 +96,8 @@ class Stager:
         store: the store's directory; it may come later.
         receiver_id: the name of its record in the store.
         part_of: the receiver that acknowledges, where this is one rank of an engine.
-        check: called with the tensors' specs whenever they change, in the stager's thread. What
-            it raises makes the version unusable, and reaches who takes it.
+        check: called with a version whenever its layout is another one than before, in the
+            stager's thread. What it raises makes the version unusable, and reaches who takes it.
         copy: copy into memory of its own. ``"auto"``: if ``pin_memory``. On a network mount a
             version is read into memory of its own in any case.
         pin_memory: that memory is page-locked, for a device to copy from.
@@ -133,7 +133,7 @@ class Stager:
         )
         self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
         self._check = check
-        self._checked: tuple[TensorSpec, ...] | None = None
+        self._checked: Layout | None = None
         self._copy = copy
         self._pin_memory = pin_memory
         self._poll_interval_s = poll_interval_s
@@ -363,16 +363,16 @@ class Stager:
                     acknowledge=False,
                 )
             )
-            if self._check is not None and snapshot.specs != self._checked:
-                self._check(snapshot.specs)
-                self._checked = snapshot.specs
+            if self._check is not None and snapshot.layout != self._checked:
+                self._check(snapshot)
+                self._checked = snapshot.layout
             tensors = self._bring_in(snapshot)
             if tensors is not snapshot.tensors:
                 hold.close()  # it was read: if it was overwritten meanwhile, this says so
             kept = hold.pop_all()
         staged = Staged(
             version=snapshot.version,
-            specs=snapshot.specs,
+            layout=snapshot.layout,
             tensors=tensors,
             num_bytes=sum(spec.num_bytes for spec in snapshot.specs),
             identity=snapshot.identity,

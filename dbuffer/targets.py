@@ -1,8 +1,13 @@
-"""Where weights go: matching the tensors of a target with those of a layout, all or nothing."""
+"""Where weights go: matching the tensors of a target with those of a layout, all or nothing.
+
+With ``partial=True`` a layout may hold a part of a target's tensors. What must not happen then is a
+mix of two versions: :class:`Brought` remembers what versions have brought, and a later one that
+lacks some of it is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +26,9 @@ from dbuffer.sources import (
     tensordict_tensors,
 )
 
+ADAPTER_KEY = "adapter_config"
+"""In the metadata of a version that holds an adapter: its configuration, as peft saves it."""
+
 _MAX_LISTED = 8
 
 
@@ -33,14 +41,33 @@ class Match:
     """Further tensors that the source had tied, and the index of the tensor each is filled from."""
 
 
+def refuse_adapter(metadata: Mapping[str, Any]) -> None:
+    """Refuse a version that holds no model, by its metadata.
+
+    Raises:
+        WeightsMismatchError: it holds an adapter.
+    """
+    if ADAPTER_KEY in metadata:
+        raise WeightsMismatchError(
+            "the store holds an adapter, and no model: use load_adapter or save_adapter of "
+            "dbuffer.integrations.peft, or publish the merged model (merged_weights); nothing was "
+            "touched"
+        )
+
+
 class Matcher:
     """Finds the tensor that each of a layout's tensors is to be copied into."""
 
     def __init__(self) -> None:
-        self._known: tuple[Layout, Outline, list[int]] | None = None
+        self._known: tuple[Layout, Outline, list[int], bool] | None = None
 
-    def match(self, target: Any, layout: Layout) -> Match:
+    def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
         """Match all of a target's tensors with all of a layout's.
+
+        Args:
+            target: a module or a dictionary of tensors.
+            layout: what was published.
+            partial: leave out tensors of the target that the layout lacks.
 
         Raises:
             TargetTypeError: the target holds no named tensors.
@@ -48,22 +75,25 @@ class Matcher:
                 tensor of the target cannot be written. All differences are listed.
         """
         named = _tensors_of(target)
-        if (targets := self._match_like_before(named, layout)) is not None:
+        if (targets := self._match_like_before(named, layout, partial)) is not None:
             return Match(targets, [])
-        match = _match_each(named, layout)
+        match = _match_each(named, layout, partial=partial)
         self._known = None
-        if not match.aliases and len(named) == len(match.targets):
+        is_all = len(named) == len(match.targets)
+        if not match.aliases and (is_all or partial):
             index_of = {name: index for index, name in enumerate(clean_names(named))}
             order = [index_of[spec.name] for spec in layout.specs]
-            self._known = (layout, Outline.of(named), order)
+            self._known = (layout, Outline.of(named), order, is_all)
         return match
 
     def _match_like_before(
-        self, named: Mapping[str, torch.Tensor], layout: Layout
+        self, named: Mapping[str, torch.Tensor], layout: Layout, partial: bool
     ) -> list[torch.Tensor] | None:
         if self._known is None:
             return None
-        known_layout, outline, order = self._known
+        known_layout, outline, order, is_all = self._known
+        if not (is_all or partial):
+            return None
         if known_layout.specs is not layout.specs and known_layout != layout:
             return None
         if not outline.fits(named):
@@ -74,7 +104,40 @@ class Matcher:
         return [tensors[index] for index in order]
 
 
-def _match_each(named: Mapping[str, torch.Tensor], layout: Layout) -> Match:
+class Brought:
+    """Names of all tensors that versions have brought so far, and the first that brought each.
+
+    Who loads parts of a target's tensors would mix two versions in it if one had less than one
+    before: the rest would stay the earlier one's.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}
+
+    def note(self, names: Set[str], version: int) -> None:
+        """A version is about to be loaded; what it touches stays touched if it fails half way."""
+        self._first |= dict.fromkeys(names - self._first.keys(), version)
+
+    def forget(self) -> None:
+        """Everything is as it was before any version came."""
+        self._first = {}
+
+    def require_all(self, names: Set[str], version: int) -> None:
+        """Refuse a version that lacks some of them.
+
+        Raises:
+            WeightsMismatchError: it does; the message says which, and who brought them.
+        """
+        if lacking := sorted(self._first.keys() - names):
+            listed = _listed([f"{name!r} of version {self._first[name]}" for name in lacking])
+            raise WeightsMismatchError(
+                f"version {version} lacks what earlier versions have brought, and would leave a "
+                f"mix of versions: {listed}; nothing was touched; publish at least what was "
+                "published before"
+            )
+
+
+def _match_each(named: Mapping[str, torch.Tensor], layout: Layout, *, partial: bool) -> Match:
     tensors = dict(zip(clean_names(named), named.values(), strict=True))
     problems = []
     targets: list[torch.Tensor] = []
@@ -93,7 +156,7 @@ def _match_each(named: Mapping[str, torch.Tensor], layout: Layout) -> Match:
             expected = layout.specs[index]._replace(name=name)
             problems.extend(_problems(name, tensor, str(expected)))
             aliases.append((tensor, index))
-        elif not any(_shares_memory(tensor, other) for other in targets):
+        elif not partial and not any(_shares_memory(tensor, other) for other in targets):
             problems.append(f"the store has no {name!r}")
     if problems:
         raise WeightsMismatchError(_describe_problems(problems))
@@ -101,9 +164,14 @@ def _match_each(named: Mapping[str, torch.Tensor], layout: Layout) -> Match:
 
 
 def _describe_problems(problems: list[str]) -> str:
+    return (
+        f"the published weights do not fit the target, which was not touched: {_listed(problems)}"
+    )
+
+
+def _listed(problems: list[str]) -> str:
     more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-    listed = "; ".join(problems[:_MAX_LISTED])
-    return "the published weights do not fit the target, which was not touched: " + listed + more
+    return "; ".join(problems[:_MAX_LISTED]) + more
 
 
 def _shares_memory(one: Any, other: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,9 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+# Idle threads of torch and vLLM sleep, in children too. By default they spin until the others of
+# their team are done, which on a busy machine wait for the very processor that spins.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported
+
 pytest.register_assert_rewrite("damage", "support")
 
-from support import SHARED_MEMORY, SMALL  # noqa: E402
+from support import SHARED_MEMORY, SMALL, preload  # noqa: E402
 
 import dbuffer  # noqa: E402
 
@@ -26,6 +31,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("dbuffer")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: of files side by side, a long one must not begin last."""
+    marks = ("nfs", "slow")
+    slow = {item.path for item in items if any(map(item.get_closest_marker, marks))}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What all test files asked for, whatever else set it while they were imported."""
+    preload()
 
 
 @pytest.fixture
@@ -73,6 +91,12 @@ def damaged(template: Path, store: Path) -> Path:
     """A copy of the template, to be damaged."""
     shutil.copytree(template, store)
     return store
+
+
+@pytest.fixture
+def settle_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody take a store for damaged, and look again, without being noticed."""
+    monkeypatch.setattr("dbuffer.buffer._SETTLE_S", 60.0)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from support import SMALL, Pattern
 
 import dbuffer
 
-SOON_S = 1.0
+SOON_S = 5.0
 RECORDS = ("CURRENT", "A/manifest.json", "B/manifest.json", "writer.json", "receivers/old.json")
 NEWEST = "B"
 """The buffer that holds version 3 of the template."""

@@ -25,8 +25,22 @@ TIMEOUT_S = 60.0
 """No child is waited for longer: a test that hangs must fail, and say where."""
 
 _processes = multiprocessing.get_context("forkserver")
-# Children are forked off a process with one thread that has all imports behind it.
-_processes.set_forkserver_preload(["dbuffer", "pytest"])
+_preloaded: list[str] = []
+# Python 3.11 does not give that process our `sys.path`, and it skips what it cannot import.
+_paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
+
+
+def preload(*modules: str) -> None:
+    """Let children be forked off a process with one thread that has imported these, too.
+
+    To be called as test files are imported: the process starts with the first child.
+    """
+    _preloaded.extend(name for name in modules if name not in _preloaded)
+    _processes.set_forkserver_preload([*_preloaded, "frozen"])
+
+
+preload("dbuffer", "pytest")
 
 
 class Pattern:

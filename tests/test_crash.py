@@ -45,8 +45,12 @@ from support import (
 import dbuffer
 from dbuffer import filesystem, retirement
 
-SOON_S = 1.0
-"""What must not wait for anybody takes milliseconds; a busy machine may need longer."""
+pytestmark = pytest.mark.usefixtures("settle_slowly")
+
+SOON_S = 5.0
+"""What must not wait for anybody takes milliseconds; a busy machine may need longer.
+
+Whoever waits all the same waits for half a minute at least."""
 
 # ---------------------------------------------------------------------------------------------
 # Killed at each step that has a name
@@ -267,6 +271,7 @@ def kill_at_random_moments(connection: Connection, store: Path, times: int, seed
     rng = random.Random(seed)
     ledger = Ledger()
     last = deaths = published = 0
+    pace_s = 0.005
 
     def publish_for_ever(checksum: bool, durable: bool, seed: int) -> None:
         rng = random.Random(seed)
@@ -282,11 +287,15 @@ def kill_at_random_moments(connection: Connection, store: Path, times: int, seed
 
     for _ in range(times):
         ledger.write(last)
-        checksum, durable, moment_s = rng.random() < 0.5, rng.random() < 0.3, rng.uniform(0, 0.03)
+        checksum, durable = rng.random() < 0.5, rng.random() < 0.3
+        # A machine that is busy with other things is slower for the process that dies, too.
+        moment_s = rng.uniform(0, 1.5) * pace_s
         body = functools.partial(publish_for_ever, checksum, durable, rng.randrange(2**32))
         deaths += fork_and_kill(body, kill_after_s=moment_s)
         published += ledger.read() - last
+        started_s = time.monotonic()
         last = read_and_publish(store, ledger.read(), checksum=False)
+        pace_s = time.monotonic() - started_s
     connection.send((deaths, published))
 
 
@@ -298,8 +307,9 @@ def test_killed_at_500_random_moments(shm_path: Path) -> None:
             for seed in (1, 2)
         ]
         for child in children:
-            deaths, published = child.receive(2 * TIMEOUT_S)
+            deaths, published = child.receive(4 * TIMEOUT_S)
             assert deaths == 250
+            print(f"{published} versions were published")
             assert published > 250, "the processes died before they did much"
 
 
@@ -330,7 +340,7 @@ def assert_recovers_across_a_network(store: Path, expected: int | None, clock: C
             assert unnamed <= weights_in(store), "another host may read it still"
             publication = sender.send(SMALL.weights(version), version=version)
             assert publication.version == version == newest(store, verify=True)
-        assert time.monotonic() - started < 10 * SOON_S, "a dead process was waited for"
+        assert time.monotonic() - started < 2 * SOON_S, "a dead process was waited for"
         clock.now_s += 59.9
         sender.send(SMALL.weights(100), version=100)
         assert unnamed <= weights_in(store)

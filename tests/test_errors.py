@@ -23,6 +23,7 @@ STANDARD_TYPES = {
     "InvalidWeightsError": ValueError,
     "OptionError": ValueError,
     "RankFailedError": RuntimeError,
+    "ResidencyError": NotImplementedError,
     "SnapshotEvictedError": RuntimeError,
     "StoreCorruptError": ValueError,
     "StoreFormatError": ValueError,
@@ -32,6 +33,7 @@ STANDARD_TYPES = {
     "StoreNotFoundError": FileNotFoundError,
     "StoreAccessError": OSError,
     "TargetTypeError": TypeError,
+    "TrainerUnsupportedError": NotImplementedError,
     "VersionError": ValueError,
     "VersionRegressedError": RuntimeError,
     "VersionTimeoutError": TimeoutError,
@@ -95,6 +97,7 @@ def test_all_is_complete_and_sorted():
     assert set(defined_errors()) <= set(dbuffer.__all__)
     for name in (
         "Publication",
+        "ResidentModel",
         "ShardedWeightSender",
         "Snapshot",
         "WeightReceiver",

@@ -65,6 +65,13 @@ def test_cartpole_is_not_solved_by_workers_without_new_weights(tmp_path: Path) -
     assert "not solved in" in done.text
 
 
+@pytest.mark.slow
+def test_an_adapter_learns_with_its_sampler(tmp_path: Path) -> None:
+    done = run("lora", tmp_path)
+    assert done.code == 0, done.text
+    assert "climbed; greedy answers of sampler and adapter are equal" in done.text
+
+
 class TestGRPO:
     pytestmark = NEEDS_VLLM
 
@@ -74,3 +81,29 @@ class TestGRPO:
         assert "climbed; the engine's greedy answers and the fresh one's are equal" in done.text
         # The engine's own log-probabilities say that it sampled with the trainer's weights.
         assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
+
+
+class TestLightRFT:
+    pytestmark = NEEDS_VLLM
+
+    def test_engines_of_all_ranks_follow_the_actor(self, tmp_path: Path) -> None:
+        done = run("lightrft", tmp_path)
+        assert done.code == 0, done.text
+        assert done.text.count("of its engine and of a fresh one are equal") == 2
+        assert sorted(done.numbers(r"version (\d)")) == [2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
+
+    def test_engines_without_new_weights_are_seen(self, tmp_path: Path) -> None:
+        done = run("lightrft", tmp_path, "--zero3", "--broken-sync")
+        assert done.code == 1, done.text
+        assert done.text.count("of its engine and of a fresh one differ") == 2
+        assert done.numbers(r"version (\d)") == [1] * 12
+
+
+class TestAtropos:
+    pytestmark = NEEDS_VLLM
+
+    def test_server_answers_with_what_was_trained(self, tmp_path: Path) -> None:
+        done = run("atropos", tmp_path)
+        assert done.code == 0, done.text
+        assert "the server's greedy answers and the fresh engine's are equal" in done.text
+        assert len(done.numbers(r"update (\d+) ms")) == 4

@@ -21,11 +21,12 @@ OPTIONAL_PACKAGES = (
         "httpx",
         "huggingface_hub",
         "matplotlib",
+        "peft",
         "prometheus_client",
         "requests",
         "rich",
     ),
-    *("safetensors", "torchrl", "transformers", "typer", "vllm"),
+    *("peft", "safetensors", "sglang", "torchrl", "transformers", "typer", "vllm"),
 )
 
 MAX_IMPORT_S = 0.3
@@ -53,7 +54,7 @@ LAYERS = (
         "targets",
         "snapshot",
     ),
-    *("watcher", "sender", "agreement", "shards", "rank_output", "sharded", "records"),
+    *("watcher", "sender", "resident", "agreement", "shards", "rank_output", "sharded", "records"),
     *("receiver", "relay", "mirror", "stager"),
 )
 """Imports point from right to left."""

@@ -37,6 +37,7 @@ def assert_goes_on(sender: dbuffer.WeightSender, expected: int | None) -> None:
         assert_tidy(store)
 
 
+@pytest.mark.usefixtures("settle_slowly")
 @pytest.mark.parametrize(("situation", "step", "is_published"), CASES)
 def test_interrupted_at_a_step_of_a_publish(
     store: Path, situation: str, step: Step, is_published: bool
@@ -56,7 +57,7 @@ def test_interrupted_at_a_step_of_a_publish(
             sys.setprofile(None)
         started = time.monotonic()
         assert_goes_on(sender, version if is_published else last)
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 5.0  # and not half a minute
 
 
 @pytest.mark.parametrize("failing", range(1, 8))

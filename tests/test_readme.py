@@ -22,6 +22,14 @@ def test_the_sixty_seconds_run(tmp_path, capsys):
     assert capsys.readouterr().out == "1 2 1050624\n120 torch.Size([512, 512])\n"
 
 
+@pytest.mark.parametrize("tag", ["names", "resident"])
+def test_examples_run(tmp_path, tag):
+    (example,) = re.findall(rf"```python {tag}\n(.*?)```", TEXT, flags=re.DOTALL)
+    code = example.replace("/dev/shm/", f"{tmp_path}/")
+    assert code != example
+    exec(compile(code, str(README), "exec"), {})
+
+
 @pytest.mark.slow
 def test_the_collector_runs(tmp_path):
     (example,) = re.findall(r"```python torchrl\n(.*?)```", TEXT, flags=re.DOTALL)

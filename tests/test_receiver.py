@@ -27,7 +27,7 @@ from dbuffer import (
     WeightSender,
 )
 
-SOON_S = 2.0
+SOON_S = 5.0
 
 
 def weights_of(value: float, numel: int = 1000) -> dict[str, torch.Tensor]:

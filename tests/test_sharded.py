@@ -41,6 +41,7 @@ from worlds import Failure, World
 
 import dbuffer
 from dbuffer import (
+    LazyTensor,
     ShardedWeightSender,
     WeightReceiver,
     WeightSender,
@@ -178,7 +179,26 @@ def placements(size: int) -> Case:
     return dict(zip(full, (distribute_tensor(t, mesh, p) for t, p in pairs), strict=True)), full
 
 
-ROWS = [fsdp, partly_fsdp, state_dict, replicated, tied, compiled, hsdp, two_dimensions, placements]
+def made_when_sent(size: int) -> Case:
+    """As a merged model comes: tensors that are made when their turn comes, the same everywhere."""
+    full = {"plain": whole(600, 600), "made": whole(700, 700), "tied": torch.empty(0)}
+    full["tied"] = full["made"]
+    lazy = LazyTensor(torch.float32, (700, 700), lambda: full["made"].clone(), identity=-1)
+    return full | {"made": lazy, "tied": lazy}, full
+
+
+ROWS = [
+    made_when_sent,
+    fsdp,
+    partly_fsdp,
+    state_dict,
+    replicated,
+    tied,
+    compiled,
+    hsdp,
+    two_dimensions,
+    placements,
+]
 
 
 def strided(size: int) -> Case:

@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 import dbuffer
-from dbuffer import InvalidWeightsError, WeightReceiver, WeightSender
+from dbuffer import InvalidWeightsError, LazyTensor, WeightReceiver, WeightSender
 from dbuffer.layout import ITEM_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -718,3 +718,57 @@ class TestCheckpoints:
             safetensors.torch.save_file({"w": torch.ones(1)}, directory / file)
         with pytest.raises(InvalidWeightsError, match="'w'"):
             publish(directory)
+
+
+class TestLazyTensors:
+    def lazy(self, tensor: torch.Tensor, **more) -> LazyTensor:
+        return LazyTensor(tensor.dtype, tuple(tensor.shape), tensor.clone, **more)
+
+    @pytest.mark.parametrize("kind", [dict, lambda pairs: pairs, iter])
+    def test_are_made_when_they_are_written(self, publish, kind):
+        one, other = torch.randn(5, 3), torch.randn(4).bfloat16()
+        got = publish(kind([("one", self.lazy(one)), ("other", other), ("last", self.lazy(other))]))
+        assert list(got.tensors) == ["one", "other", "last"]
+        assert is_same(got.tensors["one"], one)
+        assert is_same(got.tensors["other"], other)
+        assert is_same(got.tensors["last"], other)
+
+    def test_are_renamed_and_cast(self, publish):
+        one = torch.randn(5, 3)
+        got = publish({"one": self.lazy(one)}, dtype=torch.float16, rename={"one": "two"})
+        assert is_same(got.tensors["two"], one.half())
+
+    def test_ties_are_told_by_identity(self, publish):
+        one = torch.randn(5, 3)
+        pairs = {name: self.lazy(one, identity=-number) for name, number in (("a", 1), ("b", 1))}
+        pairs |= {"c": self.lazy(one, identity=-2), "d": self.lazy(one)}
+        got = publish(pairs)
+        assert list(got.tensors) == ["a", "c", "d"]
+        assert got.aliases == {"b": "a"}
+
+    def test_each_publish_makes_them_anew_in_the_same_files(self, store):
+        made = torch.zeros(1000)
+        lazy = LazyTensor(made.dtype, (1000,), made.clone)
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            files = []
+            for version in range(1, 5):
+                made += 1
+                sender.send({"made": lazy, "plain": made})
+                target = {"made": torch.zeros(1000), "plain": torch.zeros(1000)}
+                receiver.load_into(target)
+                assert target["made"][0] == target["plain"][0] == version
+                files.append({path.stat().st_ino for path in store.glob("[AB]/weights-*")})
+        assert files[1] == files[2] == files[3]
+
+    @pytest.mark.parametrize("kind", [dict, iter])
+    @pytest.mark.parametrize(
+        "made", [torch.ones(3), torch.ones(1), torch.ones(4).half(), torch.ones(2, 2)]
+    )
+    def test_what_turns_out_otherwise_is_refused(self, store, kind, made):
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send({"w": torch.zeros(4)})
+            with pytest.raises(InvalidWeightsError, match="turned out as"):
+                sender.send(kind([("w", LazyTensor(torch.float32, (4,), lambda: made))]))
+            target = {"w": torch.ones(4)}
+            assert receiver.load_into(target) == 1
+            assert torch.equal(target["w"], torch.zeros(4))

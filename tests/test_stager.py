@@ -38,7 +38,7 @@ from dbuffer.errors import (
     VersionRegressedError,
     VersionTimeoutError,
 )
-from dbuffer.layout import TensorSpec
+from dbuffer.layout import Layout
 from dbuffer.manifest import ReceiverRecord
 from dbuffer.stager import Staged, Stager
 from dbuffer.writer import BufferWriter
@@ -139,7 +139,7 @@ def test_staged_tells_what_it_is(store: Path, sender: dbuffer.WeightSender, copy
     sender.send(weights)
     with staging(store, copy=copy) as follower:
         staged = follower.take(timeout_s=IN_TIME_S)
-        assert list(staged.tensors) == [spec.name for spec in staged.specs] == ["a", "b"]
+        assert list(staged.tensors) == [spec.name for spec in staged.layout.specs] == ["a", "b"]
         assert all(torch.equal(staged.tensors[name], weights[name]) for name in weights)
         assert staged.num_bytes == 6 * 8 + 5 * 2
         assert 0 < staged.duration_s < IN_TIME_S
@@ -264,8 +264,8 @@ class Gate:
         self.reached = threading.Event()
         self.open = threading.Event()
 
-    def __call__(self, specs: Any) -> None:
-        if [spec.name for spec in specs] == self._names:
+    def __call__(self, snapshot: Any) -> None:
+        if [spec.name for spec in snapshot.specs] == self._names:
             self.reached.set()
             assert self.open.wait(IN_TIME_S)
             if self._error is not None:
@@ -542,8 +542,8 @@ def test_a_truncated_file_is_told_and_a_newer_version_is_staged_by_itself(
 def test_what_a_check_raises_reaches_who_takes(store: Path, sender: dbuffer.WeightSender) -> None:
     refusal = ValueError("the model has no layers.4.weight")
 
-    def check(specs: Any) -> None:
-        if len(specs) == len(OTHER.names):
+    def check(snapshot: Any) -> None:
+        if len(snapshot.specs) == len(OTHER.names):
             raise refusal
 
     with staging(store, check=check) as follower:
@@ -560,14 +560,14 @@ def test_what_a_check_raises_reaches_who_takes(store: Path, sender: dbuffer.Weig
 
 
 def test_a_check_is_asked_once_a_layout(store: Path, sender: dbuffer.WeightSender) -> None:
-    checked: list[tuple[TensorSpec, ...]] = []
-    with staging(store, check=lambda specs: checked.append(tuple(specs))) as follower:
+    checked: list[Layout] = []
+    with staging(store, check=lambda snapshot: checked.append(snapshot.layout)) as follower:
         for version, pattern in enumerate((SMALL, SMALL, SMALL, OTHER, OTHER, SMALL), start=1):
             sender.send(pattern.weights(version))
             taken = follower.take(timeout_s=IN_TIME_S)
-            assert checked[-1] == taken.specs
+            assert checked[-1] == taken.layout
             follower.give_back(applied=version)
-    assert [len(specs) for specs in checked] == [8, 5, 8]
+    assert [len(layout.specs) for layout in checked] == [8, 5, 8]
 
 
 @both_modes
@@ -739,7 +739,7 @@ def test_damage_between_checking_and_copying_is_seen(
     """What is handed out is what was checked, where it is a copy: not what it was copied from."""
     publish(sender, 1)
 
-    def damage_it(specs: Any) -> None:
+    def damage_it(snapshot: Any) -> None:
         flip(file_of(store, 1))
 
     with staging(store, copy=True, verify=True, check=damage_it) as follower:

@@ -416,8 +416,10 @@ def cluster() -> Iterator[Any]:
     """A Ray cluster whose workers can import what is in this directory."""
     import ray
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        # Its workers would give way to every other process, and tests run side by side.
+        patch.setenv("RAY_worker_niceness", "0")
         ray.init(
             num_cpus=4,
             include_dashboard=False,

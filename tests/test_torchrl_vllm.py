@@ -484,7 +484,8 @@ def directory() -> Iterator[Path]:
 def observed_in(directory: Path, role: str, *more: str) -> dict[str, Any]:
     place = directory / role
     place.mkdir()
-    env = environment(processes=False)
+    # Ray's workers would give way to every other process, and tests run side by side.
+    env = environment(processes=False, RAY_worker_niceness="0")
     seen: dict[str, Any] = observe(__file__, place, role, *more, timeout_s=TIMEOUT_S, env=env)
     return seen
 

@@ -18,7 +18,7 @@ from support import OTHER, SMALL, Child, Step, at_step, newest, stop
 import dbuffer
 from dbuffer.buffer import DoubleBuffer
 
-SOON_S = 1.0
+SOON_S = 5.0
 
 
 def send_on_request(connection: Connection, store: Path) -> None:

@@ -42,6 +42,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "timeout_s": [0, -0.5, math.inf, -math.inf, math.nan, "60", None, False, {}],
     "num_threads": [0, -1, 1.0, "4", True, False, math.nan, [4]],
     "allow_shared_store": [0, 1, None, "false", "", []],
+    "partial": [0, 1, None, "true", "", []],
 }
 
 RIGHT_OPTIONS: dict[str, list[Any]] = {
@@ -54,6 +55,7 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "timeout_s": [1, 0.001, 86400],
     "num_threads": [None, 1, 64],
     "allow_shared_store": [True, False],
+    "partial": [True, False],
 }
 
 WRONG_REQUESTS: dict[str, list[Any]] = {

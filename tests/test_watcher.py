@@ -19,7 +19,7 @@ from dbuffer.watcher import Watcher
 LONG_S = 30.0
 """A poll interval that no test waits for."""
 
-SOON_S = 2.0
+SOON_S = 5.0
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from typing import Any
 
+from support import preload
+
 with warnings.catch_warnings():
     # torchrl warns of its own legacy classes, and of torch's, as it is imported.
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -29,14 +31,7 @@ with warnings.catch_warnings():
 
     from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
 
-PRELOADED = [
-    "dbuffer",
-    "pytest",
-    "torchrl.collectors",
-    "torchrl.collectors.distributed",
-    "dbuffer.integrations.torchrl",
-]
-multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+preload("torchrl.collectors", "torchrl.collectors.distributed", "dbuffer.integrations.torchrl")
 
 TORN = -1.0
 """What `WholePolicy` does when its weights are of two versions."""

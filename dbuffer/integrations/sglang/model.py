@@ -45,9 +45,9 @@ class EngineModel:
         self._names = names
         self._device = next(model.parameters()).device
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Pairs) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once."""
-        self._load((renamed(name, self._names), tensor) for name, tensor in tensors.items())
+        self._load((renamed(name, self._names), tensor) for name, tensor in tensors)
 
     def load_checkpoint(self) -> None:
         """Swap in the weights that the engine was started with, from where it read them.

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from sglang.srt.runtime_context import get_parallel
 
+from dbuffer.errors import EngineUnsupportedError
 from dbuffer.integrations.sglang.model import EngineModel, ShapeCheck
 from dbuffer.integrations.vllm.options import EngineOptions
 from dbuffer.integrations.vllm.worker import ServingModel
@@ -55,6 +56,12 @@ class SchedulerRank:
         """The model, to swap weights in, under the names of who follows now."""
         return EngineModel(self._model, self._names)
 
-    def make_check(self) -> ShapeCheck:
-        """What tells, while the model serves, whether weights fit it."""
+    def make_check(self, *, partial: bool) -> ShapeCheck:
+        """What tells, while the model serves, whether weights fit it.
+
+        Raises:
+            EngineUnsupportedError: parts of a model were asked for.
+        """
+        if partial:
+            raise EngineUnsupportedError("an SGLang engine takes whole models: partial=True")
         return ShapeCheck(self._model, self._names, tp_size=self.ranks.size)

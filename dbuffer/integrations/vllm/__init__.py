@@ -4,7 +4,8 @@
   trainer's half of it (:mod:`.trainer`);
 * :class:`WorkerExtension` for engines that were started without one (:mod:`.extension`);
 * :func:`follow`, for an ``LLM``, an ``AsyncLLM`` or a server's URL (:mod:`.follower`);
-* :class:`FollowStore`, a middleware that makes a server follow by itself (:mod:`.middleware`).
+* :class:`FollowStore`, a middleware that makes a server follow by itself (:mod:`.middleware`);
+* :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
 vLLM imports this package in every one of its processes, before it is ready itself; so nothing of
 it, and nothing of vLLM, is imported before it is asked for.
@@ -16,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dbuffer.integrations.vllm.adapters import adapter_request
     from dbuffer.integrations.vllm.backend import DBufferWeightTransferEngine
     from dbuffer.integrations.vllm.extension import WorkerExtension
     from dbuffer.integrations.vllm.follower import BackgroundFollower, Follower, follow
@@ -35,6 +37,7 @@ _MODULES = {
     "FollowStore": "middleware",
     "Follower": "follower",
     "WorkerExtension": "extension",
+    "adapter_request": "adapters",
     "follow": "follower",
 }
 
@@ -47,6 +50,7 @@ __all__ = [
     "FollowStore",
     "Follower",
     "WorkerExtension",
+    "adapter_request",
     "follow",
 ]
 

@@ -24,7 +24,12 @@ from dbuffer.errors import (
     EngineUpdateError,
 )
 from dbuffer.integrations.server import EngineServer
-from dbuffer.integrations.vllm.options import BACKEND, default_engine_id, engine_settings
+from dbuffer.integrations.vllm.options import (
+    BACKEND,
+    default_engine_id,
+    engine_settings,
+    is_launched,
+)
 from dbuffer.integrations.vllm.plugin import serves_every_worker
 
 ResultT = TypeVar("ResultT")
@@ -194,8 +199,13 @@ class OfflineEngine(_EngineHere):
         """Forget its caches.
 
         Raises:
-            EngineBusyError: it has unfinished requests.
+            EngineBusyError: it has unfinished requests, or its weights are asleep.
         """
+        if "weights" in self._sleeping_tags():
+            raise EngineBusyError(
+                "the engine's weights are asleep, and their memory may be gone: wake it up first "
+                "(wake_up(tags=['weights']) is enough), then sync"
+            )
         if self._engine.has_unfinished_requests() or not self._llm.reset_prefix_cache():
             raise EngineBusyError("the engine is generating: wait for its requests, then sync")
         self._engine.reset_mm_cache()
@@ -211,6 +221,11 @@ class OfflineEngine(_EngineHere):
     def set_weight_version(self, version: str) -> None:
         """Let it report this."""
         self._engine.set_weight_version(version)
+
+    def _sleeping_tags(self) -> set[str]:
+        """What of it is asleep; nothing, for all that is said of an engine in another process."""
+        executor = getattr(self._engine, "model_executor", None)
+        return set(getattr(executor, "sleeping_tags", ()))
 
 
 class AsyncEngine(_EngineHere):
@@ -377,14 +392,27 @@ class ServerEngine(EngineServer):
         self._request("POST", "/update_weight_version", json={"new_version": version})
 
 
+def is_one_of_several(target: Any) -> bool:
+    """Whether it is an ``LLM`` that is only one rank of its engine."""
+    if not hasattr(target, "llm_engine"):
+        return False
+    parallel = target.llm_engine.vllm_config.parallel_config
+    return is_launched(parallel) and parallel.world_size > 1
+
+
 def engine_of(target: Any, *, api_key: str | None = None) -> Engine:
     """The engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL.
 
     Raises:
-        EngineUnsupportedError: it is none of them.
+        EngineUnsupportedError: it is none of them, or only a part of one.
     """
     if isinstance(target, str):
         return ServerEngine(target, api_key=api_key)
+    if is_one_of_several(target):
+        raise EngineUnsupportedError(
+            "this LLM is one rank of an engine that torchrun started: let every rank call "
+            "dbuffer.integrations.vllm.follow with its own"
+        )
     if hasattr(target, "llm_engine"):
         return OfflineEngine(target)
     if hasattr(target, "output_handler") and hasattr(target, "engine_core"):

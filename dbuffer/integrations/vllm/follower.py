@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
@@ -36,6 +36,7 @@ from dbuffer.integrations.vllm.engines import (
     OfflineEngine,
     PauseMode,
     engine_of,
+    is_one_of_several,
 )
 from dbuffer.integrations.vllm.metrics import EngineMetrics
 from dbuffer.integrations.vllm.options import (
@@ -47,6 +48,9 @@ from dbuffer.integrations.vllm.options import (
 )
 from dbuffer.manifest import BUFFERS, ReceiverRecord
 from dbuffer.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    from dbuffer.integrations.vllm.launched import LaunchedFollower
 
 logger = logging.getLogger(__name__)
 
@@ -630,11 +634,12 @@ def follow(
     pause: PauseMode = "keep",
     api_key: str | None = None,
     **options: Any,
-) -> Follower | BackgroundFollower:
+) -> Follower | BackgroundFollower | LaunchedFollower:
     """Keep an engine on a store's newest version.
 
     Args:
-        engine: a ``vllm.LLM``: call ``sync()`` of what is returned between generations. An
+        engine: a ``vllm.LLM``: call ``sync()`` of what is returned between generations. If it is
+            one rank of an engine that torchrun started, let every rank make these calls. An
             ``AsyncLLM``, in its event loop: it is followed in the background, until ``aclose()``.
             The URL of a server in development mode: followed in the background, until ``close()``.
         store: the store's directory, as the engine's workers and this process see it. Default:
@@ -654,6 +659,12 @@ def follow(
         chosen = EngineOptions.parse({"store": os.fspath(Path(store).absolute()), **options})
     elif options:
         raise OptionError(f"{', '.join(options)} given without a store")
+    if is_one_of_several(engine):
+        from dbuffer.integrations.vllm.launched import LaunchedFollower
+
+        launched = LaunchedFollower(engine, chosen)
+        launched.start()
+        return launched
     found = engine_of(engine, api_key=api_key)
     follower = Follower(found, chosen, pause=pause)
     if not isinstance(found, OfflineEngine):

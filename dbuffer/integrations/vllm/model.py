@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -51,9 +51,9 @@ class EngineModel:
         self._hook: Any = None
         self._places = self._find_places()
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once."""
-        self._load(tensors.items())
+        self._load(weights)
 
     def load_checkpoint(self) -> None:
         """Swap in the weights that the engine was started with, from where it read them.
@@ -101,12 +101,13 @@ class EngineModel:
                 # Tensors are handed over where they lie, in main memory; a layer's are kept as
                 # views until it is whole, so their order costs no memory.
                 self._model.load_weights(iter(weights))
+                loaded = [module for module in self._model.modules() if _has_loaded(module)]
                 finalize_layerwise_reload(self._model, config.model_config)
             except BaseException:
                 _put_back(before)
                 raise
             _repack_tied_heads(self._model)
-            _repack_cpu_experts(self._model)
+            _repack_cpu_experts(loaded)
         # The next step reads what was copied, and staging may write anew where it was copied from.
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
@@ -136,6 +137,12 @@ def _put_back(before: list[tuple[torch.nn.Module, list[dict[str, Any]]]]) -> Non
             table.update(own)
 
 
+def _has_loaded(module: torch.nn.Module) -> bool:
+    """Whether a layer has got tensors, between loading and the end of a reload."""
+    info = get_layerwise_info(module)
+    return not info.can_load() or info.load_numel > 0  # whole and done, or under way
+
+
 def _repack_tied_heads(model: torch.nn.Module) -> None:
     """Reload skips a head whose weight is the embedding's, so its packed copy is the old one.
 
@@ -160,12 +167,13 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
                 module.quant_method.process_weights_after_loading(module)
 
 
-def _repack_cpu_experts(model: torch.nn.Module) -> None:
+def _repack_cpu_experts(loaded: list[torch.nn.Module]) -> None:
     """On a CPU, reload leaves experts as they were loaded, where their kernel reads packed ones.
 
-    vLLM (0.28 to 0.33) packs them when it first makes their kernel, and not again.
+    vLLM (0.28 to 0.33) packs them when it first makes their kernel, and not again. Those that got
+    nothing are packed still.
     """
-    for module in model.modules():
+    for module in loaded:
         method = getattr(module, "quant_method", None)
         kernel = getattr(method, "moe_kernel", None)
         if (
@@ -185,9 +193,14 @@ class ShapeCheck:
 
     Make it on the worker's main thread: building a model sets things for the whole process. The
     check itself does not, and may run while the engine serves.
+
+    Args:
+        vllm_config: the engine's.
+        partial: whole layers may be missing.
     """
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: Any, *, partial: bool = False) -> None:
+        self._partial = partial
         config = copy.copy(vllm_config)
         config.compilation_config = copy.copy(config.compilation_config)
         # Layers register in here by name, and refuse a name that is taken.
@@ -200,14 +213,17 @@ class ShapeCheck:
         ):
             self._model = initialize_model(config, model_config=config.model_config)
         self._counts = _CountLoadedElements(
-            self._model, tp_size=config.parallel_config.tensor_parallel_size
+            self._model,
+            tp_size=config.parallel_config.tensor_parallel_size,
+            partial=partial,
         )
 
     def __call__(self, specs: Sequence[TensorSpec]) -> None:
         """Refuse tensors that do not fit the model.
 
         Raises:
-            WeightsMismatchError: a name or a shape is not the model's, or a tensor is missing.
+            WeightsMismatchError: a name or a shape is not the model's, or a tensor is missing; with
+                ``partial``, a part of a layer.
         """
         current = "no tensor at all"
 
@@ -227,7 +243,10 @@ class ShapeCheck:
             reason = f"{type(error).__name__} {error!s:.300}".strip()
             message = f"{current} does not fit the engine's model: {reason}"
             raise WeightsMismatchError(message) from error
-        self._counts.require_all()
+        if self._partial:
+            self._counts.require_whole_layers()
+        else:
+            self._counts.require_all()
 
 
 class _CountLoadedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -237,7 +256,7 @@ class _CountLoadedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
     the parts is missing.
     """
 
-    def __init__(self, model: torch.nn.Module, *, tp_size: int) -> None:
+    def __init__(self, model: torch.nn.Module, *, tp_size: int, partial: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._tp_size = tp_size
@@ -250,8 +269,8 @@ class _CountLoadedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for module in model.modules()
             if isinstance(module, VocabParallelEmbedding)
         }
-        for parameter in model.parameters():
-            self._wrap_loader(parameter)
+        for tensor in (*model.parameters(), *(model.buffers() if partial else ())):
+            self._wrap_loader(tensor)
 
     def reset(self) -> None:
         """Begin to count anew."""
@@ -264,9 +283,8 @@ class _CountLoadedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._copied += args[0].numel()
         return func(*args, **(kwargs or {}))
 
-    def _wrap_loader(self, parameter: Any) -> None:
-        loader = getattr(parameter, "weight_loader", default_weight_loader)
-
+    def _wrap_loader(self, tensor: Any) -> None:
+        loader = getattr(tensor, "weight_loader", default_weight_loader)
         signature = inspect.signature(loader)
 
         def counting_loader(*args: Any, **kwargs: Any) -> Any:
@@ -284,14 +302,43 @@ class _CountLoadedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._loaded[id(param)] = self._loaded.get(id(param), 0) + copied
             return result
 
-        parameter.weight_loader = counting_loader
+        tensor.weight_loader = counting_loader
 
     def require_all(self) -> None:
         """Raise :class:`WeightsMismatchError` if a parameter was not loaded to its end."""
         for name, parameter in self._model.named_parameters():
-            loaded = self._loaded.get(id(parameter), 0)
-            total = getattr(parameter, "weight_loader_numel", parameter.numel())
-            if loaded < (1 if id(parameter) in self._padded else total):
+            self._require_whole(name, parameter)
+
+    def require_whole_layers(self) -> None:
+        """Raise it if a layer was loaded in part: vLLM fills what is missing with anything.
+
+        A layer here is what vLLM reloads as one: a module's own parameters and buffers.
+        """
+        num_loaded = 0
+        for prefix, module in self._model.named_modules():
+            own = {name: tensor for table in _tables(module) for name, tensor in table.items()}
+            missing = [
+                name
+                for name, tensor in own.items()
+                if tensor is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
+                if not self._loaded.get(id(tensor))
+            ]
+            loaded = [name for name, tensor in own.items() if self._loaded.get(id(tensor))]
+            num_loaded += len(loaded)
+            for name in loaded:
+                self._require_whole(f"{prefix}.{name}", own[name])
+            if loaded and missing:
                 raise WeightsMismatchError(
-                    f"only {loaded} of {total} elements of {name} were published"
+                    f"{', '.join(loaded)} of {prefix} came without its {', '.join(missing)}: "
+                    "publish all of a layer, or nothing of it"
                 )
+        if not num_loaded:
+            raise WeightsMismatchError("nothing of the engine's model was published")
+
+    def _require_whole(self, name: str, tensor: Any) -> None:
+        loaded = self._loaded.get(id(tensor), 0)
+        total = getattr(tensor, "weight_loader_numel", tensor.numel())
+        if loaded < (1 if id(tensor) in self._padded else total):
+            raise WeightsMismatchError(
+                f"only {loaded} of {total} elements of {name} were published"
+            )

@@ -34,6 +34,14 @@ FOLLOWER_KEYS = ("pause",)
 PAUSE_MODES = ("keep", "wait", "abort")
 
 
+def is_launched(parallel_config: Any) -> bool:
+    """Whether each rank of an engine is an ``LLM`` of its own, in a process that torchrun started.
+
+    All of them then make the same calls, and none of them can reach another's worker.
+    """
+    return bool(parallel_config.distributed_executor_backend == "external_launcher")
+
+
 def default_engine_id(instance_id: str) -> str:
     """An engine's name among a store's receivers, from what vLLM calls the engine itself."""
     return f"vllm-{host_in_id()}-{instance_id}"
@@ -67,6 +75,9 @@ class EngineOptions:
     """Threads that copy and verify."""
     allow_shared_store: bool = False
     """Accept a directory that belongs to someone else, or that others can write to."""
+    partial: bool = False
+    """Accept versions that hold a part of the model, layer by layer: other layers keep what they
+    have. A version that lacks what an earlier one has brought is refused."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -82,6 +93,7 @@ class EngineOptions:
         threads = self.num_threads
         _require(self, "num_threads", threads is None or (type(threads) is int and threads > 0))
         _require(self, "allow_shared_store", isinstance(self.allow_shared_store, bool))
+        _require(self, "partial", isinstance(self.partial, bool))
 
     @property
     def read_store(self) -> str:
@@ -208,6 +220,7 @@ _RULES = {
     "timeout_s": "seconds, above 0 and no more than a thread can wait",
     "num_threads": "a whole number, at least 1",
     "allow_shared_store": "True or False",
+    "partial": "True or False",
     "version": "a whole number, at least 1",
     "at_least": "a whole number, at least 1, and not together with version",
     "kind": "'dense' or 'sparse'",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dbuffer.integrations.vllm.model import EngineModel, ShapeCheck
-from dbuffer.integrations.vllm.options import EngineOptions, default_engine_id
+from dbuffer.integrations.vllm.options import EngineOptions, default_engine_id, is_launched
 from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.integrations.vllm.worker import ServingModel
 
@@ -24,6 +24,8 @@ class WorkerRank:
         """The engine's name among the store's receivers; the same on all of its ranks."""
         name = options.engine_id or default_engine_id(self._vllm_config.instance_id)
         parallel = self._vllm_config.parallel_config
+        if is_launched(parallel):  # each process has made up an instance id
+            return self.ranks.gather(name)[0]
         if parallel.data_parallel_size > 1:
             name += f".dp-{parallel.data_parallel_rank}"
         return name
@@ -32,6 +34,6 @@ class WorkerRank:
         """The model, to swap weights in: the same as before, which knows whether it may serve."""
         return before or EngineModel(self._vllm_config, self._model, self._device)
 
-    def make_check(self) -> ShapeCheck:
-        """What tells, while the model serves, whether weights fit it."""
-        return ShapeCheck(self._vllm_config)
+    def make_check(self, *, partial: bool) -> ShapeCheck:
+        """What tells, while the model serves, whether weights fit it, all or a part of them."""
+        return ShapeCheck(self._vllm_config, partial=partial)

@@ -5,23 +5,37 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
+
+from dbuffer.errors import EngineUnsupportedError
+from dbuffer.integrations.vllm.options import is_launched
 
 AnswerT = TypeVar("AnswerT")
 
 
 class Ranks:
-    """All workers of an engine. A gather is a step that all of them take, or none can go on."""
+    """All workers of an engine. A gather is a step that all of them take, or none can go on.
+
+    Raises:
+        EngineUnsupportedError: they cannot be told from those of other engines.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
-        self._group = get_world_group()
+        parallel = vllm_config.parallel_config
+        self._group = _group_of(parallel)
         self.rank: int = self._group.rank_in_group
         self.size: int = self._group.world_size
-        parallel = vllm_config.parallel_config
         # vLLM's executor of several processes reads replies in the order of ranks, and stops at
         # the first failed one; the rest stay in their queues, and every later call reads answers
-        # that are one call old. So only the rank that is read last may raise.
-        self.may_raise: bool = self.rank % parallel.world_size == parallel.world_size - 1
+        # that are one call old. So only the rank that is read last may raise. Where each process
+        # has a front end of its own, each must hear of it.
+        is_last = self.rank % parallel.world_size == parallel.world_size - 1
+        self.may_raise: bool = is_last or is_launched(parallel)
+
+    @property
+    def process_group(self) -> Any:
+        """The same as a group of torch.distributed, for what lies in main memory."""
+        return self._group.cpu_group
 
     def gather(self, answer: AnswerT) -> list[AnswerT]:
         """Everyone's answers, by rank, to everyone."""
@@ -30,3 +44,20 @@ class Ranks:
         answers: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(answers, answer, group=self._group.cpu_group)
         return answers
+
+
+def _group_of(parallel: Any) -> Any:
+    """All workers of an engine, as a group of vLLM's.
+
+    Its world is torch.distributed's, which several engines share where torchrun started them.
+    """
+    world, tensor_parallel = get_world_group(), get_tp_group()
+    if not is_launched(parallel) or world.world_size == parallel.world_size:
+        return world
+    if tensor_parallel.world_size == parallel.world_size:
+        return tensor_parallel
+    raise EngineUnsupportedError(
+        f"a job of {world.world_size} ranks has several engines of {parallel.world_size} ranks, "
+        "which are more than those of one tensor-parallel group: use pipeline_parallel_size=1, "
+        "or one engine"
+    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -32,11 +32,16 @@ from dbuffer.integrations.vllm.options import (
     EngineOptions,
     UpdateRequest,
 )
+from dbuffer.layout import Layout, TensorSpec
 from dbuffer.mirror import Mirror
 from dbuffer.records import RecordFile
-from dbuffer.stager import Check, Staged, Stager
+from dbuffer.snapshot import Snapshot
+from dbuffer.stager import Staged, Stager
+from dbuffer.targets import Brought, refuse_adapter
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
@@ -59,7 +64,7 @@ class Ranks(Protocol):
 class ServingModel(Protocol):
     """The model of one rank, as it serves; called between two steps of the engine."""
 
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once."""
         ...
 
@@ -97,8 +102,8 @@ class EngineRank(Protocol):
         """The model, to swap weights in; ``before`` is what an earlier receiver swapped them in."""
         ...
 
-    def make_check(self) -> Check:
-        """What tells, while the model serves, whether weights fit it."""
+    def make_check(self, *, partial: bool) -> Callable[[Sequence[TensorSpec]], None]:
+        """What tells, while the model serves, whether weights fit it, all or a part of them."""
         ...
 
 
@@ -110,6 +115,8 @@ class Serving(NamedTuple):
     """Out of the store; None: what the engine was started with."""
     broken: str | None = None
     """Why it refuses to serve."""
+    brought: Brought | None = None
+    """What versions have brought, of whichever store."""
 
 
 class RankReceiver:
@@ -118,20 +125,24 @@ class RankReceiver:
     Its methods are called on all ranks, from the worker's main thread.
     """
 
-    def __init__(self, rank: EngineRank, options: EngineOptions, serving: Serving) -> None:
+    def __init__(
+        self, rank: EngineRank, options: EngineOptions, serving: Serving, engine_id: str
+    ) -> None:
         self.ranks = rank.ranks
         self._options = options
         self._model = serving.model
         self._applied = serving.version
         self._broken = serving.broken
-        self.engine_id = rank.engine_id(options)
+        self._brought = serving.brought or Brought()
+        self._fits = rank.make_check(partial=options.partial)
+        self.engine_id = engine_id
         # Before anything is read: it puts away what an earlier run may have left there.
         self._mirror = options.start_mirror()
         self._stager = Stager(
             options.read_store,
             receiver_id=f"{self.engine_id}.rank-{self.ranks.rank}",
             part_of=self.engine_id,
-            check=rank.make_check(),
+            check=self._check,
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
             pin_memory=rank.on_device and options.staging != "map",
             poll_interval_s=options.poll_interval_s,
@@ -154,7 +165,8 @@ class RankReceiver:
             record = view.receiver(self.engine_id)
             says = None if record is None else record.applied_version
         is_same = self.ranks.gather(says)[0] == self._applied and store == self._options.store
-        return Serving(self._model, self._applied if is_same else None, self._broken)
+        applied = self._applied if is_same else None
+        return Serving(self._model, applied, self._broken, self._brought)
 
     def catch_up(self) -> None:
         """Switch to the newest version, if there is one; for an engine that is just starting.
@@ -195,6 +207,36 @@ class RankReceiver:
         if self._mirror is not None:
             self._mirror.close()
 
+    def _check(self, snapshot: Snapshot) -> None:
+        """Refuse a version that cannot be loaded; in the stager's thread, while the engine serves.
+
+        Raises:
+            WeightsMismatchError: it does not fit, or would leave a mix.
+        """
+        refuse_adapter(snapshot.metadata)
+        layout = snapshot.layout
+        self._require_no_mix(layout, snapshot.version)
+        offered = self._under_all_names({spec.name: spec for spec in layout.specs}, layout)
+        self._fits([spec._replace(name=name) for name, spec in offered])
+
+    def _require_no_mix(self, layout: Layout, version: int) -> None:
+        if self._options.partial:
+            self._brought.require_all(layout.all_names, version)
+
+    def _under_all_names(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
+        """What a version holds, as it is offered to the model.
+
+        A model takes a tied tensor under one of its names and skips the other; which, is its own
+        business. That it skipped what came shows where all must come, and not where less will do.
+        """
+        yield from stored.items()
+        if self._options.partial:
+            yield from ((alias, stored[name]) for alias, name in layout.aliases.items())
+
+    def _load(self, staged: Staged) -> None:
+        self._brought.note(staged.layout.all_names, staged.version)
+        self._model.load(self._under_all_names(staged.tensors, staged.layout))
+
     def _problem_of_mirror(self, mirror: Mirror) -> str | None:
         try:
             mirror.wait_until_current(self._options.timeout_s)
@@ -233,6 +275,8 @@ class RankReceiver:
             staged = self._stager.take(
                 request.version, at_least=request.at_least, timeout_s=self._options.timeout_s
             )
+            # Once more: it may have been checked before the version before it was loaded.
+            self._require_no_mix(staged.layout, staged.version)
         # All ranks must hear of it, whatever it is; else they would wait for this one.
         except Exception as error:  # noqa: BLE001
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
@@ -255,7 +299,7 @@ class RankReceiver:
     def _commit(self, staged: Staged) -> None:
         started = time.monotonic()
         try:
-            failures = self._on_all_ranks(lambda: self._model.load(staged.tensors))
+            failures = self._on_all_ranks(lambda: self._load(staged))
         except BaseException as error:  # Ctrl-C, or ranks that cannot be reached: nobody knows
             self._refuse(f"loading version {staged.version} was interrupted by {error!r}")
             raise
@@ -298,11 +342,12 @@ class RankReceiver:
 
     def _load_again(self, version: int | None) -> None:
         self._stager.give_back()
-        if version is None:
+        if version is None or self._options.partial:
+            # A partial version does not say what was under what a later one brought in addition.
             self._model.load_checkpoint()
-        else:
-            staged = self._stager.take(version, timeout_s=self._options.timeout_s)
-            self._model.load(staged.tensors)
+            self._brought.forget()
+        if version is not None:
+            self._load(self._stager.take(version, timeout_s=self._options.timeout_s))
 
     def _is_whole_again(self) -> None:
         self._broken = None
@@ -357,6 +402,7 @@ def start_on_all_ranks(
         EngineUnsupportedError: some rank cannot.
     """
     receiver, problem = None, None
+    engine_id = rank.engine_id(options)
     if before is None:
         serving = Serving(rank.make_model(None))
     else:
@@ -364,7 +410,7 @@ def start_on_all_ranks(
         serving = serving._replace(model=rank.make_model(serving.model))
         before.close()
     try:
-        receiver = RankReceiver(rank, options, serving)
+        receiver = RankReceiver(rank, options, serving, engine_id)
     except Exception as error:
         logger.warning("cannot follow %s", options.store, exc_info=True)
         problem = f"{type(error).__name__}: {error}"

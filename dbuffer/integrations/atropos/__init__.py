@@ -1,0 +1,25 @@
+"""Atropos' weight bridge over a dbuffer store.
+
+``VLLMWeightBridge`` has the methods of the class of that name in Atropos' example trainer, and
+``BridgeConfig`` its fields. After an optimizer step ``notify_update()`` publishes the weights, and
+returns when the server, or with several nodes every server, answers with them.
+"""
+
+from __future__ import annotations
+
+from dbuffer.integrations.atropos.bridge import (
+    VLLMWeightBridge,
+    create_bridge_from_training_config,
+)
+from dbuffer.integrations.atropos.config import BridgeConfig
+from dbuffer.integrations.atropos.rotary import permute_for_rotary, unpermute_for_rotary
+from dbuffer.integrations.atropos.slurm import expand_hostlist
+
+__all__ = [
+    "BridgeConfig",
+    "VLLMWeightBridge",
+    "create_bridge_from_training_config",
+    "expand_hostlist",
+    "permute_for_rotary",
+    "unpermute_for_rotary",
+]

@@ -1,0 +1,90 @@
+"""`BridgeConfig`: the settings of the bridge, under Atropos' own names and with its defaults."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Self
+
+from dbuffer.errors import EngineUnsupportedError, OptionError
+
+
+@dataclass(kw_only=True)
+class BridgeConfig:
+    """How the bridge reaches the inference servers.
+
+    Raises:
+        EngineUnsupportedError: (a ``NotImplementedError``) ``use_cuda_ipc`` is set.
+        OptionError: (a ``ValueError``) a value is not what it may be.
+    """
+
+    trainer_rank: int = 0
+    """Of this process among the trainer's."""
+    world_size: int = 1
+    """Processes of the trainer. Above 1, all of them make a bridge, and all its calls."""
+    init_method: str = "env://"
+    """Where they meet, if ``torch.distributed`` has not been initialised when the bridge is."""
+    num_inference_nodes: int = 0
+    """Nodes of a SLURM job that run engines, one engine a node; 0: one server on this machine."""
+    model_name: str = ""
+    """Hugging Face name or directory; for :meth:`VLLMWeightBridge.get_trainable_model`."""
+    device: str = "cuda"
+    """Where that model is trained."""
+    timeout_seconds: float = 300.0
+    """For how long an update may take, until the servers serve it."""
+    log_dir: str | None = None
+    """A directory that trainer and servers see. ``vllm_bridge_config.json`` is read there, and with
+    several nodes the store lies there."""
+    vllm_api_url: str = "http://localhost:9001"
+    """The server; local mode only."""
+    use_cuda_ipc: bool = False
+    """Must stay False: GPU memory is not shared through files."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.use_cuda_ipc:
+            raise EngineUnsupportedError(
+                "use_cuda_ipc: a transport over files shares no GPU memory. Leave it off: "
+                "notify_update() then publishes into a store in shared memory, from which the "
+                "server loads. To share one copy on one GPU, keep Atropos' own single_copy mode"
+            )
+        if self.world_size < 1 or not 0 <= self.trainer_rank < self.world_size:
+            raise OptionError(
+                f"trainer_rank is {self.trainer_rank} and world_size {self.world_size}: a rank is "
+                "0 or above, and below the world's size"
+            )
+        if self.num_inference_nodes < 0:
+            raise OptionError(
+                f"num_inference_nodes is {self.num_inference_nodes}, and may be 0 (one server on "
+                "this machine) or above"
+            )
+        if self.timeout_seconds <= 0:
+            raise OptionError(f"timeout_seconds is {self.timeout_seconds}, and must be above 0")
+
+    @property
+    def is_local_mode(self) -> bool:
+        """Whether there is one server, on this machine, told of updates over HTTP."""
+        return self.num_inference_nodes == 0
+
+    @classmethod
+    def from_training_config(cls, config: Any) -> Self:
+        """From Atropos' ``TrainingConfig``, or anything with its attributes.
+
+        ``log_dir`` comes from the environment variable ``LOGDIR``, and the URL from the
+        ``vllm_port``, as in Atropos. Its ``single_copy`` is the same wish as ``use_cuda_ipc``.
+
+        Raises:
+            EngineUnsupportedError, OptionError: see the class.
+        """
+        return cls(
+            trainer_rank=getattr(config, "trainer_rank", 0),
+            world_size=getattr(config, "world_size", 1),
+            init_method=getattr(config, "init_method", "env://"),
+            num_inference_nodes=getattr(config, "num_inference_nodes", 0),
+            model_name=config.model_name,
+            device=config.device,
+            log_dir=os.environ.get("LOGDIR") or None,
+            vllm_api_url=f"http://localhost:{getattr(config, 'vllm_port', 9001)}",
+            use_cuda_ipc=getattr(config, "use_cuda_ipc", False)
+            or getattr(config, "single_copy", False),
+        )

@@ -1,0 +1,129 @@
+"""`ParameterMapping`: what Atropos' ``vllm_bridge_config.json`` says of names and layouts.
+
+A server writes it for the trainer, or the trainer for a server. Most of its entries map a name to
+itself. Several names that are mapped to one are the parts of a fused projection: those keep their
+names, because the model's own loader fuses them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from dbuffer.errors import OptionError
+from dbuffer.integrations.atropos.rotary import permute_for_rotary
+from dbuffer.names import Exact, NameMap
+
+MAPPING_FILE = "vllm_bridge_config.json"
+PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
+"""Where Atropos' servers write it, if this environment variable is set."""
+
+_SETTLE_S = 2.0
+"""The server does not write it in one step: what cannot be read may be on its way."""
+_RETRY_S = 0.1
+_QUERY = re.compile(r"(?:^|\.)(?:wq|q_proj)\.")
+_KEY = re.compile(r"(?:^|\.)(?:wk|k_proj)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterMapping:
+    """The servers' names for the trainer's tensors, and which of these are to be permuted."""
+
+    path: Path
+    names: NameMap
+    permuted: frozenset[str]
+    """The trainer's names of those with ``needs_permute``; see `rotary`."""
+
+    @classmethod
+    def find(cls, log_dir: str | None) -> Self | None:
+        """Read the mapping of a run; None if it has none.
+
+        Raises:
+            OptionError: (a ``ValueError``) it is there, and is no mapping.
+        """
+        named = os.environ.get(PATH_VARIABLE)
+        if not named and log_dir is None:
+            return None
+        path = Path(named) if named else Path(log_dir or ".") / MAPPING_FILE
+        return cls.read(path) if path.exists() else None
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a mapping file.
+
+        Raises:
+            OptionError: (a ``ValueError``) it is no mapping.
+        """
+        rules = _read_names(path).rules
+        targets = Counter(rule.to for rule in rules if isinstance(rule, Exact))
+        kept = [
+            rule
+            for rule in rules
+            if not isinstance(rule, Exact) or (rule.name != rule.to and targets[rule.to] == 1)
+        ]
+        return cls(path, NameMap(kept), _names_to_permute(path))
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse a mapping that is not for these tensors of the trainer's.
+
+        Raises:
+            OptionError: (a ``ValueError``) it maps what they have not, or two of them to one name.
+        """
+        names = list(names)
+        unknown = [str(rule) for rule in self.names.unused_rules(names)]
+        unknown += sorted(self.permuted.difference(names))
+        if unknown:
+            raise OptionError(
+                f"{self.path} maps names that the trainer's model does not have, {len(unknown)} in "
+                f"all: {', '.join(unknown[:5])}; is it another model's?"
+            )
+        counts = Counter(map(self.names, names))
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise OptionError(f"{self.path} gives several tensors one name: {twice[:5]}")
+
+    def permute(
+        self, tensors: Mapping[str, torch.Tensor], num_heads: int, num_kv_heads: int
+    ) -> dict[str, torch.Tensor]:
+        """The tensors, those with ``needs_permute`` in the layout of halves."""
+        heads = {name: _heads_of(name, num_heads, num_kv_heads) for name in self.permuted}
+        return {
+            name: permute_for_rotary(tensor.detach(), heads[name]) if name in heads else tensor
+            for name, tensor in tensors.items()
+        }
+
+
+def _read_names(path: Path) -> NameMap:
+    deadline = time.monotonic() + _SETTLE_S
+    while True:
+        try:
+            return NameMap.read(path)
+        except OptionError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_RETRY_S)
+
+
+def _names_to_permute(path: Path) -> frozenset[str]:
+    entries: dict[str, Any] = json.loads(path.read_bytes()).get("param_mappings", {})
+    return frozenset(name for name, entry in entries.items() if entry.get("needs_permute"))
+
+
+def _heads_of(name: str, num_heads: int, num_kv_heads: int) -> int:
+    if _QUERY.search(name):
+        return num_heads
+    if _KEY.search(name):
+        return num_kv_heads
+    raise OptionError(
+        f"needs_permute of {name!r}: only projections of queries and keys have rotary layouts "
+        "(q_proj, k_proj, wq, wk)"
+    )

@@ -1,0 +1,134 @@
+"""`BridgeServer`: one inference server, brought to a version that is in the store.
+
+There are three kinds. One that has Atropos' bridge routes is notified, and follows the store by
+itself. A stock vLLM in development mode is driven from here, by a follower. A stock vLLM without
+it can only follow by itself, with the middleware ``FollowStore``. Of those that follow by
+themselves, the store's acknowledgement says when they have switched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from dbuffer.acknowledgements import wait_applied
+from dbuffer.buffer import DoubleBuffer
+from dbuffer.errors import (
+    AcknowledgementTimeoutError,
+    DBufferError,
+    EngineUnreachableError,
+    EngineUpdateError,
+    VersionTimeoutError,
+)
+from dbuffer.integrations.vllm.follower import BackgroundFollower, follow
+
+logger = logging.getLogger(__name__)
+
+NOTIFY_ROUTE = "/bridge/notify_update"
+"""POST ``{"update_count", "trainer_rank", "timestamp"}``. Atropos' server only takes note of it."""
+
+DEVELOPMENT_ROUTE = "/server_info"
+
+_CALL_S = 30.0
+_RETRY_S = 0.25
+_ERROR_CHECK_S = 0.1
+
+
+class BridgeServer:
+    """The server at a URL.
+
+    Args:
+        url: as ``http://localhost:9001``.
+        store: the directory that it follows.
+    """
+
+    def __init__(self, url: str, store: Path) -> None:
+        import httpx
+
+        self._httpx = httpx
+        self.url = url.rstrip("/")
+        self._store = store
+        self._client = httpx.Client(base_url=self.url, timeout=_CALL_S)
+        self._follower: BackgroundFollower | None = None
+
+    def bring_to(self, version: int, notification: dict[str, Any], timeout_s: float) -> None:
+        """Return when the server answers with ``version``, which is published, or a later one.
+
+        Raises:
+            EngineUnreachableError: it does not answer, in time.
+            AcknowledgementTimeoutError, VersionTimeoutError: it has not switched, in time.
+            DBufferError: it cannot switch; of the follower, see `follow`.
+        """
+        deadline = time.monotonic() + timeout_s
+        has_routes = self._notify(notification, deadline)
+        if not has_routes and (self._follower is not None or self._is_drivable(deadline)):
+            self._wait_followed(version, deadline, timeout_s)
+            return
+        try:
+            left_s = max(0.0, deadline - time.monotonic())
+            wait_applied(DoubleBuffer(self._store), version, 1, timeout_s=left_s, since=0.0)
+        except AcknowledgementTimeoutError as error:
+            what = "takes notifications" if has_routes else "has no routes to drive it by"
+            raise AcknowledgementTimeoutError(
+                f"{error}. The server at {self.url} {what}, so it must follow {self._store} by "
+                "itself, with the middleware dbuffer.integrations.vllm.FollowStore; or start a "
+                "vLLM with VLLM_SERVER_DEV_MODE=1, which is driven from here"
+            ) from None
+
+    def close(self) -> None:
+        """Let the server go; it keeps its weights."""
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
+        self._client.close()
+
+    def _notify(self, notification: dict[str, Any], deadline: float) -> bool:
+        """Whether the server has bridge routes."""
+        response = self._request("POST", NOTIFY_ROUTE, deadline, json=notification)
+        if response.status_code in (404, 405):
+            return False
+        if response.is_error:
+            reason = f"{response.status_code} {response.text:.500}"
+            raise EngineUpdateError(f"POST {self.url}{NOTIFY_ROUTE}: {reason}")
+        return True
+
+    def _is_drivable(self, deadline: float) -> bool:
+        query = {"config_format": "json"}
+        return not self._request("GET", DEVELOPMENT_ROUTE, deadline, params=query).is_error
+
+    def _request(self, method: str, path: str, deadline: float, **more: Any) -> Any:
+        """Its answer; who is not there yet, or starts again, is waited for."""
+        while True:
+            try:
+                return self._client.request(method, path, **more)
+            except self._httpx.HTTPError as error:
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise EngineUnreachableError(
+                        f"{self.url} does not answer: {type(error).__name__} {error}"
+                    ) from error
+            time.sleep(_RETRY_S)
+
+    def _wait_followed(self, version: int, deadline: float, timeout_s: float) -> None:
+        before = None
+        if self._follower is None:
+            follower = follow(self.url, self._store, timeout_s=timeout_s)
+            assert isinstance(follower, BackgroundFollower)  # noqa: S101 - a URL is followed so
+            self._follower = follower
+        else:
+            before = self._follower.error  # of another version
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                self._follower.wait_applied(version, max(0.0, min(left_s, _ERROR_CHECK_S)))
+            except VersionTimeoutError:
+                if left_s <= 0:
+                    raise
+            else:
+                return
+            error = self._follower.error
+            # A server that is away may come back, and slow ranks get ready; the rest stays wrong.
+            heals = error is None or isinstance(error, EngineUnreachableError | VersionTimeoutError)
+            if error is not before and not heals:
+                raise error if isinstance(error, DBufferError) else EngineUpdateError(str(error))

@@ -1,0 +1,167 @@
+"""`BroadcastManager`: LightRFT's by name and call, over a store instead of tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from dbuffer.agreement import Agreement
+from dbuffer.errors import DBufferError, OptionError
+from dbuffer.integrations.lightrft.configuration import Configuration
+from dbuffer.integrations.lightrft.directory import JobDirectory
+from dbuffer.integrations.lightrft.engines import FOLLOW, Follower, mine_of, switch_all
+from dbuffer.names import Rename
+from dbuffer.sharded import ShardedWeightSender
+from dbuffer.sources import Weights
+
+logger = logging.getLogger(__name__)
+
+_LOAD_TIMEOUT_S = 600.0
+"""How long the ranks wait for an engine that loads, after the version is ready: as long as a server
+is given to answer."""
+
+
+class BroadcastManager:
+    """Brings an actor's weights to its inference engines. Every rank makes one, and every call.
+
+    A version is published by all ranks together, each writing what it holds: nothing is gathered
+    but single tensors of ZeRO-3. Then every engine switches to it, all its ranks or none.
+
+    Args:
+        actor: LightRFT's: its ``model`` is a module sharded by FSDP2's ``fully_shard``, or an
+            engine of DeepSpeed's.
+        strategy: LightRFT's; ``engine_type`` and ``args`` (``fsdp``, ``zero_stage``, ``bf16``) are
+            read.
+        inference_engine: this rank's ``vllm.LLM``, or None where it has none; or the URL of a
+            server, the same on all ranks; or a list of such.
+        store: the store's directory, the same on all ranks, and as the engines see it. Default: a
+            new one in this machine's shared memory, which goes with this manager.
+        rename: a mapping of names, or a function from name to name. Default: none for vLLM, which
+            knows transformers' names; for SGLang, LightRFT's own mapping.
+        api_key: for servers.
+        timeout_s: how long an engine may take to have a version ready, while it serves.
+        rank_timeout_s: how long ranks wait for one that hangs; one that dies is noticed at once.
+
+    Raises:
+        EngineUnsupportedError, TrainerUnsupportedError: (both ``NotImplementedError``) this engine,
+            or this trainer, is not known here.
+        OptionError: (a ``ValueError``) no rank has an engine, or torch.distributed is not
+            initialised.
+        EngineUnreachableError: (a server) it does not answer.
+        RankFailedError: a rank was lost.
+    """
+
+    def __init__(
+        self,
+        actor: Any,
+        strategy: Any,
+        inference_engine: Any,
+        *,
+        store: str | os.PathLike[str] | None = None,
+        rename: Rename | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        rank_timeout_s: float = 600.0,
+    ) -> None:
+        self.actor = actor
+        self.strategy = strategy
+        self.inference_engine = inference_engine
+        self.version: int | None = None
+        """The last one that all engines switched to."""
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+        self._followers: list[Follower] = []
+        self._sender: ShardedWeightSender | None = None
+        self._directory: JobDirectory | None = None
+        num_engines = len(inference_engine) if isinstance(inference_engine, list | tuple) else 1
+        engines_s = num_engines * (timeout_s + _LOAD_TIMEOUT_S)
+        self._agreement = Agreement(None, timeout_s=rank_timeout_s + engines_s)
+        try:
+            self._weights_on_all_ranks()  # to refuse now what could not be published later
+            self._configuration = Configuration.of(strategy)
+            self._require_an_engine()
+            self.store = self._agreement.first("make a store", lambda: self._find_store(store))
+            """The store's directory."""
+            self._sender = ShardedWeightSender(
+                self.store,
+                dtype=self._configuration.dtype,
+                rename=rename or self._configuration.rename,
+                rank_timeout_s=rank_timeout_s,
+            )
+            self._agreement.each("let its engines follow", self._follow)
+        except BaseException:
+            self.close()
+            raise
+
+    def broadcast_to_engine(self) -> None:
+        """Publish the actor's weights, and return when every engine has switched to them.
+
+        Where publishing fails, all engines serve on with what they had. Where one engine cannot
+        switch, it does so too, and the others have the new version.
+
+        Raises:
+            TrainerUnsupportedError: as for the class: the actor may have changed.
+            InvalidWeightsError, StoreFullError, StoreAccessError, WriterSupersededError: as
+                :meth:`ShardedWeightSender.send`. Nothing was published.
+            EngineBusyError: an engine is generating, or asleep; it was not touched.
+            EngineUpdateError, VersionTimeoutError: an engine could not switch.
+            EngineBrokenError: its weights are half loaded, and it refuses to serve.
+            EngineUnreachableError: (a server) it does not answer.
+            RankFailedError: a rank was lost.
+        """
+        weights = self._weights_on_all_ranks()
+        assert self._sender is not None  # noqa: S101 - else that would not have been possible
+        published = self._sender.send(weights)
+        self._agreement.each("switch its engines", lambda: self._switch(published.version))
+        self.version = published.version
+
+    def close(self) -> None:
+        """Stop following, and remove the store if this made it. Engines keep their weights."""
+        for follower in self._followers:
+            with contextlib.suppress(DBufferError):  # an engine that has ended follows no more
+                follower.stop_workers()
+            follower.close()
+        self._followers.clear()
+        if self._sender is not None:
+            self._sender.close()
+        self._agreement.close()
+        if self._directory is not None:
+            self._directory.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _weights_on_all_ranks(self) -> Weights:
+        """What this rank holds, where every rank holds something that can be published."""
+        found: list[Weights] = []
+
+        def find() -> None:
+            found.append(Configuration.of(self.strategy).weights(self.actor))
+
+        self._agreement.each("read its configuration", find)
+        return found[0]
+
+    def _require_an_engine(self) -> None:
+        mine = mine_of(self.inference_engine, self._agreement.rank)
+        if not any(self._agreement.each("count its engines", lambda: len(mine))):
+            raise OptionError("no rank has an inference engine: nothing could follow the weights")
+
+    def _find_store(self, store: str | os.PathLike[str] | None) -> Path:
+        if store is not None:
+            return Path(store).absolute()
+        self._directory = JobDirectory()
+        return self._directory.store
+
+    def _follow(self) -> None:
+        follow = FOLLOW[self._configuration.engine_type]
+        for engine in mine_of(self.inference_engine, self._agreement.rank):
+            self._followers.append(follow(engine, self.store, self._api_key, self._timeout_s))
+
+    def _switch(self, version: int) -> None:
+        switch_all(self._followers, version, timeout_s=self._timeout_s)

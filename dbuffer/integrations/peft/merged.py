@@ -1,0 +1,255 @@
+"""A peft model as the model that it acts as, merged layer by layer while it is published.
+
+peft merges in place, so everything is done to copies. One copy of the whole model has no data: peft
+merges that first, which finds out what the merged model is called, and whether it can be had at
+all, before anything is written. Then, when a tensor's turn comes, the layer that it is of is
+copied, with data, and merged by peft, and dropped after.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
+
+from dbuffer.checkpoint import LazyTensor
+from dbuffer.errors import InvalidWeightsError
+
+
+def merged_weights(
+    peft_model: PeftModel, adapters: Collection[str] | None = None
+) -> dict[str, torch.Tensor | LazyTensor]:
+    """What ``merge_and_unload()`` would make of a peft model, for `WeightSender.send`.
+
+    The values equal those of ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, under
+    the same names. The peft model is left as it is, and no more of it is copied at a time than one
+    layer (tied ones count as one). What adapters do not reach is published from where it lies.
+
+    The tensors are merged anew whenever they are sent, so the same dictionary may be sent after
+    each step of training. Nothing may train meanwhile.
+
+    Args:
+        peft_model: in main memory or on a device, whole.
+        adapters: names of those to merge, in this order. Default: the active ones.
+
+    Raises:
+        InvalidWeightsError: peft cannot merge them, the base model is quantised or sharded,
+            adapters are disabled or others are merged already.
+    """
+    _check(peft_model, adapters)
+    names = None if adapters is None else list(adapters)
+    stand_ins = {id(tensor): _without_data(tensor) for tensor in _tensors_of(peft_model)}
+    real_of = {id(stand_ins[id(tensor)]): tensor for tensor in _tensors_of(peft_model)}
+    merged = _merge_whole(copy.deepcopy(peft_model, dict(stand_ins)), names)
+    state = merged.state_dict(keep_vars=True)
+    groups = _Groups(peft_model.get_base_model(), names)
+    for tensor in state.values():
+        groups.join(real_of.get(id(tensor)))
+    return {
+        name: groups.weight(name, to_be, real_of.get(id(to_be))) for name, to_be in state.items()
+    }
+
+
+def _check(peft_model: Any, adapters: Collection[str] | None) -> None:
+    """Refuse what peft would merge into something else than the model acts as, or not at all."""
+    tuner = peft_model.base_model if isinstance(peft_model, PeftModel) else None
+    if not isinstance(tuner, BaseTuner):
+        raise InvalidWeightsError(
+            f"a {type(peft_model).__name__} has no adapters that could be merged: give a PeftModel "
+            "(without wrappers around it) whose method changes weights, as LoRA does"
+        )
+    unknown = [name for name in adapters or () if name not in peft_model.peft_config]
+    if unknown or isinstance(adapters, str) or (adapters is not None and not adapters):
+        known = ", ".join(map(repr, peft_model.peft_config))
+        raise InvalidWeightsError(f"adapters is {adapters!r}, and may hold {known}")
+    if getattr(tuner.model, "quantization_method", None) is not None:
+        raise InvalidWeightsError(
+            "the base model is quantised: what its adapters would be merged into is none of its "
+            "weights; publish the adapter (send_adapter), or train on a base that is not quantised"
+        )
+    for name, tensor in (*peft_model.named_parameters(), *peft_model.named_buffers()):
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or hasattr(tensor, "ds_shape"):
+            raise InvalidWeightsError(
+                f"tensor {name!r} is a {type(tensor).__name__}, quantised or sharded: adapters are "
+                "merged into plain and whole tensors only; publish the adapter (send_adapter)"
+            )
+        if tensor.is_meta:
+            raise InvalidWeightsError(f"tensor {name!r} is on the meta device and has no values")
+    for name, layer in peft_model.named_modules():
+        if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            _check_layer(name, layer, adapters)
+
+
+def _check_layer(name: str, layer: Any, adapters: Collection[str] | None) -> None:
+    if layer.disable_adapters:
+        raise InvalidWeightsError(
+            f"the adapters of {name} are disabled, and would be merged all the same: enable them, "
+            "or publish the base model"
+        )
+    wanted = layer.active_adapters if adapters is None else adapters
+    if others := [one for one in layer.merged_adapters if one not in wanted]:
+        raise InvalidWeightsError(
+            f"{name} has {', '.join(map(repr, others))} merged into it, of which nothing was said: "
+            "unmerge_adapter() first, or name all of them"
+        )
+    is_copy = isinstance(layer, AuxiliaryTrainingWrapper) and adapters is not None
+    if is_copy and (others := [one for one in layer.active_adapters if one not in wanted]):
+        raise InvalidWeightsError(
+            f"{name} is trained whole, for {', '.join(map(repr, others))}, which is active, and "
+            f"not for {', '.join(map(repr, wanted))}: set_adapter() those that are to be merged"
+        )
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _merge_whole(peft_model: PeftModel, adapters: list[str] | None) -> nn.Module:
+    """Let peft merge a copy without data, in just the way in which it would merge the model."""
+    try:
+        merged: nn.Module = peft_model.merge_and_unload(adapter_names=adapters)
+    # Each of its methods has its own way to say that it cannot.
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
+        raise InvalidWeightsError(
+            f"peft cannot merge these adapters: {type(error).__name__}: {error}"
+        ) from error
+    left = [name for name, module in merged.named_modules() if isinstance(module, BaseTunerLayer)]
+    if left:
+        raise InvalidWeightsError(f"peft merges {left[0]} in one of its places only: it is shared")
+    return merged
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """What tensors have in common that are changed together: their memory."""
+    return tensor.untyped_storage().data_ptr() or -id(tensor)
+
+
+class _Groups:
+    """The layers that merging changes; those that share memory are merged together."""
+
+    def __init__(self, model: nn.Module, adapters: list[str] | None) -> None:
+        self._group_of = {key: _Group([key], [layer], adapters) for key, layer in _layers_of(model)}
+        self._keys_at: dict[int, list[str]] = {}
+        for key, group in self._group_of.items():
+            for place in {_place(tensor) for tensor in _tensors_of(group.layers[0])}:
+                self._keys_at.setdefault(place, []).append(key)
+
+    def join(self, tensor: torch.Tensor | None) -> None:
+        """Make one group of all that a tensor of the merged model lies in."""
+        keys = [] if tensor is None else self._keys_at.get(_place(tensor), [])
+        for key in keys[1:]:
+            first, other = self._group_of[keys[0]], self._group_of[key]
+            if first is not other:
+                first.take(other)
+                self._group_of |= dict.fromkeys(other.keys, first)
+
+    def weight(
+        self, name: str, to_be: torch.Tensor, tensor: torch.Tensor | None
+    ) -> torch.Tensor | LazyTensor:
+        """What is to be published under a name: the tensor that is there, or one to be merged."""
+        key = next((key for key in _parents_of(name) if key in self._group_of), None)
+        if key is not None:
+            return self._group_of[key].promise(to_be, tensor, key, name.removeprefix(f"{key}."))
+        assert tensor is not None  # noqa: S101 - peft makes new ones in its own layers only
+        tied = self._keys_at.get(_place(tensor))
+        return self._group_of[tied[0]].promise_tied(to_be, tensor) if tied else tensor.detach()
+
+
+def _parents_of(name: str) -> list[str]:
+    """The modules that a tensor is in, from the outermost on."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Those of peft's layers that are in none other, and change weights when they are merged."""
+    inside: str | None = None
+    for key, module in model.named_modules():
+        if inside is not None and key.startswith(inside):
+            continue
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            inside = f"{key}."
+            # A module that is trained whole takes the place of the other; nothing is computed.
+            if any(isinstance(part, BaseTunerLayer) for part in module.modules()):
+                yield key, module
+
+
+class _Group:
+    """Layers that are merged together: nearly always one, and several where they are tied."""
+
+    def __init__(
+        self, keys: list[str], layers: list[nn.Module], adapters: list[str] | None
+    ) -> None:
+        self.keys = keys
+        self.layers = layers
+        self._adapters = adapters
+
+    def take(self, other: _Group) -> None:
+        """Add the layers of another group, which come later in the model."""
+        self.keys += other.keys
+        self.layers += other.layers
+
+    def promise(
+        self, to_be: torch.Tensor, tensor: torch.Tensor | None, key: str, name: str
+    ) -> LazyTensor:
+        """A tensor of one of the layers, as it will be when its turn comes."""
+        index = self.keys.index(key)
+        return self._promise(to_be, tensor, lambda: self._merge([])[0][index].state_dict()[name])
+
+    def promise_tied(self, to_be: torch.Tensor, tensor: torch.Tensor) -> LazyTensor:
+        """A tensor from elsewhere in the model that is tied to one of the layers."""
+        return self._promise(to_be, tensor, lambda: self._merge([tensor])[1][0].detach())
+
+    def _promise(
+        self, to_be: torch.Tensor, tensor: torch.Tensor | None, make: Callable[[], torch.Tensor]
+    ) -> LazyTensor:
+        state = self._state()
+
+        def fetch() -> torch.Tensor:
+            if self._state() != state:
+                raise InvalidWeightsError(
+                    "adapters were switched, merged or disabled since merged_weights() was called: "
+                    "call it again"
+                )
+            with torch.no_grad():
+                return make()
+
+        identity = 0 if tensor is None else -id(tensor)
+        return LazyTensor(to_be.dtype, tuple(to_be.shape), fetch, identity)
+
+    def _merge(self, tied: list[torch.Tensor]) -> tuple[list[nn.Module], list[torch.Tensor]]:
+        """The layers, merged, and what is tied to them; copies all of it."""
+        layers, tied = copy.deepcopy((self.layers, tied))
+        return [self._merge_layer(layer) for layer in layers], tied
+
+    def _merge_layer(self, layer: Any) -> nn.Module:
+        if hasattr(layer, "unload_and_optionally_merge_module"):
+            merged = layer.unload_and_optionally_merge_module(
+                merge=True, safe_merge=False, adapter_names=self._adapters
+            )
+        else:
+            layer.merge(adapter_names=self._adapters)
+            merged = layer.get_base_layer()
+        assert isinstance(merged, nn.Module)  # noqa: S101 - what peft puts in the layer's place
+        return merged
+
+    def _state(self) -> list[tuple[Any, ...]]:
+        """All that decides what merging does, except for values."""
+        return [
+            (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
+            for layer in self.layers
+            for module in layer.modules()
+            if isinstance(module, BaseTunerLayer)
+        ]

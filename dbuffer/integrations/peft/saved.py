@@ -1,0 +1,124 @@
+"""An adapter out of a store, saved as a directory that engines and peft read.
+
+vLLM's ``LoRARequest(lora_path=...)``, SGLang's ``lora_paths`` and peft's ``from_pretrained`` take a
+directory with ``adapter_config.json`` and ``adapter_model.safetensors``. Each version gets one of
+its own, which appears whole or not at all, and is never written again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dbuffer import filesystem
+from dbuffer.errors import WeightsMismatchError
+from dbuffer.layout import digest
+from dbuffer.receiver import WeightReceiver
+from dbuffer.snapshot import Snapshot
+from dbuffer.targets import ADAPTER_KEY
+
+_NAME = re.compile(r"v[0-9]+-[0-9a-f]{16}-[0-9]{1,19}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedAdapter:
+    """A version of an adapter in a directory."""
+
+    version: int
+    path: Path
+    """Its directory. Its name is that of no other version, of this store or another."""
+
+    @property
+    def number(self) -> int:
+        """Nothing but this version has it: from 1 to 2**62, for who knows adapters by numbers."""
+        return (int(digest(self.path.name.encode()), 16) >> 2) + 1
+
+
+def save_adapter(
+    receiver: WeightReceiver,
+    directory: str | os.PathLike[str],
+    *,
+    newer_than: int | None = None,
+    timeout_s: float = 60.0,
+) -> SavedAdapter:
+    """Save the newest version of an adapter below ``directory``, and acknowledge it.
+
+    What is there already is not written again. The newest two versions are kept there.
+
+    Args:
+        receiver: of a store that `send_adapter` publishes into.
+        directory: made, if it is not there. For this store alone.
+        newer_than: wait for a version above this one. None: any version will do.
+        timeout_s: how long to wait for it.
+
+    Raises:
+        WeightsMismatchError: the store holds no adapter.
+        VersionTimeoutError: no such version came in time.
+        SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
+        StoreFullError, StoreAccessError: the filesystem refused.
+    """
+    directory = Path(directory).absolute()
+    filesystem.make_directory(directory, parents=True)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
+        made = Path(scratch, "adapter")
+        with receiver.open(newer_than, timeout_s, acknowledge=False) as snapshot:
+            config = config_of(snapshot.metadata)
+            path = directory / f"v{snapshot.version}-{snapshot.identity}"
+            if not path.is_dir():
+                _write(snapshot, config, made)
+        # Not before the snapshot was left: only then is it known that nobody wrote into it.
+        if made.is_dir():
+            filesystem.rename_directory(made, path)
+    saved = SavedAdapter(version=snapshot.version, path=path)
+    _remove_old(path)
+    receiver.acknowledge(saved.version)
+    return saved
+
+
+def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The adapter's configuration, as peft saves it.
+
+    Raises:
+        WeightsMismatchError: the version is no adapter.
+    """
+    config = metadata.get(ADAPTER_KEY)
+    if not isinstance(config, dict):
+        raise WeightsMismatchError(
+            "the store holds a model, and no adapter: publish one with send_adapter of "
+            "dbuffer.integrations.peft, or load the model with load_into"
+        )
+    return config
+
+
+def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
+    from safetensors.torch import save_file
+
+    with filesystem.os_errors("save an adapter", path):
+        path.mkdir()
+        tensors = dict(snapshot.tensors)
+        tensors |= {alias: tensors[name].clone() for alias, name in snapshot.aliases.items()}
+        save_file(tensors, path / "adapter_model.safetensors", {"format": "pt"})
+        text = json.dumps(config, indent=2, sort_keys=True)
+        (path / "adapter_config.json").write_text(text, encoding="utf-8")
+
+
+def _remove_old(newest: Path) -> None:
+    """Remove all versions but the newest and the one before, which requests may still name."""
+    found = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
+    others = sorted((path for path in found if path != newest), key=_made_at)
+    for path in others[:-1]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _made_at(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # another process was faster
+        return 0

@@ -1,0 +1,203 @@
+"""`LaunchedFollower`: an engine of which each rank is an ``LLM``, in a process of torchrun's.
+
+With ``distributed_executor_backend="external_launcher"`` an engine has no front end that reaches
+all of its workers: each rank has one of its own, and all make the same calls. To follow a store
+they must also decide alike, though each sees the store, its errors and the clock by itself. So the
+engine's first rank decides, with a plain :class:`Follower`; what that wants of its engine is told
+to all ranks, which do it to theirs and say how it went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+from dbuffer.agreement import Agreement
+from dbuffer.errors import DBufferError, EngineUpdateError
+from dbuffer.integrations.vllm.engines import OfflineEngine, PauseMode
+from dbuffer.integrations.vllm.follower import Follower, Switch
+from dbuffer.integrations.vllm.options import EngineOptions
+from dbuffer.integrations.vllm.ranks import Ranks
+
+T = TypeVar("T")
+
+_RANK_TIMEOUT_S = 600.0
+"""How long ranks wait for one that hangs, beyond the time in which a version is to be ready. A load
+of a large model must fit; a rank that dies is noticed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What all ranks are to do to their part of the engine."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of it on a rank, or of all of it on the first one."""
+
+    value: Any = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, action: Callable[[], Any]) -> Self:
+        """Do something; what it returned or raised."""
+        try:
+            return cls(action())
+        except DBufferError as error:
+            return cls(error=error)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
+            # vLLM's own may not pickle.
+            return cls(error=EngineUpdateError(f"{type(error).__name__}: {error}"))
+
+
+class LaunchedFollower:
+    """Switches one engine when told to, as :class:`Follower` does. Every rank makes each call.
+
+    Args:
+        llm: this rank's.
+        options: the store and so on; the same on all ranks.
+
+    Raises:
+        RankFailedError: from any call: a rank was lost. The others must not be used any more
+            either: vLLM's own collectives have lost it too.
+    """
+
+    def __init__(self, llm: Any, options: EngineOptions | None) -> None:
+        self._mine = OfflineEngine(llm)
+        ranks = Ranks(llm.llm_engine.vllm_config)
+        timeout_s = _RANK_TIMEOUT_S + (options.timeout_s if options is not None else 0.0)
+        self._agreement = Agreement(ranks.process_group, timeout_s=timeout_s)
+        self._leader: Follower | None = None
+        if self._agreement.rank == 0:
+            self._leader = Follower(_AllRanks(self._agreement, self._mine), options)
+        self.applied: int | None = None
+        """The version that the engine serves; None: what it was started with."""
+
+    def start(self) -> None:
+        """Let the engine's workers follow.
+
+        Raises:
+            OptionError, EngineUnsupportedError: as :meth:`Follower.start`.
+        """
+        self._lead(lambda follower: follower.start())
+
+    def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Switch | None:
+        """Switch to the newest version, if the engine does not have it; else None.
+
+        Args:
+            at_least: a version that is known to be published. The first rank's counts.
+            timeout_s: how long ranks may take to have it ready. The first rank's counts.
+
+        Raises:
+            EngineBusyError, EngineUpdateError, EngineBrokenError, VersionTimeoutError: as
+                :meth:`Follower.sync`, on all ranks.
+        """
+        return self._lead(lambda follower: follower.sync(at_least=at_least, timeout_s=timeout_s))
+
+    def stop_workers(self) -> None:
+        """Let this rank's worker look at the store no more; to follow again, make another of these.
+
+        Here, and in `close`, no rank waits for another. The engine keeps its weights.
+        """
+        if not self._mine.facts().has_backend:
+            self._mine.rpc("dbuffer_shutdown")
+
+    def close(self) -> None:
+        """Stop following."""
+        if self._leader is not None:
+            self._leader.close()
+        self._agreement.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _lead(self, call: Callable[[Follower], T]) -> T:
+        """Let the first rank make a call, while all do what it asks for; what came of it."""
+        leader = self._leader
+        if leader is None:
+            outcome = self._do_as_told()
+        else:
+            try:
+                outcome = _Outcome.of(lambda: (call(leader), leader.applied))
+            except BaseException:  # interrupted: the others must not wait for what comes next
+                self._agreement.close()
+                raise
+            if self._agreement.is_open:
+                self._agreement.first("end a call", lambda: outcome)
+        if outcome.error is not None:
+            raise outcome.error
+        value, self.applied = outcome.value
+        return value  # type: ignore[no-any-return]  # what `call` returned, if on another rank
+
+    def _do_as_told(self) -> _Outcome:
+        while True:
+            told: _Order | _Outcome = self._agreement.first("hear what to do", _nothing)
+            if isinstance(told, _Outcome):
+                return told
+            _do(self._agreement, self._mine, told)
+
+
+class _AllRanks:
+    """All parts of an engine, as the first rank's follower sees them."""
+
+    is_server = False
+
+    def __init__(self, agreement: Agreement, mine: OfflineEngine) -> None:
+        self._agreement = agreement
+        self._mine = mine
+        # All ranks are in the same state, and what can be asked of one need not be asked of all.
+        self.facts = mine.facts
+        self.default_id = mine.default_id
+        self.is_paused = mine.is_paused
+        self.resume = mine.resume
+        self.weight_version = mine.weight_version
+
+    def rpc(self, method: str, **arguments: Any) -> list[Any]:
+        answers = self._order("rpc", method, **arguments)
+        return [answer for of_rank in answers for answer in of_rank]
+
+    def pause(self, mode: PauseMode) -> None:
+        self._order("pause", mode)
+
+    def set_weight_version(self, version: str) -> None:
+        self._order("set_weight_version", version)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _order(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
+        """Let every rank call a method of its part; what each returned."""
+        order = _Order(method, arguments, keywords)
+        self._agreement.first("hear what to do", lambda: order)
+        outcomes = _do(self._agreement, self._mine, order)
+        if any(outcome.error is not None for outcome in outcomes):
+            raise _joint(outcomes)
+        return [outcome.value for outcome in outcomes]
+
+
+def _do(agreement: Agreement, mine: OfflineEngine, order: _Order) -> list[_Outcome]:
+    def call() -> Any:
+        return getattr(mine, order.method)(*order.arguments, **order.keywords)
+
+    return agreement.each(f"do {order.method}", lambda: _Outcome.of(call))
+
+
+def _joint(outcomes: Sequence[_Outcome]) -> Exception:
+    """One error for all ranks: the common one, or the first with its rank's number."""
+    errors = {rank: one.error for rank, one in enumerate(outcomes) if one.error is not None}
+    rank, first = next(iter(errors.items()))
+    if len(errors) == len(outcomes) and len({str(error) for error in errors.values()}) == 1:
+        return first
+    return type(first)(f"rank {rank}: {first}")
+
+
+def _nothing() -> Any:
+    """What the first rank says is what counts."""

@@ -1,0 +1,118 @@
+"""Rotary layouts, against what a rotary embedding does: attention scores must not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dbuffer
+from dbuffer.integrations.atropos.rotary import permute_for_rotary, unpermute_for_rotary
+
+
+def angles(length: int, head_dim: int) -> torch.Tensor:
+    """``[length, head_dim // 2]``: by how much each pair is turned at each position."""
+    frequencies = 10000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    return torch.arange(length, dtype=torch.float64)[:, None] * frequencies
+
+
+def turn_interleaved(heads: torch.Tensor) -> torch.Tensor:
+    """``[heads, length, head_dim]`` with elements 2i and 2i+1 as a complex number, turned."""
+    turns = torch.polar(torch.tensor(1.0, dtype=torch.float64), angles(*heads.shape[1:]))
+    pairs = torch.view_as_complex(heads.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * turns).flatten(-2)
+
+
+def turn_in_halves(heads: torch.Tensor) -> torch.Tensor:
+    """The same with elements i and i + head_dim/2."""
+    turns = angles(*heads.shape[1:])
+    first, second = heads.chunk(2, -1)
+    sine, cosine = turns.sin(), turns.cos()
+    return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
+
+
+def project(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, num_heads: int
+) -> torch.Tensor:
+    """``[num_heads, length, head_dim]``."""
+    return (hidden @ weight.t() + bias).unflatten(-1, (num_heads, -1)).transpose(0, 1)
+
+
+heads = st.integers(1, 4)
+halves = st.integers(1, 8)
+
+
+@given(heads, st.integers(1, 3), halves, st.integers(1, 6), st.integers(0, 2**16))
+def test_scores_are_those_of_the_other_layout(
+    num_kv_heads: int, group: int, half: int, length: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden_size, num_heads = 5, num_kv_heads * group
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden = random(length, hidden_size)
+    query = random(2 * half * num_heads, hidden_size), random(2 * half * num_heads)
+    key = random(2 * half * num_kv_heads, hidden_size), random(2 * half * num_kv_heads)
+
+    def scores(turn: object, query: object, key: object) -> torch.Tensor:
+        queries = turn(project(hidden, *query, num_heads))
+        keys = turn(project(hidden, *key, num_kv_heads)).repeat_interleave(group, 0)
+        return queries @ keys.transpose(1, 2)
+
+    expected = scores(turn_interleaved, query, key)
+    permuted = scores(
+        turn_in_halves,
+        [permute_for_rotary(tensor, num_heads) for tensor in query],
+        [permute_for_rotary(tensor, num_kv_heads) for tensor in key],
+    )
+    torch.testing.assert_close(permuted, expected)
+
+
+def test_scores_of_a_layout_that_was_left_as_it_was_differ() -> None:
+    """Else the property above would prove nothing."""
+    heads = torch.randn(1, 4, 8, dtype=torch.float64)
+    one, other = turn_interleaved(heads), turn_in_halves(heads)
+    assert not torch.allclose(one @ one.transpose(1, 2), other @ other.transpose(1, 2))
+
+
+@given(heads, halves, st.sampled_from([(), (3,)]), st.sampled_from([torch.bfloat16, torch.int64]))
+def test_each_is_the_other_backwards(
+    num_heads: int, half: int, rest: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    rows = 2 * half * num_heads
+    tensor = torch.arange(rows).reshape(-1, *(1 for _ in rest)).expand(rows, *rest).to(dtype)
+    there = permute_for_rotary(tensor, num_heads)
+    assert there.shape == tensor.shape
+    assert there.dtype == dtype
+    assert torch.equal(unpermute_for_rotary(there, num_heads), tensor)
+    back = unpermute_for_rotary(tensor, num_heads)
+    assert torch.equal(permute_for_rotary(back, num_heads), tensor)
+
+
+def test_even_rows_come_before_odd_ones_within_each_head() -> None:
+    assert permute_for_rotary(torch.arange(12), 2).tolist() == [
+        0,
+        2,
+        4,
+        1,
+        3,
+        5,
+        6,
+        8,
+        10,
+        7,
+        9,
+        11,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_heads"), [((6, 2), 2), ((8,), 3), ((8,), 0), ((), 1), ((0, 4), 1)]
+)
+def test_what_has_no_such_heads_is_refused(shape: tuple[int, ...], num_heads: int) -> None:
+    for function in (permute_for_rotary, unpermute_for_rotary):
+        with pytest.raises(dbuffer.InvalidWeightsError, match="heads of even size"):
+            function(torch.zeros(shape), num_heads)

@@ -1,0 +1,271 @@
+"""What LightRFT's strategy says: read right, or refused before anything is touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightrft_parts import Actor, strategy_for
+from support import Child
+from torch import nn
+from worlds import World
+
+import dbuffer
+from dbuffer.integrations.lightrft import BroadcastManager, directory
+from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
+from dbuffer.integrations.lightrft.directory import JobDirectory
+from dbuffer.integrations.lightrft.engines import mine_of
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), 2) as world:
+        yield world
+
+
+@pytest.mark.parametrize(
+    ("name", "of_sglang"),
+    [
+        ("model.visual.blocks.0.attn.qkv.weight", "visual.blocks.0.attn.qkv.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("model.language_model.norm.weight", "model.norm.weight"),
+        ("model.language_model.lm_head.weight", "lm_head.weight"),
+        # A language model's own are right as they are.
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_names_for_sglang(name: str, of_sglang: str) -> None:
+    assert SGLANG_NAMES(name) == of_sglang
+
+
+def test_names_of_a_real_vision_language_model_become_sglangs() -> None:
+    names = [name for name, _ in tiny_vision_language_model().named_parameters()]
+    assert {name.split(".")[1] for name in names if name.startswith("model.")} == {
+        "visual",
+        "language_model",
+    }
+    mapped = [SGLANG_NAMES(name) for name in names]
+    assert len(set(mapped)) == len(names)
+    first = {name.split(".")[0] for name in mapped}
+    assert first == {"visual", "model", "lm_head"}
+    below_model = {name.split(".")[1] for name in mapped if name.startswith("model.")}
+    assert below_model == {"embed_tokens", "layers", "norm"}
+
+
+def tiny_vision_language_model() -> nn.Module:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "vocab_size": 100,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
+    with torch.device("meta"):
+        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+        return Qwen2_5_VLForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "dtype"),
+    [
+        ("fsdp2 bf16", torch.bfloat16),
+        ("fsdp2", torch.float16),
+        ("zero-3 bf16", torch.bfloat16),
+        ("zero-1", None),
+    ],
+)
+def test_dtype_is_lightrfts(trainer: str, dtype: torch.dtype | None) -> None:
+    assert Configuration.of(strategy_for(trainer)).dtype is dtype
+
+
+def test_only_sglang_has_other_names() -> None:
+    assert Configuration.of(strategy_for("fsdp2")).rename is None
+    assert Configuration.of(strategy_for("fsdp2", "sglang")).rename is SGLANG_NAMES
+
+
+def refuse(rank: int, place: Path, trainer: str, engine_type: str, model: str) -> str:
+    directory._SHARED_MEMORY = place
+    strategy = strategy_for(trainer, engine_type)
+    actor = Actor(MODELS[model]())
+    with pytest.raises(NotImplementedError) as caught:
+        BroadcastManager(actor, strategy, "http://127.0.0.1:1")
+    assert isinstance(caught.value, dbuffer.DBufferError)
+    return str(caught.value)
+
+
+def plain() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    module: nn.Module = fully_shard(plain())
+    return module
+
+
+def flattened() -> nn.Module:
+    """By the first FSDP."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(plain(), device_id=torch.device("cpu"))
+
+
+def wrapped() -> nn.Module:
+    """As DeepSpeed's engine has its module; a data-parallel one too."""
+    return nn.parallel.DistributedDataParallel(plain())
+
+
+def pipeline() -> nn.Module:
+    model = wrapped()
+    model.is_pipe_parallel = True
+    return model
+
+
+def adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["0"])
+    return nn.parallel.DistributedDataParallel(get_peft_model(nn.Sequential(plain()), config))
+
+
+def adapted_and_sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    module: nn.Module = fully_shard(adapted().module)
+    return module
+
+
+MODELS = {
+    "plain": plain,
+    "sharded": sharded,
+    "flattened": flattened,
+    "wrapped": wrapped,
+    "pipeline": pipeline,
+    "adapted": adapted,
+    "adapted, sharded": adapted_and_sharded,
+}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine_type", "model", "why"),
+    [
+        ("fsdp2", "tgi", "sharded", "'tgi'"),
+        ("zero-4", "vllm", "wrapped", "zero_stage 4"),
+        ("fsdp2", "vllm", "plain", "fully_shard"),
+        ("fsdp2", "vllm", "flattened", "fully_shard"),
+        ("zero-1", "vllm", "plain", "no engine of DeepSpeed's"),
+        ("zero-1", "vllm", "pipeline", "pipeline"),
+        ("zero-3", "vllm", "adapted", "lora_A"),
+        ("fsdp2", "sglang", "adapted, sharded", "lora_A"),
+    ],
+)
+def test_what_is_not_known_is_refused_on_all_ranks(
+    world: World, tmp_path: Path, trainer: str, engine_type: str, model: str, why: str
+) -> None:
+    for message in world.run(refuse, tmp_path, trainer, engine_type, model):
+        assert why in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail(rank: int, place: Path, engines: list[Any]) -> str:
+    directory._SHARED_MEMORY = place
+    with pytest.raises(dbuffer.DBufferError) as caught:
+        BroadcastManager(Actor(sharded()), strategy_for("fsdp2"), engines[rank])
+    return type(caught.value).__name__
+
+
+@pytest.mark.parametrize(
+    ("engines", "kind"),
+    [
+        ([None, None], "OptionError"),
+        ([None, 5], "EngineUnsupportedError"),
+        (["http://127.0.0.1:1"] * 2, "EngineUnreachableError"),
+    ],
+)
+def test_no_usable_engine_is_an_error_on_all_ranks_and_leaves_no_store(
+    world: World, tmp_path: Path, engines: list[Any], kind: str
+) -> None:
+    assert world.run(fail, tmp_path, engines) == [kind] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+class SGLangWrapper:
+    """The attributes by which LightRFT's wrapper round SGLang's engine is known."""
+
+    tp_group_cpu = "a group"
+
+    def __init__(self, tp_rank: int) -> None:
+        self._tp_rank = tp_rank
+        self._engine = ["the engine", tp_rank]
+
+
+def test_engines_that_a_rank_has_to_do_with() -> None:
+    assert mine_of("http://a", 0) == ["http://a"]
+    assert mine_of("http://a", 1) == []
+    assert mine_of([5, "http://a", None], 0) == [5, "http://a"]
+    assert mine_of([5, "http://a", None], 1) == [5]
+    assert mine_of(SGLangWrapper(0), 3) == [["the engine", 0]]
+    assert mine_of(SGLangWrapper(1), 0) == []
+
+
+PROGRAM = """
+import os, sys
+from dbuffer.integrations.lightrft.directory import JobDirectory
+directory = JobDirectory()
+if os.fork() == 0:
+    sys.exit()  # a child's exit is not the end of the job
+os.wait()
+path = directory.store.parent
+assert path.is_dir() and path.stat().st_mode & 0o777 == 0o700
+print(path)
+"""
+
+
+def test_store_of_a_job_goes_with_the_process_that_made_it() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.strip())
+    assert not path.exists()
+
+
+def make_job_directory(connection: Connection) -> None:
+    made = JobDirectory()
+    made.store.mkdir()
+    connection.send(made.store.parent)
+    connection.recv()
+
+
+def test_store_of_a_killed_job_goes_with_the_next_and_that_of_a_living_one_stays() -> None:
+    with Child(make_job_directory) as living:
+        alive = living.receive()
+        with Child(make_job_directory) as killed:
+            left_over = killed.receive()
+        assert left_over.exists()
+        with Child(make_job_directory) as third:
+            assert third.receive().exists()
+            assert not left_over.exists()
+            assert alive.exists()
+    JobDirectory().remove()  # and those of this test go too
+    assert not alive.exists()
