@@ -30,7 +30,7 @@ NEEDS_SGLANG = [
 ]
 
 LOADER = "dbuffer.integrations.sglang.load_from_store"
-WAIT_S = 240
+WAIT_S = 400
 """For anything that is waited for, an engine's start on a busy machine included."""
 
 MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")

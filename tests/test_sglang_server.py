@@ -46,7 +46,11 @@ class World:
     def start(self, *flags: str) -> Server:
         log = self.path / "server.log"
         server = Server(self.checkpoint, log, *(flags or LOADER_FLAG), port=self.port)
-        server.wait_ready()
+        try:
+            server.wait_ready()
+        except BaseException:
+            server.kill()
+            raise
         return server
 
     def publish(self) -> int:
