@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,9 +68,9 @@ class Follower:
 
 
 class BridgeHTTP:
-    """Atropos' routes, on a port of their own: what they were asked, and what they answer."""
+    """Routes on a port of their own, each with its code or its body, and what they were asked."""
 
-    def __init__(self, routes: dict[str, int], port: int = 0) -> None:
+    def __init__(self, routes: Mapping[str, int | dict[str, Any]], port: int = 0) -> None:
         self.calls: list[tuple[str, str, Any]] = []
         calls = self.calls
 
@@ -79,10 +79,12 @@ class BridgeHTTP:
                 path = self.path.partition("?")[0]
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 calls.append((self.command, path, json.loads(body) if body else None))
-                self.send_response(routes.get(f"{self.command} {path}", 404))
-                self.send_header("Content-Length", "2")
+                found = routes.get(f"{self.command} {path}", 404)
+                answer = json.dumps(found if isinstance(found, dict) else {}).encode()
+                self.send_response(200 if isinstance(found, dict) else found)
+                self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
-                self.wfile.write(b"{}")
+                self.wfile.write(answer)
 
             do_GET = do_POST = _answer  # noqa: N815 - the library's names
 
@@ -104,7 +106,7 @@ WITH_ROUTES = {"POST /bridge/notify_update": 200}
 
 
 @contextlib.contextmanager
-def running(store: Path, routes: dict[str, int], *, follows: bool = True) -> Iterator[Any]:
+def running(store: Path, routes: dict[str, Any], *, follows: bool = True) -> Iterator[Any]:
     """A server with such routes; one that follows the store, or else does nothing."""
     with contextlib.ExitStack() as stack:
         http = stack.enter_context(contextlib.closing(BridgeHTTP(routes)))
@@ -396,6 +398,22 @@ def test_server_that_follows_nothing_is_not_waited_for_ever(
         assert len(stored(store)) == 4, "it is published all the same"
 
 
+def test_server_that_cannot_load_from_a_store_is_told_at_once(store: Path) -> None:
+    """What a stock vLLM in development mode says of itself that was started with no flag for us."""
+    parallel = {"world_size": 1, "worker_extension_cls": "", "data_parallel_size": 1}
+    said = {"instance_id": "a", "parallel_config": parallel, "weight_transfer_config": None}
+    said["additional_config"] = {}
+    routes = {"GET /server_info": {"vllm_config": said}, "GET /is_paused": {"is_paused": False}}
+    with running(store, routes, follows=False) as server:
+        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
+            attached(bridge)
+            began = time.monotonic()
+            for _ in range(2):
+                with pytest.raises(NotImplementedError, match="worker-extension-cls"):
+                    bridge.notify_update()
+            assert time.monotonic() - began < bridge.config.timeout_seconds
+
+
 def test_error_of_the_server_is_raised(store: Path) -> None:
     with running(store, {"POST /bridge/notify_update": 500}) as server:
         with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
@@ -427,8 +445,10 @@ def test_server_that_comes_late_is_waited_for(store: Path) -> None:
             attached(bridge)
             timer = threading.Timer(SOON_S, come)
             timer.start()
-            bridge.notify_update()
-            timer.join()
+            try:
+                bridge.notify_update()
+            finally:
+                timer.join()
 
 
 # Several nodes

@@ -83,7 +83,13 @@ def test_errors_are_one_line_and_debug_a_traceback(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("publish",), ("status", "x", "--colour"), ("publish", "a", "b", "--dtype", "q")]
+    "arguments",
+    [
+        ("publish",),
+        ("status", "x", "--colour"),
+        ("publish", "a", "b", "--dtype", "q"),
+        ("follow", "x", "--partial"),  # what is loaded, and where to, is up to the command
+    ],
 )
 def test_wrong_usage_is_exit_code_2(capsys, arguments):
     assert call(capsys, *arguments)[0] == 2
@@ -213,3 +219,14 @@ def test_follow_sees_versions_as_they_come(store, checkpoint):
                 sender.send(checkpoint)
                 assert json.loads(follower.stdout.readline())["version"] == version
         assert follower.wait(timeout=30) == 0
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_an_engine_is_told_whether_parts_will_do(capsys, monkeypatch, store, partial):
+    told = []
+    monkeypatch.setattr(
+        cli, "_follow_with_vllm", lambda url, options, *_, **__: told.append(options)
+    )
+    arguments = ["follow", store, "--vllm", "http://localhost:1", *["--partial"] * partial]
+    assert call(capsys, *arguments)[0] == 0
+    assert [options.partial for options in told] == [partial]

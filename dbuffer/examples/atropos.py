@@ -133,6 +133,8 @@ def started(checkpoint: Path) -> Iterator[Server]:
     """A server for a ``with`` block."""
     server = Server(checkpoint)
     try:
+        import vllm  # noqa: F401 - needed at the end; it takes a while, and so does the server
+
         server.wait_ready()
         yield server
     finally:
@@ -141,7 +143,7 @@ def started(checkpoint: Path) -> Iterator[Server]:
 
 def answer_afresh(checkpoint: Path, prompts: Tokens) -> list[Answer]:
     """What an engine that was started from a checkpoint answers greedily."""
-    import vllm  # not before the server has been started: it takes a while
+    import vllm
 
     llm = vllm.LLM(
         str(checkpoint),

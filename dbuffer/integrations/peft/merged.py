@@ -48,9 +48,8 @@ def merged_weights(
     real_of = {id(stand_ins[id(tensor)]): tensor for tensor in _tensors_of(peft_model)}
     merged = _merge_whole(copy.deepcopy(peft_model, dict(stand_ins)), names)
     state = merged.state_dict(keep_vars=True)
-    groups = _Groups(peft_model.get_base_model(), names)
-    for tensor in state.values():
-        groups.join(real_of.get(id(tensor)))
+    published = [real_of[id(tensor)] for tensor in state.values() if id(tensor) in real_of]
+    groups = _Groups(peft_model.get_base_model(), published, names)
     return {
         name: groups.weight(name, to_be, real_of.get(id(to_be))) for name, to_be in state.items()
     }
@@ -139,21 +138,29 @@ def _place(tensor: torch.Tensor) -> int:
 class _Groups:
     """The layers that merging changes; those that share memory are merged together."""
 
-    def __init__(self, model: nn.Module, adapters: list[str] | None) -> None:
-        self._group_of = {key: _Group([key], [layer], adapters) for key, layer in _layers_of(model)}
+    def __init__(
+        self, model: nn.Module, published: list[torch.Tensor], adapters: list[str] | None
+    ) -> None:
+        layers = dict(_layers_of(model))
         self._keys_at: dict[int, list[str]] = {}
-        for key, group in self._group_of.items():
-            for place in {_place(tensor) for tensor in _tensors_of(group.layers[0])}:
+        for key, layer in layers.items():
+            for place in {_place(tensor) for tensor in _tensors_of(layer)}:
                 self._keys_at.setdefault(place, []).append(key)
-
-    def join(self, tensor: torch.Tensor | None) -> None:
-        """Make one group of all that a tensor of the merged model lies in."""
-        keys = [] if tensor is None else self._keys_at.get(_place(tensor), [])
-        for key in keys[1:]:
-            first, other = self._group_of[keys[0]], self._group_of[key]
-            if first is not other:
-                first.take(other)
-                self._group_of |= dict.fromkeys(other.keys, first)
+        label = {key: key for key in layers}
+        for tensor in published:
+            tied = {label[key] for key in self._keys_at.get(_place(tensor), [])}
+            if len(tied) > 1:
+                label = {key: min(tied) if old in tied else old for key, old in label.items()}
+        # In the model's order, in which peft merges them.
+        members: dict[str, dict[str, nn.Module]] = {}
+        for key, layer in layers.items():
+            members.setdefault(label[key], {})[key] = layer
+        self._group_of = {
+            key: group
+            for some in members.values()
+            for group in [_Group(some, adapters)]
+            for key in some
+        }
 
     def weight(
         self, name: str, to_be: torch.Tensor, tensor: torch.Tensor | None
@@ -189,24 +196,15 @@ def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class _Group:
     """Layers that are merged together: nearly always one, and several where they are tied."""
 
-    def __init__(
-        self, keys: list[str], layers: list[nn.Module], adapters: list[str] | None
-    ) -> None:
-        self.keys = keys
-        self.layers = layers
+    def __init__(self, layers: dict[str, nn.Module], adapters: list[str] | None) -> None:
+        self._layers = layers
         self._adapters = adapters
-
-    def take(self, other: _Group) -> None:
-        """Add the layers of another group, which come later in the model."""
-        self.keys += other.keys
-        self.layers += other.layers
 
     def promise(
         self, to_be: torch.Tensor, tensor: torch.Tensor | None, key: str, name: str
     ) -> LazyTensor:
         """A tensor of one of the layers, as it will be when its turn comes."""
-        index = self.keys.index(key)
-        return self._promise(to_be, tensor, lambda: self._merge([])[0][index].state_dict()[name])
+        return self._promise(to_be, tensor, lambda: self._merge([])[0][key].state_dict()[name])
 
     def promise_tied(self, to_be: torch.Tensor, tensor: torch.Tensor) -> LazyTensor:
         """A tensor from elsewhere in the model that is tied to one of the layers."""
@@ -229,10 +227,10 @@ class _Group:
         identity = 0 if tensor is None else -id(tensor)
         return LazyTensor(to_be.dtype, tuple(to_be.shape), fetch, identity)
 
-    def _merge(self, tied: list[torch.Tensor]) -> tuple[list[nn.Module], list[torch.Tensor]]:
+    def _merge(self, tied: list[torch.Tensor]) -> tuple[dict[str, nn.Module], list[torch.Tensor]]:
         """The layers, merged, and what is tied to them; copies all of it."""
-        layers, tied = copy.deepcopy((self.layers, tied))
-        return [self._merge_layer(layer) for layer in layers], tied
+        layers, tied = copy.deepcopy((self._layers, tied))
+        return {key: self._merge_layer(layer) for key, layer in layers.items()}, tied
 
     def _merge_layer(self, layer: Any) -> nn.Module:
         if hasattr(layer, "unload_and_optionally_merge_module"):
@@ -249,7 +247,7 @@ class _Group:
         """All that decides what merging does, except for values."""
         return [
             (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
-            for layer in self.layers
+            for layer in self._layers.values()
             for module in layer.modules()
             if isinstance(module, BaseTunerLayer)
         ]
