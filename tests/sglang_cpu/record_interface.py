@@ -58,7 +58,6 @@ ROUTES = (
     "/end_weight_update",
     "/model_info",
     "/pause_generation",
-    "/ready",
     "/server_info",
     "/update_weight_version",
     "/update_weights_from_tensor",

@@ -234,7 +234,7 @@ class ServerEngine(_Commands, EngineServer):
         """
         command = self._command(method, arguments)
         # Without a pause, SGLang would wait for all requests first. This one ends no request.
-        is_ours = not (self._has_paused or self.is_paused())
+        is_ours = not self._has_paused
         if is_ours:
             self._request("POST", "/pause_generation", json={"mode": "in_place"})
         try:
@@ -269,11 +269,10 @@ class ServerEngine(_Commands, EngineServer):
             self._request("POST", "/begin_weight_update", json=begin)
 
     def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
-        try:
-            self._request("GET", "/ready")
-        except EngineUpdateError:
-            return True
+        """Not that anybody could know: ``/ready`` says the same of a server that still starts.
+
+        So a pause that somebody else began ends with the next switch.
+        """
         return False
 
     def pause(self, mode: PauseMode) -> None:
