@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Make dbuffer's environment in .venv, then run something in it.
 
-python3 dev.py demo  [options of `dbuffer demo`]
-python3 dev.py test  [options of pytest]            (ruff and mypy come first)
-python3 dev.py bench [options of `python -m benchmarks`]
+python3 dev.py demo   [options of `dbuffer demo`]
+python3 dev.py test   [options of pytest]            (ruff and mypy come first)
+python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
+python3 dev.py bench  [options of `python -m benchmarks`]
 
 Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
 environment (two to three minutes, 2.5 GB); later ones reuse it until what it was made from changes.
@@ -32,6 +33,8 @@ VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 STAMP = VENV / "made-from"
 REQUIREMENTS = ROOT / "requirements-cpu.txt"
+SGLANG_VENV = ROOT / ".venv-sglang"
+SGLANG_REQUIREMENTS = ROOT / "requirements-sglang-cpu.txt"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
 # More than two processors can run: tests wait a lot. Each file is run by one process, in the
@@ -40,6 +43,7 @@ SIDE_BY_SIDE = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
     "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
+    "sglang": ["python", "-m", "pytest", "-m", "sglang"],
     "bench": ["python", "-m", "benchmarks"],
 }
 
@@ -69,10 +73,11 @@ class PipError(Exception):
     """What pip wrote when it failed."""
 
 
-def pip_install(*arguments: str) -> None:
-    """Install into .venv, silently unless it fails."""
+def pip_install(*arguments: str, into: Path = VENV) -> None:
+    """Install into an environment, silently unless it fails."""
     options = ["--quiet", "--no-input", "--disable-pip-version-check"]
-    command = [str(BIN / "python"), "-m", "pip", "install", *options, *arguments]
+    pip = [str(BIN / "python"), "-m", "pip", "--python", str(into / "bin" / "python")]
+    command = [*pip, "install", *options, *arguments]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise PipError(done.stderr.strip() or f"pip exited with {done.returncode}")
@@ -120,6 +125,27 @@ def make_environment() -> None:
     say(f"made in {time.monotonic() - started_s:.0f} s")
 
 
+def make_sglang_environment() -> None:
+    """Make .venv-sglang: SGLang, on top of what is in .venv; unless a whole one is there."""
+    wanted = SGLANG_REQUIREMENTS.read_text() + repr((sys.version, str(ROOT)))
+    stamp = SGLANG_VENV / "made-from"
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    say(f"making {SGLANG_VENV}")
+    started_s = time.monotonic()
+    venv.create(SGLANG_VENV, clear=True, symlinks=True)
+    try:
+        pip_install("--no-deps", "-r", str(SGLANG_REQUIREMENTS), into=SGLANG_VENV)
+    except PipError as error:
+        sys.exit(f"{error}\ndev.py: pip could not fill the environment; the reason is above.")
+    packages = Path("lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
+    paths = [ROOT / "tests" / "sglang_cpu", ROOT, VENV / packages]
+    lines = [*map(str, paths), "import sglang_without_gpu"]
+    (SGLANG_VENV / packages / "dbuffer-sglang.pth").write_text("\n".join(lines) + "\n")
+    stamp.write_text(wanted)
+    say(f"made in {time.monotonic() - started_s:.0f} s")
+
+
 def check_style() -> None:
     """Run the linter, the formatter and the type checker; stop at the first that objects."""
     for check in CHECKS:
@@ -135,6 +161,8 @@ def main(arguments: list[str]) -> NoReturn:
     # Two first runs at once would clear each other's work; exec closes the descriptor.
     fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)
     make_environment()
+    if arguments[0] in ("test", "sglang") and takes_cpu_pins():
+        make_sglang_environment()
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     task, *options = arguments
     if task != "demo":  # whose files belong where the user stands

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -57,7 +58,7 @@ from dbuffer.tensors import DTYPES
 from dbuffer.verification import verify_store
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.vllm.follower import Switch
+    from dbuffer.integrations.vllm.follower import Follower, Switch
     from dbuffer.integrations.vllm.options import EngineOptions
 
 EXIT_FAILED = 1
@@ -233,15 +234,30 @@ def follow(
             "VLLM_SERVER_DEV_MODE=1, and see the store under the same path.",
         ),
     ] = None,
+    sglang: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="The same for an SGLang server, started with --custom-weight-loader "
+            "dbuffer.integrations.sglang.load_from_store.",
+        ),
+    ] = None,
+    rename: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --sglang: a mapping file, from the store's names to the server's.",
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="The vLLM server's key."),
+        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="The server's key."),
     ] = None,
     pause: Annotated[
         str,
         typer.Option(
-            help="What becomes of the vLLM server's requests in flight at a switch: 'keep', 'wait' "
-            "or 'abort'."
+            help="What becomes of the server's requests in flight at a switch: 'keep', 'abort' or "
+            "(vLLM only) 'wait'."
         ),
     ] = "keep",
     partial: Annotated[
@@ -256,12 +272,17 @@ def follow(
 ) -> None:
     """Print each new version as it comes, and acknowledge it; with --exec, run a command.
 
-    With --vllm, switch a vLLM server to it instead, and print how long that took. The server is
-    always resumed; one that is restarted is switched again.
+    With --vllm or --sglang, switch a server to it instead, and print how long that took. The
+    server is always resumed; one that is restarted is switched again.
     """
-    if vllm is not None:
-        if command is not None or newer_than is not None:
-            raise typer.BadParameter("not together with --vllm", param_hint="--exec, --newer-than")
+    if rename is not None and sglang is None:
+        raise typer.BadParameter("only together with --sglang", param_hint="--rename")
+    url = vllm or sglang
+    if url is not None:
+        if command is not None or newer_than is not None or None not in (vllm, sglang):
+            raise typer.BadParameter(
+                "one of these at a time", param_hint="--exec, --newer-than, --vllm, --sglang"
+            )
         from dbuffer.integrations.vllm.options import EngineOptions
 
         options = EngineOptions(
@@ -271,9 +292,10 @@ def follow(
             allow_shared_store=allow_shared_store,
             partial=partial,
         )
-        _follow_with_vllm(
-            vllm, options, api_key, pause, count=count, timeout_s=timeout_s, as_json=as_json
+        make = functools.partial(
+            _make_follower, url, options, api_key, pause, is_sglang=vllm is None, rename=rename
         )
+        _follow_with_server(url, make, count=count, timeout_s=timeout_s, as_json=as_json)
         return
     if partial:
         raise typer.BadParameter("goes with --vllm", param_hint="--partial")
@@ -538,29 +560,45 @@ def demo(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _follow_with_vllm(
+def _make_follower(
     url: str,
     options: EngineOptions,
     api_key: str | None,
     pause: str,
     *,
+    is_sglang: bool,
+    rename: Path | None,
+) -> Follower:
+    try:
+        if is_sglang:
+            from dbuffer.integrations.sglang.follower import server_follower
+
+            return server_follower(url, options, pause=pause, rename=rename, api_key=api_key)
+        from dbuffer.integrations.vllm.engines import ServerEngine
+        from dbuffer.integrations.vllm.follower import Follower
+
+        server = ServerEngine(url, api_key=api_key)
+    except ModuleNotFoundError as error:
+        raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
+    return Follower(server, options, pause=pause)  # type: ignore[arg-type]  # checked there
+
+
+def _follow_with_server(
+    url: str,
+    make: Callable[[], Follower],
+    *,
     count: int | None,
     timeout_s: float | None,
     as_json: bool,
 ) -> None:
-    try:
-        from dbuffer.integrations.vllm.engines import ServerEngine
-        from dbuffer.integrations.vllm.follower import Follower, Switch, follow_for_ever
-
-        server = ServerEngine(url, api_key=api_key)
-    except ModuleNotFoundError as error:
-        raise DBufferError(f"--vllm needs {error.name}: pip install '{error.name}'") from error
     stop = threading.Event()
     # A switch that has begun must end with the server resumed, also when this is asked to stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     last = time.monotonic()
-    with Follower(server, options, pause=pause) as follower:  # type: ignore[arg-type]  # checked there
+    with make() as follower:
+        from dbuffer.integrations.vllm.follower import Switch, follow_for_ever
+
         for outcome in follow_for_ever(follower, stop):
             if isinstance(outcome, Switch):
                 last = time.monotonic()

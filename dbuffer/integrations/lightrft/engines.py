@@ -65,7 +65,7 @@ def _follow_vllm(engine: Any, store: Path, api_key: str | None, timeout_s: float
 
 
 def _follow_sglang(engine: Any, store: Path, api_key: str | None, timeout_s: float) -> Follower:
-    from dbuffer.integrations.sglang.engines import engine_of  # type: ignore[import-not-found]
+    from dbuffer.integrations.sglang.engines import engine_of
     from dbuffer.integrations.vllm.follower import Follower as PlainFollower
     from dbuffer.integrations.vllm.options import EngineOptions
 

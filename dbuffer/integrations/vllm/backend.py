@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
 from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.vllm.rank import WorkerRank
 from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.integrations.vllm.worker import RankReceiver, raising_once, start_on_all_ranks
 
@@ -100,4 +101,5 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._receiver = None
 
     def _follow(self, options: EngineOptions, before: RankReceiver | None = None) -> RankReceiver:
-        return start_on_all_ranks(self.vllm_config, self.model, self.device, options, before)
+        rank = WorkerRank(self.vllm_config, self.model, self.device)
+        return start_on_all_ranks(rank, options, before)

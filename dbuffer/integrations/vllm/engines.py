@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import ipaddress
-import re
-import socket
 import sys
 import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 from dbuffer.errors import (
     ClosedError,
@@ -26,6 +23,7 @@ from dbuffer.errors import (
     EngineUnsupportedError,
     EngineUpdateError,
 )
+from dbuffer.integrations.server import EngineServer
 from dbuffer.integrations.vllm.options import (
     BACKEND,
     default_engine_id,
@@ -45,8 +43,6 @@ EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 _EXTENSION_CLASS = "dbuffer.integrations.vllm.extension.WorkerExtension"
 _RESUME_TRIES = 5
 _ALIVE_CHECK_S = 1.0
-_CONNECT_S = 5.0
-_CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +113,15 @@ def _is_extension(qualified_name: str | None, *, may_import: bool) -> bool:
 class Engine(Protocol):
     """What following needs of an engine."""
 
+    @property
+    def is_server(self) -> bool:
+        """It runs apart from this process, and may be started again while it is followed."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
+
     def facts(self) -> EngineFacts:
         """How it was started."""
         ...
@@ -158,7 +163,16 @@ def _facts_here(config: Any) -> EngineFacts:
     return EngineFacts.of(config)
 
 
-class OfflineEngine:
+class _EngineHere:
+    """An engine that ends with this process."""
+
+    is_server: ClassVar = False
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+class OfflineEngine(_EngineHere):
     """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
 
     def __init__(self, llm: Any) -> None:
@@ -214,7 +228,7 @@ class OfflineEngine:
         return set(getattr(executor, "sleeping_tags", ()))
 
 
-class AsyncEngine:
+class AsyncEngine(_EngineHere):
     """An ``AsyncLLM``, called from any thread but that of its event loop."""
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -316,33 +330,14 @@ def _is_in_loop(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class ServerEngine:
-    """A vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``).
+class ServerEngine(EngineServer):
+    """A vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``); see :class:`EngineServer`."""
 
-    Args:
-        url: as ``http://host:8000``.
-        api_key: sent as a bearer token.
-        timeout_s: for pausing, which may have to wait for requests, and for loading.
-
-    Raises:
-        EngineUnreachableError: (a ``ConnectionError``) from any call: no or no such server.
-        EngineUpdateError: from any call: it could not do what it was asked to.
-    """
-
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
-        import httpx
-
-        self._httpx = httpx
-        self.url = url.rstrip("/")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._long = httpx.Timeout(timeout_s, connect=_CONNECT_S)
-        self._client = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(_CALL_S, connect=_CONNECT_S)
-        )
-
-    def close(self) -> None:
-        """Close its connections."""
-        self._client.close()
+    IS_WHAT = "vLLM"
+    WITHOUT_ROUTE = (
+        "start vLLM with VLLM_SERVER_DEV_MODE=1, or let it follow by itself with --middleware "
+        "dbuffer.integrations.vllm.FollowStore"
+    )
 
     def facts(self) -> EngineFacts:
         """How it was started."""
@@ -352,16 +347,13 @@ class ServerEngine:
         """From its address, so that it is the same after a restart; unless it has told its own."""
         if engine_settings(facts):
             return default_engine_id(facts.instance_id)
-        url = self._httpx.URL(self.url)
-        # "localhost" is another host for each of those that follow with one store.
-        host = socket.gethostname() if _is_loopback(url.host) else url.host
-        return f"vllm-{re.sub('[^A-Za-z0-9.-]', '-', host):.64}-{url.port or url.scheme}"
+        return f"vllm-{self._name()}"
 
     def rpc(self, method: str, **arguments: Any) -> list[Any]:
         """Call a method of all its workers; what each returned."""
         body = {"method": method, "kwargs": arguments}
         response = self._request("POST", "/collective_rpc", json=body, timeout=self._long)
-        return list(_body(response).get("results", [])) if response.content else []
+        return list(self._body(response).get("results", [])) if response.content else []
 
     def is_paused(self) -> bool:
         """Whether somebody has paused it."""
@@ -374,7 +366,7 @@ class ServerEngine:
         caches = {"reset_running_requests": "true", "reset_external": "true"}
         response = self._request("POST", "/reset_prefix_cache", params=caches)
         # Versions of vLLM that say whether it worked say so in a body.
-        if response.content and _body(response).get("success") is False:
+        if response.content and self._body(response).get("success") is False:
             raise EngineUpdateError(f"{self.url} could not reset its prefix cache")
         self._request("POST", "/reset_mm_cache")
         self._request("POST", "/reset_encoder_cache")
@@ -398,29 +390,6 @@ class ServerEngine:
     def set_weight_version(self, version: str) -> None:
         """Let it report this with its responses."""
         self._request("POST", "/update_weight_version", json={"new_version": version})
-
-    def _get(self, path: str, key: str, **params: Any) -> Any:
-        body = _body(self._request("GET", path, params=params))
-        if key not in body:
-            raise EngineUnreachableError(f"{self.url}{path} answers without {key!r}: {body!r:.200}")
-        return body[key]
-
-    def _request(self, method: str, path: str, **more: Any) -> Any:
-        try:
-            response = self._client.request(method, path, **more)
-        except self._httpx.HTTPError as error:
-            raise EngineUnreachableError(
-                f"{self.url} does not answer: {type(error).__name__} {error}"
-            ) from error
-        if response.status_code in (404, 405):
-            raise EngineUnreachableError(
-                f"{self.url} has no {path}: start vLLM with VLLM_SERVER_DEV_MODE=1, or let it "
-                "follow by itself with --middleware dbuffer.integrations.vllm.FollowStore"
-            )
-        if response.is_error:
-            reason = f"{response.status_code} {response.text:.2000}"
-            raise EngineUpdateError(f"{method} {self.url}{path}: {reason}")
-        return response
 
 
 def is_one_of_several(target: Any) -> bool:
@@ -449,21 +418,3 @@ def engine_of(target: Any, *, api_key: str | None = None) -> Engine:
     if hasattr(target, "output_handler") and hasattr(target, "engine_core"):
         return AsyncEngine(target, AsyncEngine.loop_of(target))
     raise EngineUnsupportedError(f"a {type(target).__name__} is no engine of vLLM's")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False
-
-
-def _body(response: Any) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        body = response.json()
-        if isinstance(body, dict):
-            return body
-    raise EngineUnreachableError(
-        f"{response.url} does not answer as vLLM does: {response.text:.200}"
-    )

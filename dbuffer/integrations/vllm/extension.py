@@ -7,6 +7,7 @@ from typing import Any
 from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
 from dbuffer.integrations.vllm.model import ShapeCheck
 from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.vllm.rank import WorkerRank
 from dbuffer.integrations.vllm.ranks import Ranks
 from dbuffer.integrations.vllm.worker import raising_once, start_on_all_ranks
 from dbuffer.layout import TensorSpec
@@ -34,9 +35,8 @@ class WorkerExtension:
             # One that was shut down still knows what the model has.
             before = getattr(self, "_dbuffer_receiver", None) or getattr(self, _LAST, None)
             self._dbuffer_receiver = None
-            self._dbuffer_receiver = start_on_all_ranks(
-                self.vllm_config, self.get_model(), self.device, options, before
-            )
+            rank = WorkerRank(self.vllm_config, self.get_model(), self.device)
+            self._dbuffer_receiver = start_on_all_ranks(rank, options, before)
 
     def dbuffer_update(self: Any, update_info: dict[str, Any] | None = None) -> None:
         """Switch to a version. Nothing may be generating.

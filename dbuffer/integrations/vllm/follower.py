@@ -35,7 +35,6 @@ from dbuffer.integrations.vllm.engines import (
     EngineFacts,
     OfflineEngine,
     PauseMode,
-    ServerEngine,
     engine_of,
     is_one_of_several,
 )
@@ -143,7 +142,7 @@ class Follower:
         self.applied = record.applied_version if record is not None else None
         if self.applied is not None:
             self._report(str(self.applied))
-        if was_paused and self._is_new and isinstance(self._engine, ServerEngine):
+        if was_paused and self._is_new and self._engine.is_server:
             # Left over by a follower that was killed in a switch; nobody else would end it.
             logger.warning("the server was paused when following began: resuming it")
             self._engine.resume()
@@ -265,8 +264,7 @@ class Follower:
         """Stop following. The engine keeps its weights; its workers go on looking at the store."""
         if self._session is not None:
             self._session.close()
-        if isinstance(self._engine, ServerEngine):
-            self._engine.close()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -282,7 +280,7 @@ class Follower:
 
     def _has_restarted(self, session: _Session) -> bool:
         """Whether a server is another one than the one that was switched last."""
-        if not isinstance(self._engine, ServerEngine):
+        if not self._engine.is_server:
             return False
         if self.applied is not None:
             return self._engine.weight_version() != str(self.applied)
@@ -555,6 +553,12 @@ class BackgroundFollower:
         self._stop.set()
         self._thread.join()
         self._follower.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     async def aclose(self) -> None:
         """The same, in an event loop: a switch needs that loop to end."""

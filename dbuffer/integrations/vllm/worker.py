@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
 
 from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
@@ -24,17 +26,13 @@ from dbuffer.errors import (
     OptionError,
     VersionError,
 )
-from dbuffer.integrations.vllm.model import EngineModel, ShapeCheck
 from dbuffer.integrations.vllm.options import (
     HALF_LOADED,
     SERVES_ON,
     EngineOptions,
     UpdateRequest,
-    default_engine_id,
-    is_launched,
 )
-from dbuffer.integrations.vllm.ranks import Ranks
-from dbuffer.layout import Layout
+from dbuffer.layout import Layout, TensorSpec
 from dbuffer.mirror import Mirror
 from dbuffer.records import RecordFile
 from dbuffer.snapshot import Snapshot
@@ -49,21 +47,70 @@ _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
 
 
-def _engine_id(vllm_config: Any, options: EngineOptions, ranks: Ranks) -> str:
-    """The engine's name among the store's receivers; the same on all of its ranks."""
-    name = options.engine_id or default_engine_id(vllm_config.instance_id)
-    parallel = vllm_config.parallel_config
-    if is_launched(parallel):  # each process has made up an instance id
-        return ranks.gather(name)[0]
-    if parallel.data_parallel_size > 1:
-        name += f".dp-{parallel.data_parallel_rank}"
-    return name
+AnswerT = TypeVar("AnswerT")
+
+
+class Ranks(Protocol):
+    """All ranks of one engine. A gather is a step that all of them take, or none can go on."""
+
+    rank: int
+    size: int
+
+    def gather(self, answer: AnswerT) -> list[AnswerT]:
+        """Everyone's answers, by rank, to everyone."""
+        ...
+
+
+class ServingModel(Protocol):
+    """The model of one rank, as it serves; called between two steps of the engine."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once."""
+        ...
+
+    def load_checkpoint(self) -> None:
+        """Swap in the weights that the engine was started with, from where it read them."""
+        ...
+
+    def refuse_to_serve(self, reason: str) -> None:
+        """Let every step of this model fail, and say why, until :meth:`serve_again`."""
+        ...
+
+    def serve_again(self) -> None:
+        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
+        ...
+
+
+class EngineRank(Protocol):
+    """What a receiver needs to know of the rank that it is in."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks of the engine."""
+        ...
+
+    @property
+    def on_device(self) -> bool:
+        """Its weights are not in main memory."""
+        ...
+
+    def engine_id(self, options: EngineOptions) -> str:
+        """The engine's name among the store's receivers; the same on all of its ranks."""
+        ...
+
+    def make_model(self, before: ServingModel | None) -> ServingModel:
+        """The model, to swap weights in; ``before`` is what an earlier receiver swapped them in."""
+        ...
+
+    def make_check(self, *, partial: bool) -> Callable[[Sequence[TensorSpec]], None]:
+        """What tells, while the model serves, whether weights fit it, all or a part of them."""
+        ...
 
 
 class Serving(NamedTuple):
     """What one rank's model has, from one receiver to the next."""
 
-    model: EngineModel
+    model: ServingModel
     version: int | None = None
     """Out of the store; None: what the engine was started with."""
     broken: str | None = None
@@ -79,22 +126,16 @@ class RankReceiver:
     """
 
     def __init__(
-        self,
-        vllm_config: Any,
-        device: Any,
-        options: EngineOptions,
-        serving: Serving,
-        engine_id: str,
+        self, rank: EngineRank, options: EngineOptions, serving: Serving, engine_id: str
     ) -> None:
-        self.ranks = Ranks(vllm_config)
+        self.ranks = rank.ranks
         self._options = options
         self._model = serving.model
         self._applied = serving.version
         self._broken = serving.broken
         self._brought = serving.brought or Brought()
-        self._fits = ShapeCheck(vllm_config, partial=options.partial)
+        self._fits = rank.make_check(partial=options.partial)
         self.engine_id = engine_id
-        on_device = device.type != "cpu"
         # Before anything is read: it puts away what an earlier run may have left there.
         self._mirror = options.start_mirror()
         self._stager = Stager(
@@ -103,7 +144,7 @@ class RankReceiver:
             part_of=self.engine_id,
             check=self._check,
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
-            pin_memory=on_device and options.staging != "map",
+            pin_memory=rank.on_device and options.staging != "map",
             poll_interval_s=options.poll_interval_s,
             verify=options.verify,
             num_threads=options.num_threads,
@@ -342,17 +383,18 @@ class RankReceiver:
         if self.ranks.rank == 0:
             self._record.write(in_session=is_open)
 
+    def record_problem(self, problem: str) -> None:
+        """Leave word of why an update failed, for who cannot be told in another way."""
+        if self.ranks.rank == 0:
+            self._record.write(problem=problem)
+
     def _record_engine(self, **stats: float) -> None:
         if self.ranks.rank == 0:
             self._record.write(applied_version=self._applied, problem=self._broken, stats=stats)
 
 
 def start_on_all_ranks(
-    vllm_config: Any,
-    model: Any,
-    device: Any,
-    options: EngineOptions,
-    before: RankReceiver | None = None,
+    rank: EngineRank, options: EngineOptions, before: RankReceiver | None = None
 ) -> RankReceiver:
     """Begin to follow a store on all ranks, or on none; after what was followed before.
 
@@ -360,19 +402,19 @@ def start_on_all_ranks(
         EngineUnsupportedError: some rank cannot.
     """
     receiver, problem = None, None
-    ranks = Ranks(vllm_config)
-    engine_id = _engine_id(vllm_config, options, ranks)
+    engine_id = rank.engine_id(options)
     if before is None:
-        serving = Serving(EngineModel(vllm_config, model, device))
+        serving = Serving(rank.make_model(None))
     else:
         serving = before.serving(options.store)
+        serving = serving._replace(model=rank.make_model(serving.model))
         before.close()
     try:
-        receiver = RankReceiver(vllm_config, device, options, serving, engine_id)
+        receiver = RankReceiver(rank, options, serving, engine_id)
     except Exception as error:
         logger.warning("cannot follow %s", options.store, exc_info=True)
         problem = f"{type(error).__name__}: {error}"
-    problems = ranks.gather(problem)
+    problems = rank.ranks.gather(problem)
     if receiver is not None and not any(problems):
         return receiver
     if receiver is not None:
@@ -386,7 +428,7 @@ def _by_rank(problems: list[str | None]) -> str:
 
 @contextlib.contextmanager
 def raising_once(may_raise: bool) -> Iterator[None]:
-    """Let an error out on one rank only; see :class:`Ranks`. All of them have logged it."""
+    """Let an error out on one rank only; vLLM reads no more. All of them have logged it."""
     try:
         yield
     except DBufferError:

@@ -1,0 +1,93 @@
+"""`EngineServer`: an inference server's address, and calls to it that fail as ours do."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import socket
+from typing import Any, ClassVar
+
+from dbuffer.errors import EngineUnreachableError, EngineUpdateError
+
+_CONNECT_S = 5.0
+_CALL_S = 30.0
+
+
+class EngineServer:
+    """A server that is driven over HTTP.
+
+    Args:
+        url: as ``http://host:8000``.
+        api_key: sent as a bearer token.
+        timeout_s: for calls that may have to wait for requests, or load.
+
+    Raises:
+        EngineUnreachableError: (a ``ConnectionError``) from any call: no or no such server.
+        EngineUpdateError: from any call: it could not do what it was asked to.
+    """
+
+    is_server: ClassVar = True
+    IS_WHAT: ClassVar[str]
+    """Which server it must be, for messages."""
+    WITHOUT_ROUTE: ClassVar[str]
+    """What to do about a route that is not there."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        import httpx
+
+        self._httpx = httpx
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._long = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        self._client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=httpx.Timeout(_CALL_S, connect=_CONNECT_S)
+        )
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._client.close()
+
+    def _name(self) -> str:
+        """From its address, so that it is the same after a restart."""
+        url = self._httpx.URL(self.url)
+        # "localhost" is another host for each of those that follow with one store.
+        host = socket.gethostname() if _is_loopback(url.host) else url.host
+        return f"{re.sub('[^A-Za-z0-9.-]', '-', host):.64}-{url.port or url.scheme}"
+
+    def _get(self, path: str, key: str, **params: Any) -> Any:
+        body = self._body(self._request("GET", path, params=params))
+        if key not in body:
+            raise EngineUnreachableError(f"{self.url}{path} answers without {key!r}: {body!r:.200}")
+        return body[key]
+
+    def _request(self, method: str, path: str, **more: Any) -> Any:
+        try:
+            response = self._client.request(method, path, **more)
+        except self._httpx.HTTPError as error:
+            raise EngineUnreachableError(
+                f"{self.url} does not answer: {type(error).__name__} {error}"
+            ) from error
+        if response.status_code in (404, 405):
+            raise EngineUnreachableError(f"{self.url} has no {path}: {self.WITHOUT_ROUTE}")
+        if response.is_error:
+            reason = f"{response.status_code} {response.text:.2000}"
+            raise EngineUpdateError(f"{method} {self.url}{path}: {reason}")
+        return response
+
+    def _body(self, response: Any) -> dict[str, Any]:
+        with contextlib.suppress(ValueError):
+            body = response.json()
+            if isinstance(body, dict):
+                return body
+        raise EngineUnreachableError(
+            f"{response.url} does not answer as {self.IS_WHAT} does: {response.text:.200}"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return False

@@ -1,0 +1,95 @@
+"""`follow`: keep an SGLang engine on a store's newest version."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from dbuffer.errors import OptionError
+from dbuffer.integrations.sglang.engines import (
+    PAUSE_MODES,
+    OfflineEngine,
+    ServerEngine,
+    engine_of,
+)
+from dbuffer.integrations.vllm.follower import BackgroundFollower, Follower
+from dbuffer.integrations.vllm.options import EngineOptions
+from dbuffer.names import NameMap
+
+PauseMode = Literal["keep", "abort"]
+"""What becomes of requests in flight: they are kept and go on with the new weights, their caches
+computed anew; or aborted."""
+
+
+def follow(
+    engine: Any,
+    store: str | os.PathLike[str],
+    *,
+    pause: PauseMode = "keep",
+    rename: NameMap | str | os.PathLike[str] | None = None,
+    api_key: str | None = None,
+    **options: Any,
+) -> Follower | BackgroundFollower:
+    """Keep an engine on a store's newest version.
+
+    Args:
+        engine: an ``sglang.Engine``: call ``sync()`` of what is returned between generations. The
+            URL of a server: it is followed in the background, until ``close()``. Either was started
+            with ``custom_weight_loader=["dbuffer.integrations.sglang.load_from_store"]``.
+        store: the store's directory, as the engine's processes and this one see it.
+        pause: what becomes of requests in flight during a switch: ``"keep"`` (SGLang's
+            ``retract``) or ``"abort"``. An ``Engine`` has none.
+        rename: from the store's names to those in the engine's checkpoint: a map, or a mapping
+            file.
+        api_key: for a server.
+        **options: more of :class:`EngineOptions`.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be.
+        EngineUnsupportedError: the engine was not started in a way that lets it follow.
+        EngineUnreachableError: (a server) it does not answer.
+    """
+    names = _names_of(rename)
+    _require_pause(pause)
+    chosen = EngineOptions.parse({"store": os.fspath(Path(store).absolute()), **options})
+    found = engine_of(engine, names, api_key=api_key)
+    follower = Follower(found, chosen, pause=pause)
+    if not isinstance(found, OfflineEngine):
+        return BackgroundFollower(follower)
+    follower.start()
+    return follower
+
+
+def server_follower(
+    url: str,
+    options: EngineOptions,
+    *,
+    pause: str = "keep",
+    rename: NameMap | str | os.PathLike[str] | None = None,
+    api_key: str | None = None,
+) -> Follower:
+    """A server's follower that switches when it is told to, in the caller's thread.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be.
+    """
+    _require_pause(pause)
+    server = ServerEngine(url, _names_of(rename), api_key=api_key)
+    return Follower(server, options, pause=pause)  # type: ignore[arg-type]  # checked above
+
+
+def _require_pause(pause: str) -> None:
+    if pause not in PAUSE_MODES:
+        raise OptionError(f"pause is {pause!r}, and for SGLang may be {', '.join(PAUSE_MODES)}")
+
+
+def _names_of(rename: NameMap | str | os.PathLike[str] | None) -> NameMap | None:
+    if rename is None or isinstance(rename, NameMap):
+        return rename
+    if not isinstance(rename, str | os.PathLike):
+        raise OptionError(
+            f"rename is a {type(rename).__name__}; it goes to the engine's processes as rules: "
+            "give a dbuffer.NameMap, or a mapping file"
+        )
+    return NameMap.read(rename)

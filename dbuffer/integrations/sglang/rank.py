@@ -1,0 +1,67 @@
+"""`SchedulerRank`: what a receiver needs to know of the SGLang scheduler process that it is in."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from dbuffer.errors import EngineUnsupportedError
+from dbuffer.integrations.sglang.model import EngineModel, ShapeCheck
+from dbuffer.integrations.vllm.options import EngineOptions
+from dbuffer.integrations.vllm.worker import ServingModel
+from dbuffer.names import NameMap
+
+AnswerT = TypeVar("AnswerT")
+
+
+class Ranks:
+    """All ranks of a tensor-parallel engine, each in a scheduler process of its own."""
+
+    def __init__(self) -> None:
+        self._group = get_parallel().tp_group
+        self.rank: int = self._group.rank_in_group
+        self.size: int = self._group.world_size
+
+    def gather(self, answer: AnswerT) -> list[AnswerT]:
+        """Everyone's answers, by rank, to everyone."""
+        if self.size == 1:
+            return [answer]
+        answers: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(answers, answer, group=self._group.cpu_group)
+        return answers
+
+
+class SchedulerRank:
+    """One rank; see :class:`~dbuffer.integrations.vllm.worker.EngineRank`."""
+
+    def __init__(self, model: Any, engine_id: str, names: NameMap | None) -> None:
+        self._model = model
+        self._engine_id = engine_id
+        self._names = names
+        self.on_device: bool = next(model.parameters()).device.type != "cpu"
+        self.ranks = Ranks()
+
+    @staticmethod
+    def is_first() -> bool:
+        """Whether this is the rank that speaks for the engine."""
+        return Ranks().rank == 0
+
+    def engine_id(self, options: EngineOptions) -> str:  # noqa: ARG002
+        """The engine's name among the store's receivers: its follower has chosen it."""
+        return self._engine_id
+
+    def make_model(self, before: ServingModel | None) -> EngineModel:  # noqa: ARG002
+        """The model, to swap weights in, under the names of who follows now."""
+        return EngineModel(self._model, self._names)
+
+    def make_check(self, *, partial: bool) -> ShapeCheck:
+        """What tells, while the model serves, whether weights fit it.
+
+        Raises:
+            EngineUnsupportedError: parts of a model were asked for.
+        """
+        if partial:
+            raise EngineUnsupportedError("an SGLang engine takes whole models: partial=True")
+        return ShapeCheck(self._model, self._names, tp_size=self.ranks.size)

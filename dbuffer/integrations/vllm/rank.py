@@ -1,0 +1,39 @@
+"""`WorkerRank`: what a receiver needs to know of the vLLM worker that it is in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dbuffer.integrations.vllm.model import EngineModel, ShapeCheck
+from dbuffer.integrations.vllm.options import EngineOptions, default_engine_id, is_launched
+from dbuffer.integrations.vllm.ranks import Ranks
+from dbuffer.integrations.vllm.worker import ServingModel
+
+
+class WorkerRank:
+    """One rank of a vLLM engine; see :class:`~dbuffer.integrations.vllm.worker.EngineRank`."""
+
+    def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
+        self._vllm_config = vllm_config
+        self._model = model
+        self._device = device
+        self.on_device: bool = device.type != "cpu"
+        self.ranks = Ranks(vllm_config)
+
+    def engine_id(self, options: EngineOptions) -> str:
+        """The engine's name among the store's receivers; the same on all of its ranks."""
+        name = options.engine_id or default_engine_id(self._vllm_config.instance_id)
+        parallel = self._vllm_config.parallel_config
+        if is_launched(parallel):  # each process has made up an instance id
+            return self.ranks.gather(name)[0]
+        if parallel.data_parallel_size > 1:
+            name += f".dp-{parallel.data_parallel_rank}"
+        return name
+
+    def make_model(self, before: ServingModel | None) -> ServingModel:
+        """The model, to swap weights in: the same as before, which knows whether it may serve."""
+        return before or EngineModel(self._vllm_config, self._model, self._device)
+
+    def make_check(self, *, partial: bool) -> ShapeCheck:
+        """What tells, while the model serves, whether weights fit it, all or a part of them."""
+        return ShapeCheck(self._vllm_config, partial=partial)
