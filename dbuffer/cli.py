@@ -58,8 +58,8 @@ from dbuffer.tensors import DTYPES
 from dbuffer.verification import verify_store
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.vllm.follower import Follower, Switch
-    from dbuffer.integrations.vllm.options import EngineOptions
+    from dbuffer.integrations.engine.follower import Follower, Switch
+    from dbuffer.integrations.engine.options import EngineOptions
 
 EXIT_FAILED = 1
 EXIT_TIMEOUT = 3
@@ -283,7 +283,7 @@ def follow(
             raise typer.BadParameter(
                 "one of these at a time", param_hint="--exec, --newer-than, --vllm, --sglang"
             )
-        from dbuffer.integrations.vllm.options import EngineOptions
+        from dbuffer.integrations.engine.options import EngineOptions
 
         options = EngineOptions(
             store=str(store.absolute()),
@@ -574,8 +574,8 @@ def _make_follower(
             from dbuffer.integrations.sglang.follower import server_follower
 
             return server_follower(url, options, pause=pause, rename=rename, api_key=api_key)
+        from dbuffer.integrations.engine.follower import Follower
         from dbuffer.integrations.vllm.engines import ServerEngine
-        from dbuffer.integrations.vllm.follower import Follower
 
         server = ServerEngine(url, api_key=api_key)
     except ModuleNotFoundError as error:
@@ -597,7 +597,7 @@ def _follow_with_server(
         signal.signal(number, lambda *_: stop.set())
     last = time.monotonic()
     with make() as follower:
-        from dbuffer.integrations.vllm.follower import Switch, follow_for_ever
+        from dbuffer.integrations.engine.follower import Switch, follow_for_ever
 
         for outcome in follow_for_ever(follower, stop):
             if isinstance(outcome, Switch):

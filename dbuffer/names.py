@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
@@ -99,7 +99,20 @@ class NameMap:
             content = json.loads(file.read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise OptionError(f"cannot read names from {file}: {error}") from None
-        return cls(_parse(content, file))
+        return cls.parse(content, str(file))
+
+    @classmethod
+    def parse(cls, content: Any, source: str) -> Self:
+        """Make one of what a mapping file holds; ``source`` is for the message.
+
+        Raises:
+            OptionError: (a ``ValueError``) it is something else.
+        """
+        return cls(_parse(content, source))
+
+    def as_json(self) -> dict[str, Any]:
+        """What a mapping file with these rules holds."""
+        return {"rules": [asdict(rule) for rule in self.rules]}
 
     def __call__(self, name: str) -> str:
         """The new name of a tensor."""
@@ -149,27 +162,29 @@ _KINDS: dict[str, type[Exact] | type[Prefix] | type[Pattern]] = {
 }
 
 
-def _parse(content: Any, file: Path) -> list[Rule]:
+def _parse(content: Any, source: str) -> list[Rule]:
     match content:
         case {"rules": list(rules), **rest} if not rest:
-            return [_parse_rule(rule, file) for rule in rules]
+            return [_parse_rule(rule, source) for rule in rules]
         case {"param_mappings": dict(mappings)}:
-            return [_parse_mapping(name, entry, file) for name, entry in mappings.items()]
-    raise OptionError(f"{file} is an object with neither a list of 'rules' nor 'param_mappings'")
+            return [_parse_mapping(name, entry, source) for name, entry in mappings.items()]
+    raise OptionError(
+        f"{source} is no object with a list of 'rules' alone, or with 'param_mappings'"
+    )
 
 
-def _parse_rule(rule: Any, file: Path) -> Rule:
+def _parse_rule(rule: Any, source: str) -> Rule:
     if isinstance(rule, dict) and len(rule) == 2 and isinstance(rule.get("to"), str):
         [(kind, what)] = ((key, value) for key, value in rule.items() if key != "to")
         if kind in _KINDS and isinstance(what, str):
             return _KINDS[kind](what, rule["to"])
     raise OptionError(
-        f"{file}: the rule {rule!r:.200} is not 'to' with one of {', '.join(_KINDS)}, all texts"
+        f"{source}: the rule {rule!r:.200} is not 'to' with one of {', '.join(_KINDS)}, all texts"
     )
 
 
-def _parse_mapping(name: str, entry: Any, file: Path) -> Exact:
+def _parse_mapping(name: str, entry: Any, source: str) -> Exact:
     match entry:
         case {"vllm_name": str(to)}:
             return Exact(name, to)
-    raise OptionError(f"{file}: param_mappings[{name!r:.200}] has no text 'vllm_name'")
+    raise OptionError(f"{source}: param_mappings[{name!r:.200}] has no text 'vllm_name'")

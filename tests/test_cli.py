@@ -225,7 +225,7 @@ def test_follow_sees_versions_as_they_come(store, checkpoint):
 def test_an_engine_is_told_whether_parts_will_do(capsys, monkeypatch, store, partial):
     told = []
     monkeypatch.setattr(
-        cli, "_follow_with_vllm", lambda url, options, *_, **__: told.append(options)
+        cli, "_follow_with_server", lambda url, make, **_: told.append(make.args[1])
     )
     arguments = ["follow", store, "--vllm", "http://localhost:1", *["--partial"] * partial]
     assert call(capsys, *arguments)[0] == 0

@@ -76,6 +76,12 @@ def test_a_file_of_rules(tmp_path):
     )
 
 
+@given(st.lists(RULES, max_size=8))
+def test_rules_come_back_from_what_a_file_holds(rules):
+    names = NameMap(rules)
+    assert NameMap.parse(json.loads(json.dumps(names.as_json())), "here").rules == names.rules
+
+
 def test_a_file_of_mappings_as_atropos_has_it(tmp_path):
     mappings = {"a": {"vllm_name": "b", "shape": [2]}, "c": {"vllm_name": "c"}}
     content = {"model": "m", "param_mappings": mappings}

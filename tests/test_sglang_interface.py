@@ -23,7 +23,7 @@ from sglang_engines import PYTHON, WHOLE
 import dbuffer
 from dbuffer import Exact, NameMap, Pattern, Prefix
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
-from dbuffer.integrations.sglang.commands import Command, map_of, rules_of
+from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.follower import server_follower
 
 SCRIPT = Path(__file__).parent / "sglang_cpu" / "record_interface.py"
@@ -184,7 +184,7 @@ def test_every_rank_is_told_and_no_weights_travel(server: Recorded, engine: Serv
     assert len(body["serialized_named_tensors"][0]) < 2000
     command = command_in(body)
     assert command.arguments == {"update_info": {"at_least": 7}}
-    assert map_of(command.rename)("a.x") == "b.x"
+    assert command.names("a.x") == "b.x"
 
 
 def test_label_is_changed_without_ending_requests(server: Recorded, engine: ServerEngine) -> None:
@@ -234,11 +234,10 @@ def test_engine_that_was_started_again_is_another_one(
 
 def test_rules_reach_the_ranks_as_they_are() -> None:
     names = NameMap([Exact("a", "b"), Prefix("model.", ""), Pattern(r"(.*)\.gamma", r"\1.weight")])
-    sent = Command(method="m", engine_id="e", arguments={}, rename=rules_of(names))
-    there = map_of(Command.parse(pickle.loads(sent.as_payload())).rename)
+    sent = Command(method="m", engine_id="e", arguments={}, rename=names.as_json())
+    there = Command.parse(pickle.loads(sent.as_payload())).names
     assert there is not None
     assert there.rules == names.rules
-    assert map_of(rules_of(None)) is None
 
 
 @pytest.mark.parametrize("tensors", [[], [("weight", None)], [("{}", None)], [("a", 1), ("b", 2)]])

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm import plugin
-from dbuffer.integrations.vllm.engines import EXTENSION, EngineFacts
-from dbuffer.integrations.vllm.options import (
+from dbuffer.integrations.vllm.config import (
     BACKEND,
-    EngineOptions,
-    UpdateRequest,
     default_engine_id,
     engine_settings,
+    options_of,
 )
+from dbuffer.integrations.vllm.engines import EXTENSION, facts_of, has_extension
 from dbuffer.manifest import MAX_INTEGER, is_receiver_id
 
 STORE = "/dev/shm/policy"
@@ -175,23 +175,23 @@ def test_the_longest_engine_id_can_name_every_rank() -> None:
 )
 def test_an_engine_without_options_has_none(additional: Any) -> None:
     config = SimpleNamespace(additional_config=additional)
-    assert engine_settings(config) == {}
-    assert EngineOptions.of_engine(config) is None
+    assert engine_settings(config.additional_config) == {}
+    assert options_of(config.additional_config) is None
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict, MappingProxyType])
 def test_an_engines_options_are_those_in_its_configuration(kind: Any) -> None:
     settings = {"store": STORE, "timeout_s": 5, "pause": "wait"}
     config = SimpleNamespace(additional_config=kind({BACKEND: settings, "other": 1}))
-    assert EngineOptions.of_engine(config) == EngineOptions(store=STORE, timeout_s=5)
-    assert engine_settings(config) == settings, "the pause is for who follows"
+    assert options_of(config.additional_config) == EngineOptions(store=STORE, timeout_s=5)
+    assert engine_settings(config.additional_config) == settings, "the pause is for who follows"
 
 
 @pytest.mark.parametrize("settings", [None, STORE, [STORE], 1, True], ids=repr)
 def test_an_engines_options_must_be_an_object(settings: Any) -> None:
     config = SimpleNamespace(additional_config={BACKEND: settings})
     with pytest.raises(OptionError, match=r"additional_config\['dbuffer'\] is .*an object"):
-        EngineOptions.of_engine(config)
+        options_of(config.additional_config)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_an_engines_options_must_be_an_object(settings: Any) -> None:
 def test_wrong_options_of_an_engine_are_named(settings: dict[str, Any], named: str) -> None:
     config = SimpleNamespace(additional_config={BACKEND: settings})
     with pytest.raises(OptionError, match=named):
-        EngineOptions.of_engine(config)
+        options_of(config.additional_config)
 
 
 @pytest.mark.parametrize("instance", ["abc123", "0"])
@@ -308,8 +308,9 @@ def test_how_an_engine_takes_weights(
     changes: dict[str, Any], backend: bool, extension: bool, is_json: bool
 ) -> None:
     config = config_of(**changes)
-    facts = EngineFacts.of(config if is_json else as_object(config))
-    assert (facts.has_backend, facts.has_extension) == (backend, extension)
+    given = config if is_json else as_object(config)
+    facts = facts_of(given)
+    assert (facts.has_backend, has_extension(given)) == (backend, extension)
     assert (facts.instance_id, facts.num_ranks) == ("abc", 2)
 
 
@@ -336,7 +337,7 @@ class Theirs(Ours):
     ],
 )
 def test_an_extension_of_somebodys_own(name: str, is_ours: bool) -> None:
-    assert EngineFacts.of(config_of(worker_extension_cls=name)).has_extension is is_ours
+    assert has_extension(config_of(worker_extension_cls=name)) is is_ours
 
 
 @pytest.mark.parametrize(
@@ -350,13 +351,13 @@ def test_an_extension_of_somebodys_own(name: str, is_ours: bool) -> None:
 )
 def test_an_engine_that_cannot_follow_is_told(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(EngineUnsupportedError, match=told):
-        EngineFacts.of(config_of(**changes))
+        facts_of(config_of(**changes))
 
 
 def test_an_engines_configuration_is_read_for_its_options() -> None:
-    facts = EngineFacts.of(config_of(additional_config={BACKEND: {"store": STORE}}))
-    assert EngineOptions.of_engine(facts) == EngineOptions(store=STORE)
-    assert EngineOptions.of_engine(EngineFacts.of(config_of(additional_config=None))) is None
+    facts = facts_of(config_of(additional_config={BACKEND: {"store": STORE}}))
+    assert facts.configured == EngineOptions(store=STORE)
+    assert facts_of(config_of(additional_config=None)).configured is None
 
 
 # ---------------------------------------------------------------------------------------------
@@ -379,7 +380,7 @@ print(*sorted({"vllm", "httpx", "prometheus_client", "torchrl"} & set(sys.module
 
 @pytest.mark.parametrize(
     "modules",
-    [["", ".options", ".plugin"], [".engines", ".follower"]],
+    [["", ".config", ".plugin"], [".engines", ".follower"]],
     ids=["in-every-process", "in-a-followers"],
 )
 def test_importing_needs_no_vllm(modules: list[str], tmp_path: Path) -> None:
@@ -462,10 +463,10 @@ def test_register_lets_every_worker_answer_to_our_methods(monkeypatch: pytest.Mo
     plugin.register()
     assert plugin.serves_every_worker()
     plain = config_of(weight_transfer_config=None)
-    assert EngineFacts.of(as_object(plain)).has_extension
+    assert facts_of(as_object(plain))
     # What plugins a server has cannot be seen from here.
     with pytest.raises(EngineUnsupportedError):
-        EngineFacts.of(plain)
+        facts_of(plain)
 
 
 @pytest.mark.parametrize("place", ["vllm", FACTORY, WORKERS])

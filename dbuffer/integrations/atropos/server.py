@@ -22,7 +22,8 @@ from dbuffer.errors import (
     EngineUpdateError,
     VersionTimeoutError,
 )
-from dbuffer.integrations.vllm.follower import BackgroundFollower, follow
+from dbuffer.integrations.engine.follower import BackgroundFollower
+from dbuffer.integrations.vllm.follower import follow
 
 logger = logging.getLogger(__name__)
 

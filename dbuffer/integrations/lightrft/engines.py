@@ -48,9 +48,9 @@ def _without_wrapper(engine: Any) -> Any:
 
 
 def _follow_vllm(engine: Any, store: Path, api_key: str | None, timeout_s: float) -> Follower:
+    from dbuffer.integrations.engine.follower import Follower as PlainFollower
+    from dbuffer.integrations.engine.options import EngineOptions
     from dbuffer.integrations.vllm.engines import engine_of, is_one_of_several
-    from dbuffer.integrations.vllm.follower import Follower as PlainFollower
-    from dbuffer.integrations.vllm.options import EngineOptions
 
     options = EngineOptions(store=str(store), timeout_s=timeout_s)
     if is_one_of_several(engine):
@@ -65,9 +65,9 @@ def _follow_vllm(engine: Any, store: Path, api_key: str | None, timeout_s: float
 
 
 def _follow_sglang(engine: Any, store: Path, api_key: str | None, timeout_s: float) -> Follower:
+    from dbuffer.integrations.engine.follower import Follower as PlainFollower
+    from dbuffer.integrations.engine.options import EngineOptions
     from dbuffer.integrations.sglang.engines import engine_of
-    from dbuffer.integrations.vllm.follower import Follower as PlainFollower
-    from dbuffer.integrations.vllm.options import EngineOptions
 
     options = EngineOptions(store=str(store), timeout_s=timeout_s)
     follower = PlainFollower(engine_of(engine, api_key=api_key), options)

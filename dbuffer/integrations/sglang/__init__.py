@@ -13,17 +13,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dbuffer.integrations.engine.follower import BackgroundFollower, Follower
+    from dbuffer.integrations.engine.options import EngineOptions
     from dbuffer.integrations.sglang.engines import LOADER, OfflineEngine, ServerEngine
     from dbuffer.integrations.sglang.follower import follow
     from dbuffer.integrations.sglang.loader import load_from_store
-    from dbuffer.integrations.vllm.follower import BackgroundFollower, Follower
-    from dbuffer.integrations.vllm.options import EngineOptions
 
 _HERE = "dbuffer.integrations.sglang"
 _MODULES = {
-    "BackgroundFollower": "dbuffer.integrations.vllm.follower",
-    "EngineOptions": "dbuffer.integrations.vllm.options",
-    "Follower": "dbuffer.integrations.vllm.follower",
+    "BackgroundFollower": "dbuffer.integrations.engine.follower",
+    "EngineOptions": "dbuffer.integrations.engine.options",
+    "Follower": "dbuffer.integrations.engine.follower",
     "LOADER": f"{_HERE}.engines",
     "OfflineEngine": f"{_HERE}.engines",
     "ServerEngine": f"{_HERE}.engines",

@@ -9,22 +9,16 @@ from __future__ import annotations
 
 import json
 import pickle
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
 
 from dbuffer.errors import OptionError
-from dbuffer.names import Exact, NameMap, Pattern, Prefix, Rule
+from dbuffer.names import NameMap
 
 NOTHING = "dbuffer_nothing"
 """The method that does nothing."""
-
-_KINDS: dict[str, type[Exact] | type[Prefix] | type[Pattern]] = {
-    "exact": Exact,
-    "prefix": Prefix,
-    "pattern": Pattern,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +29,13 @@ class Command:
     engine_id: str
     """Under which the engine acknowledges."""
     arguments: dict[str, Any]
-    rename: list[list[str]] = field(default_factory=list)
-    """Rules from the store's names to the engine's; see :func:`rules_of`."""
+    rename: dict[str, Any] | None = None
+    """From the store's names to the engine's; see :meth:`NameMap.as_json`."""
+
+    @property
+    def names(self) -> NameMap | None:
+        """The same as a map."""
+        return None if self.rename is None else NameMap.parse(self.rename, "rename")
 
     def as_tensors(self) -> list[tuple[str, torch.Tensor]]:
         """As what an engine takes."""
@@ -64,23 +63,3 @@ class Command:
                 f"{len(tensors)} tensors that are no command of dbuffer ({error}): this loader is "
                 "for dbuffer.integrations.sglang.follow"
             ) from None
-
-
-def rules_of(names: NameMap | None) -> list[list[str]]:
-    """A map's rules, for JSON: kind, and what becomes what."""
-    rules = [] if names is None else list(names.rules)
-    kinds = {kind: name for name, kind in _KINDS.items()}
-    return [[kinds[type(rule)], *_ends(rule)] for rule in rules]
-
-
-def map_of(rules: list[list[str]]) -> NameMap | None:
-    """The map that has these rules; None if there are none."""
-    if not rules:
-        return None
-    return NameMap(_KINDS[kind](before, after) for kind, before, after in rules)
-
-
-def _ends(rule: Rule) -> tuple[str, str]:
-    if isinstance(rule, Exact):
-        return rule.name, rule.to
-    return (rule.prefix if isinstance(rule, Prefix) else rule.pattern), rule.to

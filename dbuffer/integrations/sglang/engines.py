@@ -21,10 +21,10 @@ from dbuffer.errors import (
     EngineUnsupportedError,
     EngineUpdateError,
 )
-from dbuffer.integrations.server import EngineServer
-from dbuffer.integrations.sglang.commands import NOTHING, Command, rules_of
-from dbuffer.integrations.vllm.engines import EngineFacts, PauseMode
-from dbuffer.integrations.vllm.options import HALF_LOADED, EngineOptions
+from dbuffer.integrations.engine.options import HALF_LOADED, EngineOptions
+from dbuffer.integrations.engine.protocol import EngineFacts, PauseMode
+from dbuffer.integrations.engine.server import EngineServer
+from dbuffer.integrations.sglang.commands import NOTHING, Command
 from dbuffer.manifest import host_in_id
 from dbuffer.names import NameMap
 
@@ -66,9 +66,6 @@ def _facts(info: Mapping[str, Any]) -> EngineFacts:
         # Two starts never take equally long, and a seed that was not given is a random one.
         instance_id=json.dumps([info.get("random_seed"), info.get("startup_time")]),
         num_ranks=info["tp_size"],
-        has_extension=True,
-        has_backend=False,
-        additional_config={},
     )
 
 
@@ -76,7 +73,7 @@ class _Commands:
     """What both kinds of engine share: telling its ranks something, and learning how it went."""
 
     def __init__(self, names: NameMap | None) -> None:
-        self._rules = rules_of(names)
+        self._rename = None if names is None else names.as_json()
         self._store: DoubleBuffer | None = None
         self._engine_id = ""
 
@@ -88,7 +85,7 @@ class _Commands:
                 options.read_store, allow_shared_store=options.allow_shared_store
             )
         return Command(
-            method=method, engine_id=self._engine_id, arguments=arguments, rename=self._rules
+            method=method, engine_id=self._engine_id, arguments=arguments, rename=self._rename
         )
 
     def _nothing(self) -> Command:
@@ -198,7 +195,7 @@ class OfflineEngine(_Commands):
 
 
 class ServerEngine(_Commands, EngineServer):
-    """An SGLang server; see :class:`~dbuffer.integrations.server.EngineServer`."""
+    """An SGLang server; see :class:`~dbuffer.integrations.engine.server.EngineServer`."""
 
     IS_WHAT = "SGLang"
     WITHOUT_ROUTE = "it is no SGLang server, or an old one; dbuffer is tested with 0.5.23"

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dbuffer.errors import OptionError
+from dbuffer.integrations.engine.follower import BackgroundFollower, Follower
+from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.sglang.engines import (
     PAUSE_MODES,
     OfflineEngine,
     ServerEngine,
     engine_of,
 )
-from dbuffer.integrations.vllm.follower import BackgroundFollower, Follower
-from dbuffer.integrations.vllm.options import EngineOptions
 from dbuffer.names import NameMap
 
 PauseMode = Literal["keep", "abort"]

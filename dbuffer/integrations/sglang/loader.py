@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from dbuffer.errors import EngineUnsupportedError
-from dbuffer.integrations.sglang.commands import Command, map_of
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.rank_receiver import RankReceiver, start_on_all_ranks
+from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.rank import SchedulerRank
-from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.vllm.worker import RankReceiver, start_on_all_ranks
 from dbuffer.records import RecordFile
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def _begin(model: Any, command: Command) -> None:
     # One that was shut down still knows what the model has.
     before = getattr(model, _FOLLOWING, None) or getattr(model, _LAST, None)
     setattr(model, _FOLLOWING, None)
-    rank = SchedulerRank(model, command.engine_id, map_of(command.rename))
+    rank = SchedulerRank(model, command.engine_id, command.names)
     options = EngineOptions.parse(command.arguments["init_info"])
     setattr(model, _FOLLOWING, start_on_all_ranks(rank, options, before))
 

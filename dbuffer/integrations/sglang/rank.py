@@ -8,9 +8,9 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import EngineUnsupportedError
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.rank_receiver import ServingModel
 from dbuffer.integrations.sglang.model import EngineModel, ShapeCheck
-from dbuffer.integrations.vllm.options import EngineOptions
-from dbuffer.integrations.vllm.worker import ServingModel
 from dbuffer.names import NameMap
 
 AnswerT = TypeVar("AnswerT")
@@ -34,7 +34,7 @@ class Ranks:
 
 
 class SchedulerRank:
-    """One rank; see :class:`~dbuffer.integrations.vllm.worker.EngineRank`."""
+    """One rank; see :class:`~dbuffer.integrations.engine.rank_receiver.EngineRank`."""
 
     def __init__(self, model: Any, engine_id: str, names: NameMap | None) -> None:
         self._model = model

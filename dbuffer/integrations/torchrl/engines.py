@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.vllm.engines import engine_of
-from dbuffer.integrations.vllm.follower import Follower
-from dbuffer.integrations.vllm.options import EngineOptions
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
 
 _HOLDERS = ("llm_instance", "ray_actor", "model")

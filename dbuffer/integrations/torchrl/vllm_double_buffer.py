@@ -21,14 +21,14 @@ from torch import nn
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
+from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.torchrl.engines import followers_of
 from dbuffer.integrations.torchrl.extraction import Extracted, extract
 from dbuffer.integrations.torchrl.models import find_model
 from dbuffer.integrations.torchrl.older_names import OlderNames
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
-from dbuffer.integrations.vllm.follower import Follower
-from dbuffer.integrations.vllm.options import EngineOptions
 from dbuffer.integrations.vllm.ray_follower import RayFollower
 from dbuffer.receiver import WeightReceiver
 from dbuffer.sender import Publication

@@ -17,28 +17,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dbuffer.integrations.engine.follower import BackgroundFollower, Follower
+    from dbuffer.integrations.engine.options import EngineOptions
     from dbuffer.integrations.vllm.adapters import adapter_request
     from dbuffer.integrations.vllm.backend import DBufferWeightTransferEngine
     from dbuffer.integrations.vllm.extension import WorkerExtension
-    from dbuffer.integrations.vllm.follower import BackgroundFollower, Follower, follow
+    from dbuffer.integrations.vllm.follower import follow
     from dbuffer.integrations.vllm.middleware import FollowStore
-    from dbuffer.integrations.vllm.options import EngineOptions
     from dbuffer.integrations.vllm.trainer import (
         DBufferTrainerInitInfo,
         DBufferTrainerWeightTransferEngine,
     )
 
+_ENGINE = "dbuffer.integrations.engine"
+_HERE = "dbuffer.integrations.vllm"
 _MODULES = {
-    "BackgroundFollower": "follower",
-    "DBufferTrainerInitInfo": "trainer",
-    "DBufferTrainerWeightTransferEngine": "trainer",
-    "DBufferWeightTransferEngine": "backend",
-    "EngineOptions": "options",
-    "FollowStore": "middleware",
-    "Follower": "follower",
-    "WorkerExtension": "extension",
-    "adapter_request": "adapters",
-    "follow": "follower",
+    "BackgroundFollower": f"{_ENGINE}.follower",
+    "DBufferTrainerInitInfo": f"{_HERE}.trainer",
+    "DBufferTrainerWeightTransferEngine": f"{_HERE}.trainer",
+    "DBufferWeightTransferEngine": f"{_HERE}.backend",
+    "EngineOptions": f"{_ENGINE}.options",
+    "FollowStore": f"{_HERE}.middleware",
+    "Follower": f"{_ENGINE}.follower",
+    "WorkerExtension": f"{_HERE}.extension",
+    "adapter_request": f"{_HERE}.adapters",
+    "follow": f"{_HERE}.follower",
 }
 
 __all__ = [
@@ -58,4 +61,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

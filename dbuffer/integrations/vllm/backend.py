@@ -11,10 +11,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
-from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.rank_receiver import RankReceiver, start_on_all_ranks
+from dbuffer.integrations.vllm.config import options_of
 from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import Ranks
-from dbuffer.integrations.vllm.worker import RankReceiver, raising_once, start_on_all_ranks
+from dbuffer.integrations.vllm.ranks import Ranks, raising_once
 
 
 class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[misc]
@@ -42,7 +43,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(config, vllm_config, device, model)
         self._ranks = Ranks(vllm_config)
         self._receiver: RankReceiver | None = None
-        options = EngineOptions.of_engine(vllm_config)
+        options = options_of(vllm_config.additional_config)
         if options is not None:
             self._receiver = self._follow(options)
             self._receiver.catch_up()

@@ -13,8 +13,7 @@ import sys
 import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import wait
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from dbuffer.errors import (
     ClosedError,
@@ -23,20 +22,17 @@ from dbuffer.errors import (
     EngineUnsupportedError,
     EngineUpdateError,
 )
-from dbuffer.integrations.server import EngineServer
-from dbuffer.integrations.vllm.options import (
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
+from dbuffer.integrations.engine.server import EngineServer
+from dbuffer.integrations.vllm.config import (
     BACKEND,
     default_engine_id,
-    engine_settings,
     is_launched,
+    options_of,
 )
 from dbuffer.integrations.vllm.plugin import serves_every_worker
 
 ResultT = TypeVar("ResultT")
-
-PauseMode = Literal["keep", "wait", "abort"]
-"""What becomes of requests in flight: they are kept and go on with the new weights, their caches
-computed anew; or waited for; or aborted."""
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
@@ -45,51 +41,43 @@ _RESUME_TRIES = 5
 _ALIVE_CHECK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFacts:
-    """How an engine was started, as far as it matters here."""
+def facts_of(config: Any) -> EngineFacts:
+    """From a ``VllmConfig``, or from what one looks like in JSON.
 
-    instance_id: str
-    num_ranks: int
-    has_extension: bool
-    """Its workers have the methods of :class:`WorkerExtension`, by an option or by our plugin."""
-    has_backend: bool
-    """It was started with ``backend="dbuffer"``; then that is used."""
-    additional_config: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, config: Any) -> Self:
-        """From a ``VllmConfig``, or from what one looks like in JSON.
-
-        Raises:
-            EngineUnsupportedError: it cannot take weights from a store.
-        """
-        parallel = _get(config, "parallel_config")
-        transfer = _get(config, "weight_transfer_config")
-        # An engine in this process, or started from it, has loaded the plugins that this one has.
-        is_here = not isinstance(config, Mapping)
-        facts = cls(
-            instance_id=_get(config, "instance_id"),
-            num_ranks=_get(parallel, "world_size"),
-            has_extension=(is_here and serves_every_worker())
-            # What a server says must not decide what is imported here.
-            or _is_extension(_get(parallel, "worker_extension_cls"), may_import=is_here),
-            has_backend=transfer is not None and _get(transfer, "backend") == BACKEND,
-            additional_config=_get(config, "additional_config") or {},
+    Raises:
+        EngineUnsupportedError: it cannot take weights from a store.
+        OptionError: (a ``ValueError``) its ``additional_config`` says something wrong of dbuffer.
+    """
+    parallel = _get(config, "parallel_config")
+    transfer = _get(config, "weight_transfer_config")
+    has_backend = transfer is not None and _get(transfer, "backend") == BACKEND
+    if not (has_backend or has_extension(config)):
+        raise EngineUnsupportedError(
+            "this engine takes no weights from a store: start it with weight_transfer_config="
+            f"WeightTransferConfig(backend={BACKEND!r}), or with worker_extension_cls="
+            f'{EXTENSION!r}; a server: --weight-transfer-config \'{{"backend": '
+            f'"{BACKEND}"}}\', or --worker-extension-cls {EXTENSION}'
         )
-        if not (facts.has_extension or facts.has_backend):
-            raise EngineUnsupportedError(
-                "this engine takes no weights from a store: start it with weight_transfer_config="
-                f"WeightTransferConfig(backend={BACKEND!r}), or with worker_extension_cls="
-                f'{EXTENSION!r}; a server: --weight-transfer-config \'{{"backend": '
-                f'"{BACKEND}"}}\', or --worker-extension-cls {EXTENSION}'
-            )
-        if _get(parallel, "data_parallel_size") > 1:
-            raise EngineUnsupportedError(
-                "an engine with data_parallel_size above 1 cannot be followed as one: start one "
-                "engine for each replica, and let each follow the store"
-            )
-        return facts
+    if _get(parallel, "data_parallel_size") > 1:
+        raise EngineUnsupportedError(
+            "an engine with data_parallel_size above 1 cannot be followed as one: start one "
+            "engine for each replica, and let each follow the store"
+        )
+    return EngineFacts(
+        instance_id=_get(config, "instance_id"),
+        num_ranks=_get(parallel, "world_size"),
+        configured=options_of(_get(config, "additional_config")),
+        has_backend=has_backend,
+    )
+
+
+def has_extension(config: Any) -> bool:
+    """Whether its workers have the methods of `WorkerExtension`, by an option or by our plugin."""
+    # An engine in this process, or started from it, has loaded the plugins that this one has.
+    is_here = not isinstance(config, Mapping)
+    name = _get(_get(config, "parallel_config"), "worker_extension_cls")
+    # What a server says must not decide what is imported here.
+    return (is_here and serves_every_worker()) or _is_extension(name, may_import=is_here)
 
 
 def _get(config: Any, name: str) -> Any:
@@ -110,57 +98,12 @@ def _is_extension(qualified_name: str | None, *, may_import: bool) -> bool:
     )
 
 
-class Engine(Protocol):
-    """What following needs of an engine."""
-
-    @property
-    def is_server(self) -> bool:
-        """It runs apart from this process, and may be started again while it is followed."""
-        ...
-
-    def close(self) -> None:
-        """Let go of it."""
-        ...
-
-    def facts(self) -> EngineFacts:
-        """How it was started."""
-        ...
-
-    def default_id(self, facts: EngineFacts) -> str:
-        """Its name among a store's receivers, where nobody gave it one."""
-        ...
-
-    def rpc(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of all its workers; what each returned."""
-        ...
-
-    def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
-        ...
-
-    def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and forget whatever was computed with the weights it has."""
-        ...
-
-    def resume(self) -> None:
-        """Let it go on."""
-        ...
-
-    def weight_version(self) -> str:
-        """What it reports with its responses."""
-        ...
-
-    def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
-        ...
-
-
 def _facts_here(config: Any) -> EngineFacts:
     from vllm.plugins import load_general_plugins
 
     # A front end whose configuration was made in another process has loaded none; its workers have.
     load_general_plugins()
-    return EngineFacts.of(config)
+    return facts_of(config)
 
 
 class _EngineHere:
@@ -341,11 +284,11 @@ class ServerEngine(EngineServer):
 
     def facts(self) -> EngineFacts:
         """How it was started."""
-        return EngineFacts.of(self._get("/server_info", "vllm_config", config_format="json"))
+        return facts_of(self._get("/server_info", "vllm_config", config_format="json"))
 
     def default_id(self, facts: EngineFacts) -> str:
         """From its address, so that it is the same after a restart; unless it has told its own."""
-        if engine_settings(facts):
+        if facts.configured is not None:
             return default_engine_id(facts.instance_id)
         return f"vllm-{self._name()}"
 

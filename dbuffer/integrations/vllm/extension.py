@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.rank_receiver import start_on_all_ranks
 from dbuffer.integrations.vllm.model import ShapeCheck
-from dbuffer.integrations.vllm.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import Ranks
-from dbuffer.integrations.vllm.worker import raising_once, start_on_all_ranks
+from dbuffer.integrations.vllm.ranks import Ranks, raising_once
 from dbuffer.layout import TensorSpec
 
 _LAST = "_dbuffer_last_receiver"

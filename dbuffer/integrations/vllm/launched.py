@@ -15,9 +15,10 @@ from typing import Any, Self, TypeVar
 
 from dbuffer.agreement import Agreement
 from dbuffer.errors import DBufferError, EngineUpdateError
-from dbuffer.integrations.vllm.engines import OfflineEngine, PauseMode
-from dbuffer.integrations.vllm.follower import Follower, Switch
-from dbuffer.integrations.vllm.options import EngineOptions
+from dbuffer.integrations.engine.follower import Follower, Switch
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.protocol import PauseMode
+from dbuffer.integrations.vllm.engines import OfflineEngine
 from dbuffer.integrations.vllm.ranks import Ranks
 
 T = TypeVar("T")

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from dbuffer.errors import EngineUnsupportedError, OptionError
-from dbuffer.integrations.vllm.follower import BackgroundFollower, follow
-from dbuffer.integrations.vllm.options import engine_settings
+from dbuffer.integrations.engine.follower import BackgroundFollower
+from dbuffer.integrations.vllm.config import engine_settings
+from dbuffer.integrations.vllm.follower import follow
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ async def _start(state: Any) -> BackgroundFollower:
         raise EngineUnsupportedError(
             "several API servers share this engine, and each would follow: --api-server-count 1"
         )
-    settings = engine_settings(engine.vllm_config)
+    settings = engine_settings(engine.vllm_config.additional_config)
     if "store" not in settings:
         raise OptionError(
             'FollowStore needs a store: --additional-config \'{"dbuffer": {"store": directory}}\''

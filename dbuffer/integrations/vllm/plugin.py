@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from dbuffer.integrations.vllm.options import BACKEND, WORKER_METHODS
+from dbuffer.integrations.vllm.config import BACKEND, WORKER_METHODS
 
 logger = logging.getLogger(__name__)
 

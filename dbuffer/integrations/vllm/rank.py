@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.rank_receiver import ServingModel
+from dbuffer.integrations.vllm.config import default_engine_id, is_launched
 from dbuffer.integrations.vllm.model import EngineModel, ShapeCheck
-from dbuffer.integrations.vllm.options import EngineOptions, default_engine_id, is_launched
 from dbuffer.integrations.vllm.ranks import Ranks
-from dbuffer.integrations.vllm.worker import ServingModel
 
 
 class WorkerRank:
-    """One rank of a vLLM engine; see :class:`~dbuffer.integrations.vllm.worker.EngineRank`."""
+    """One rank of a vLLM engine; see `EngineRank` of :mod:`dbuffer.integrations.engine`."""
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         self._vllm_config = vllm_config

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
-from dbuffer.errors import EngineUnsupportedError
-from dbuffer.integrations.vllm.options import is_launched
+from dbuffer.errors import DBufferError, EngineUnsupportedError
+from dbuffer.integrations.vllm.config import is_launched
 
 AnswerT = TypeVar("AnswerT")
 
@@ -61,3 +63,13 @@ def _group_of(parallel: Any) -> Any:
         "which are more than those of one tensor-parallel group: use pipeline_parallel_size=1, "
         "or one engine"
     )
+
+
+@contextlib.contextmanager
+def raising_once(may_raise: bool) -> Iterator[None]:
+    """Let an error out on one rank only; vLLM reads no more. All of them have logged it."""
+    try:
+        yield
+    except DBufferError:
+        if may_raise:
+            raise

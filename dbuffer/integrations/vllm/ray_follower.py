@@ -18,9 +18,10 @@ from dbuffer.errors import (
     EngineUnsupportedError,
     VersionTimeoutError,
 )
-from dbuffer.integrations.vllm.engines import Engine, engine_of
-from dbuffer.integrations.vllm.follower import Follower, Switch
-from dbuffer.integrations.vllm.options import EngineOptions
+from dbuffer.integrations.engine.follower import Follower, Switch
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.protocol import Engine
+from dbuffer.integrations.vllm.engines import engine_of
 
 _LOOK_S = 0.02
 """How often an actor is asked whether its ranks have a version ready; it serves meanwhile."""

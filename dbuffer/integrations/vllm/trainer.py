@@ -16,7 +16,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.vllm.options import BACKEND, EngineOptions
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.integrations.vllm.plugin import register
 from dbuffer.sender import WeightSender
 

@@ -26,12 +26,7 @@ from dbuffer.errors import (
     OptionError,
     VersionError,
 )
-from dbuffer.integrations.vllm.options import (
-    HALF_LOADED,
-    SERVES_ON,
-    EngineOptions,
-    UpdateRequest,
-)
+from dbuffer.integrations.engine.options import HALF_LOADED, SERVES_ON, EngineOptions, UpdateRequest
 from dbuffer.layout import Layout, TensorSpec
 from dbuffer.mirror import Mirror
 from dbuffer.records import RecordFile
@@ -424,13 +419,3 @@ def start_on_all_ranks(
 
 def _by_rank(problems: list[str | None]) -> str:
     return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(problems) if why)
-
-
-@contextlib.contextmanager
-def raising_once(may_raise: bool) -> Iterator[None]:
-    """Let an error out on one rank only; vLLM reads no more. All of them have logged it."""
-    try:
-        yield
-    except DBufferError:
-        if may_raise:
-            raise

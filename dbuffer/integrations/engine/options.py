@@ -1,8 +1,8 @@
 """What an engine is told: where its store is, and which version to switch to.
 
-The same options reach it in three ways: as ``init_info`` of vLLM's weight transfer, through
-:func:`dbuffer.integrations.vllm.follow`, or as ``additional_config["dbuffer"]`` of the engine, from
-which its workers begin to follow, on the newest weights, before the engine is ready.
+The same options reach it through ``follow`` of the integration; and a vLLM also as ``init_info`` of
+its weight transfer, or as ``additional_config["dbuffer"]``, from which its workers begin to follow,
+on the newest weights, before the engine is ready.
 """
 
 from __future__ import annotations
@@ -13,14 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError
-from dbuffer.manifest import MAX_INTEGER, host_in_id, is_receiver_id
+from dbuffer.manifest import MAX_INTEGER, is_receiver_id
 from dbuffer.mirror import Mirror, start_mirror
-
-BACKEND = "dbuffer"
-"""The name in vLLM's registries, and the key in ``additional_config``."""
-
-WORKER_METHODS = ("dbuffer_init", "dbuffer_update", "dbuffer_check", "dbuffer_shutdown")
-"""Of :class:`WorkerExtension`, for ``collective_rpc``."""
 
 HALF_LOADED = "half-loaded weights"
 """In the message of an engine that refuses to serve, by which it is known in other processes."""
@@ -28,23 +22,7 @@ HALF_LOADED = "half-loaded weights"
 SERVES_ON = "the engine serves on with version"
 """In the message of an engine that could not switch, and has what it had."""
 
-FOLLOWER_KEYS = ("pause",)
-"""Keys of ``additional_config["dbuffer"]`` that are read by who follows, in the front end."""
-
 PAUSE_MODES = ("keep", "wait", "abort")
-
-
-def is_launched(parallel_config: Any) -> bool:
-    """Whether each rank of an engine is an ``LLM`` of its own, in a process that torchrun started.
-
-    All of them then make the same calls, and none of them can reach another's worker.
-    """
-    return bool(parallel_config.distributed_executor_backend == "external_launcher")
-
-
-def default_engine_id(instance_id: str) -> str:
-    """An engine's name among a store's receivers, from what vLLM calls the engine itself."""
-    return f"vllm-{host_in_id()}-{instance_id}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,24 +110,6 @@ class EngineOptions:
                 f"{', '.join(name for name in known if name != 'store')}"
             )
         return cls(**values)
-
-    @classmethod
-    def of_engine(cls, vllm_config: Any) -> Self | None:
-        """Those in ``additional_config["dbuffer"]`` of an engine; None if there are none."""
-        values = engine_settings(vllm_config)
-        if not values:
-            return None
-        options = {key: value for key, value in values.items() if key not in FOLLOWER_KEYS}
-        return cls.parse(options, f"additional_config[{BACKEND!r}]")
-
-
-def engine_settings(vllm_config: Any) -> dict[str, Any]:
-    """All of ``additional_config["dbuffer"]``, for workers and followers alike."""
-    additional = vllm_config.additional_config
-    settings = additional.get(BACKEND, {}) if isinstance(additional, Mapping) else {}
-    if not isinstance(settings, dict):
-        raise OptionError(f"additional_config[{BACKEND!r}] is {settings!r:.200}, and is an object")
-    return settings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Following a store with an inference engine, whichever: what all of them share."""

@@ -1,0 +1,58 @@
+"""What vLLM's configuration says of dbuffer, and what vLLM knows it by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dbuffer.errors import OptionError
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.manifest import host_in_id
+
+BACKEND = "dbuffer"
+"""The name in vLLM's registries, and the key in ``additional_config``."""
+
+WORKER_METHODS = ("dbuffer_init", "dbuffer_update", "dbuffer_check", "dbuffer_shutdown")
+"""Of :class:`WorkerExtension`, for ``collective_rpc``."""
+
+FOLLOWER_KEYS = ("pause",)
+"""Keys of ``additional_config["dbuffer"]`` that are read by who follows, in the front end."""
+
+
+def is_launched(parallel_config: Any) -> bool:
+    """Whether each rank of an engine is an ``LLM`` of its own, in a process that torchrun started.
+
+    All of them then make the same calls, and none of them can reach another's worker.
+    """
+    return bool(parallel_config.distributed_executor_backend == "external_launcher")
+
+
+def default_engine_id(instance_id: str) -> str:
+    """An engine's name among a store's receivers, from what vLLM calls the engine itself."""
+    return f"vllm-{host_in_id()}-{instance_id}"
+
+
+def options_of(additional_config: Any) -> EngineOptions | None:
+    """Those in ``additional_config["dbuffer"]`` of an engine; None if there are none.
+
+    Raises:
+        OptionError: (a ``ValueError``) they are not what they may be.
+    """
+    values = engine_settings(additional_config)
+    if not values:
+        return None
+    options = {key: value for key, value in values.items() if key not in FOLLOWER_KEYS}
+    return EngineOptions.parse(options, f"additional_config[{BACKEND!r}]")
+
+
+def engine_settings(additional_config: Any) -> dict[str, Any]:
+    """All of ``additional_config["dbuffer"]``, for workers and followers alike.
+
+    Raises:
+        OptionError: (a ``ValueError``) it is no object.
+    """
+    is_mapping = isinstance(additional_config, Mapping)
+    settings = additional_config.get(BACKEND, {}) if is_mapping else {}
+    if not isinstance(settings, dict):
+        raise OptionError(f"additional_config[{BACKEND!r}] is {settings!r:.200}, and is an object")
+    return settings
