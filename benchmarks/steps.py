@@ -95,8 +95,8 @@ def synchronize() -> None:
 def watch_steps(llm: Any) -> Stopwatch:
     """A stopwatch on all that happens while an engine switches, in vLLM's code and in ours."""
     from dbuffer.integrations.engine.rank_receiver import RankReceiver
+    from dbuffer.integrations.engine.ranks import Ranks
     from dbuffer.integrations.vllm.engines import OfflineEngine
-    from dbuffer.integrations.vllm.ranks import Ranks
 
     stopwatch = Stopwatch()
     [model] = llm.apply_model(lambda model: model)

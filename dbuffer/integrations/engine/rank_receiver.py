@@ -27,6 +27,7 @@ from dbuffer.errors import (
     VersionError,
 )
 from dbuffer.integrations.engine.options import HALF_LOADED, SERVES_ON, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.layout import Layout, TensorSpec
 from dbuffer.mirror import Mirror
 from dbuffer.records import RecordFile
@@ -40,20 +41,6 @@ T = TypeVar("T")
 
 _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
-
-
-AnswerT = TypeVar("AnswerT")
-
-
-class Ranks(Protocol):
-    """All ranks of one engine. A gather is a step that all of them take, or none can go on."""
-
-    rank: int
-    size: int
-
-    def gather(self, answer: AnswerT) -> list[AnswerT]:
-        """Everyone's answers, by rank, to everyone."""
-        ...
 
 
 class ServingModel(Protocol):

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import EngineUnsupportedError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.rank_receiver import ServingModel
+from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.sglang.model import EngineModel, ShapeCheck
 from dbuffer.names import NameMap
 
-AnswerT = TypeVar("AnswerT")
 
-
-class Ranks:
-    """All ranks of a tensor-parallel engine, each in a scheduler process of its own."""
-
-    def __init__(self) -> None:
-        self._group = get_parallel().tp_group
-        self.rank: int = self._group.rank_in_group
-        self.size: int = self._group.world_size
-
-    def gather(self, answer: AnswerT) -> list[AnswerT]:
-        """Everyone's answers, by rank, to everyone."""
-        if self.size == 1:
-            return [answer]
-        answers: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(answers, answer, group=self._group.cpu_group)
-        return answers
+def all_ranks() -> Ranks:
+    """All ranks of this tensor-parallel engine, each in a scheduler process of its own."""
+    return Ranks(get_parallel().tp_group)
 
 
 class SchedulerRank:
@@ -41,12 +27,12 @@ class SchedulerRank:
         self._engine_id = engine_id
         self._names = names
         self.on_device: bool = next(model.parameters()).device.type != "cpu"
-        self.ranks = Ranks()
+        self.ranks = all_ranks()
 
     @staticmethod
     def is_first() -> bool:
         """Whether this is the rank that speaks for the engine."""
-        return Ranks().rank == 0
+        return all_ranks().rank == 0
 
     def engine_id(self, options: EngineOptions) -> str:  # noqa: ARG002
         """The engine's name among the store's receivers: its follower has chosen it."""

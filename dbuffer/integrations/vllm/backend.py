@@ -15,7 +15,7 @@ from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, start_on_all_ranks
 from dbuffer.integrations.vllm.config import options_of
 from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import Ranks, raising_once
+from dbuffer.integrations.vllm.ranks import WorkerRanks, raising_once
 
 
 class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[misc]
@@ -41,7 +41,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._ranks = Ranks(vllm_config)
+        self._ranks = WorkerRanks(vllm_config)
         self._receiver: RankReceiver | None = None
         options = options_of(vllm_config.additional_config)
         if options is not None:

@@ -9,7 +9,7 @@ from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.rank_receiver import start_on_all_ranks
 from dbuffer.integrations.vllm.model import ShapeCheck
 from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import Ranks, raising_once
+from dbuffer.integrations.vllm.ranks import WorkerRanks, raising_once
 from dbuffer.layout import TensorSpec
 
 _LAST = "_dbuffer_last_receiver"
@@ -30,7 +30,7 @@ class WorkerExtension:
         Raises:
             OptionError: (a ``ValueError``) it is not what it may be.
         """
-        with raising_once(Ranks(self.vllm_config).may_raise):
+        with raising_once(WorkerRanks(self.vllm_config).may_raise):
             options = EngineOptions.parse(init_info)
             # One that was shut down still knows what the model has.
             before = getattr(self, "_dbuffer_receiver", None) or getattr(self, _LAST, None)
@@ -47,7 +47,7 @@ class WorkerExtension:
         Raises:
             EngineUpdateError, EngineBrokenError: see :meth:`RankReceiver.update`.
         """
-        with raising_once(Ranks(self.vllm_config).may_raise):
+        with raising_once(WorkerRanks(self.vllm_config).may_raise):
             receiver = getattr(self, "_dbuffer_receiver", None)
             if receiver is None:
                 raise EngineUnsupportedError("this engine follows no store yet: call dbuffer_init")

@@ -19,7 +19,7 @@ from dbuffer.integrations.engine.follower import Follower, Switch
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.vllm.engines import OfflineEngine
-from dbuffer.integrations.vllm.ranks import Ranks
+from dbuffer.integrations.vllm.ranks import WorkerRanks
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class LaunchedFollower:
 
     def __init__(self, llm: Any, options: EngineOptions | None) -> None:
         self._mine = OfflineEngine(llm)
-        ranks = Ranks(llm.llm_engine.vllm_config)
+        ranks = WorkerRanks(llm.llm_engine.vllm_config)
         timeout_s = _RANK_TIMEOUT_S + (options.timeout_s if options is not None else 0.0)
         self._agreement = Agreement(ranks.process_group, timeout_s=timeout_s)
         self._leader: Follower | None = None

@@ -8,7 +8,7 @@ from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.rank_receiver import ServingModel
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched
 from dbuffer.integrations.vllm.model import EngineModel, ShapeCheck
-from dbuffer.integrations.vllm.ranks import Ranks
+from dbuffer.integrations.vllm.ranks import WorkerRanks
 
 
 class WorkerRank:
@@ -19,7 +19,7 @@ class WorkerRank:
         self._model = model
         self._device = device
         self.on_device: bool = device.type != "cpu"
-        self.ranks = Ranks(vllm_config)
+        self.ranks = WorkerRanks(vllm_config)
 
     def engine_id(self, options: EngineOptions) -> str:
         """The engine's name among the store's receivers; the same on all of its ranks."""

@@ -1,22 +1,20 @@
-"""The ranks of one engine: telling each other how it went, and who reports it."""
+"""`WorkerRanks`: which ranks a vLLM engine has, and which of them reports what went wrong."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError
+from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.vllm.config import is_launched
 
-AnswerT = TypeVar("AnswerT")
 
-
-class Ranks:
-    """All workers of an engine. A gather is a step that all of them take, or none can go on.
+class WorkerRanks(Ranks):
+    """All workers of a vLLM engine.
 
     Raises:
         EngineUnsupportedError: they cannot be told from those of other engines.
@@ -24,28 +22,13 @@ class Ranks:
 
     def __init__(self, vllm_config: Any) -> None:
         parallel = vllm_config.parallel_config
-        self._group = _group_of(parallel)
-        self.rank: int = self._group.rank_in_group
-        self.size: int = self._group.world_size
+        super().__init__(_group_of(parallel))
         # vLLM's executor of several processes reads replies in the order of ranks, and stops at
         # the first failed one; the rest stay in their queues, and every later call reads answers
         # that are one call old. So only the rank that is read last may raise. Where each process
         # has a front end of its own, each must hear of it.
         is_last = self.rank % parallel.world_size == parallel.world_size - 1
         self.may_raise: bool = is_last or is_launched(parallel)
-
-    @property
-    def process_group(self) -> Any:
-        """The same as a group of torch.distributed, for what lies in main memory."""
-        return self._group.cpu_group
-
-    def gather(self, answer: AnswerT) -> list[AnswerT]:
-        """Everyone's answers, by rank, to everyone."""
-        if self.size == 1:
-            return [answer]
-        answers: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(answers, answer, group=self._group.cpu_group)
-        return answers
 
 
 def _group_of(parallel: Any) -> Any:
