@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ from hypothesis import HealthCheck, Phase, settings
 # Idle threads of torch and vLLM sleep, in children too. By default they spin until the others of
 # their team are done, which on a busy machine wait for the very processor that spins.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported
+
+# What a shell runs in the background ignores Ctrl-C, and so would all children, which are to be told
+# to stop by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("damage", "support")
 

@@ -26,11 +26,14 @@ class Run(NamedTuple):
         return [float(found) for found in re.findall(pattern, self.text)]
 
 
-def run(name: str, tmp_path: Path, *options: str) -> Run:
-    """Run an example with its temporary files below ``tmp_path``; it must leave nothing there."""
+def run(name: str, shm_path: Path, *options: str) -> Run:
+    """Run an example with its temporary files below ``shm_path``; it must leave nothing there.
+
+    vLLM has a socket there, whose path must be short.
+    """
     process = subprocess.Popen(
         [sys.executable, "-m", f"dbuffer.examples.{name}", *options],
-        env=os.environ | {"TMPDIR": str(tmp_path)},
+        env=os.environ | {"TMPDIR": str(shm_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -41,13 +44,13 @@ def run(name: str, tmp_path: Path, *options: str) -> Run:
     finally:
         kill_group(process)
     print(text)
-    assert list(tmp_path.glob("dbuffer-*")) == []
+    assert list(shm_path.glob("dbuffer-*")) == []
     return Run(process.returncode, text)
 
 
 @pytest.mark.slow
-def test_cartpole_is_solved_over_the_scheme(tmp_path: Path) -> None:
-    done = run("cartpole", tmp_path)
+def test_cartpole_is_solved_over_the_scheme(shm_path: Path) -> None:
+    done = run("cartpole", shm_path)
     assert done.code == 0, done.text
     assert done.numbers(r"return +([\d.]+)")[-1] >= 150
     # A synchronous collector never acts by any policy but the newest.
@@ -56,8 +59,8 @@ def test_cartpole_is_solved_over_the_scheme(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_cartpole_is_not_solved_by_workers_without_new_weights(tmp_path: Path) -> None:
-    done = run("cartpole", tmp_path, "--broken-sync")
+def test_cartpole_is_not_solved_by_workers_without_new_weights(shm_path: Path) -> None:
+    done = run("cartpole", shm_path, "--broken-sync")
     assert done.code == 1, done.text
     # In the same number of batches, and not by a hair.
     assert max(done.numbers(r"return +([\d.]+)")) < 75
@@ -66,8 +69,8 @@ def test_cartpole_is_not_solved_by_workers_without_new_weights(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_an_adapter_learns_with_its_sampler(tmp_path: Path) -> None:
-    done = run("lora", tmp_path)
+def test_an_adapter_learns_with_its_sampler(shm_path: Path) -> None:
+    done = run("lora", shm_path)
     assert done.code == 0, done.text
     assert "climbed; greedy answers of sampler and adapter are equal" in done.text
 
@@ -75,8 +78,8 @@ def test_an_adapter_learns_with_its_sampler(tmp_path: Path) -> None:
 class TestGRPO:
     pytestmark = NEEDS_VLLM
 
-    def test_engine_learns_with_its_trainer(self, tmp_path: Path) -> None:
-        done = run("grpo", tmp_path)
+    def test_engine_learns_with_its_trainer(self, shm_path: Path) -> None:
+        done = run("grpo", shm_path)
         assert done.code == 0, done.text
         assert "climbed; the engine's greedy answers and the fresh one's are equal" in done.text
         # The engine's own log-probabilities say that it sampled with the trainer's weights.
@@ -86,14 +89,14 @@ class TestGRPO:
 class TestLightRFT:
     pytestmark = NEEDS_VLLM
 
-    def test_engines_of_all_ranks_follow_the_actor(self, tmp_path: Path) -> None:
-        done = run("lightrft", tmp_path)
+    def test_engines_of_all_ranks_follow_the_actor(self, shm_path: Path) -> None:
+        done = run("lightrft", shm_path)
         assert done.code == 0, done.text
         assert done.text.count("of its engine and of a fresh one are equal") == 2
         assert sorted(done.numbers(r"version (\d)")) == [2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
 
-    def test_engines_without_new_weights_are_seen(self, tmp_path: Path) -> None:
-        done = run("lightrft", tmp_path, "--zero3", "--broken-sync")
+    def test_engines_without_new_weights_are_seen(self, shm_path: Path) -> None:
+        done = run("lightrft", shm_path, "--zero3", "--broken-sync")
         assert done.code == 1, done.text
         assert done.text.count("of its engine and of a fresh one differ") == 2
         assert done.numbers(r"version (\d)") == [1] * 12
@@ -102,8 +105,8 @@ class TestLightRFT:
 class TestAtropos:
     pytestmark = NEEDS_VLLM
 
-    def test_server_answers_with_what_was_trained(self, tmp_path: Path) -> None:
-        done = run("atropos", tmp_path)
+    def test_server_answers_with_what_was_trained(self, shm_path: Path) -> None:
+        done = run("atropos", shm_path)
         assert done.code == 0, done.text
         assert "the server's greedy answers and the fresh engine's are equal" in done.text
         assert len(done.numbers(r"update (\d+) ms")) == 4
