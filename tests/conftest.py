@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, Phase, settings
 # their team are done, which on a busy machine wait for the very processor that spins.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported
 
-# What a shell runs in the background ignores Ctrl-C, and so would all children, which are to be told
-# to stop by it.
+# What a shell runs in the background ignores SIGINT, and so would all of its children; some are to
+# be stopped by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("damage", "support")
