@@ -6,7 +6,7 @@ samples answers with it, and trains; then all call ``broadcast_to_engine()``. Wh
 LightRFT here is its strategy, of which dbuffer reads four values. With ``--broken-sync`` nothing
 is brought to the engines but the first weights.
 """
-# ruff: noqa: E402, T201 - what is imported reads the environment; a program prints
+# ruff: noqa: E402 - what is imported reads the environment
 
 from __future__ import annotations
 
@@ -171,6 +171,12 @@ def shared_checkpoint(model: nn.Module, directory: Path) -> Path:
     return paths[0]
 
 
+def say(text: str) -> None:
+    """Print a line in one piece: ranks share the terminal."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def run(directory: Path, *, zero3: bool, broken_sync: bool) -> bool:
     """Train, print how it goes, and return whether all engines came along."""
     rank, task, model = distributed.get_rank(), Task(0), make_model(0)
@@ -188,13 +194,13 @@ def run(directory: Path, *, zero3: bool, broken_sync: bool) -> bool:
         actor.learn(rows, (rewards - rewards.mean()) / (rewards.std() + 1e-6))
         if not broken_sync:
             manager.broadcast_to_engine()
-        print(f"rank {rank}, step {step}: reward {rewards.mean():.3f}, version {manager.version}")
+        say(f"rank {rank}, step {step}: reward {rewards.mean():.3f}, version {manager.version}")
     tokens = answers(engine, task, 1, temperature=0.0)
     manager.close()
     fresh = make_engine(shared_checkpoint(actor.whole_model(), directory / "final"))
     is_equal = tokens == answers(fresh, task, 1, temperature=0.0)
     outcome = "are equal" if is_equal else "differ"
-    print(f"rank {rank}: the answers of its engine and of a fresh one {outcome}")
+    say(f"rank {rank}: the answers of its engine and of a fresh one {outcome}")
     everywhere = [False] * NUM_RANKS
     distributed.all_gather_object(everywhere, is_equal)
     return all(everywhere)
@@ -214,9 +220,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="dbuffer-lightrft-") as directory:
         is_equal = run(Path(directory), zero3=arguments.zero3, broken_sync=arguments.broken_sync)
     # torchrun ends all ranks when the first fails: by then, all have said what they saw.
-    print(
-        f"{'success' if is_equal else 'failed'} in {time.monotonic() - started:.0f} s", flush=True
-    )
+    outcome = "success" if is_equal else "failed"
+    say(f"rank {distributed.get_rank()}: {outcome} in {time.monotonic() - started:.0f} s")
     return 0 if is_equal else 1
 
 
