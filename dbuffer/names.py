@@ -92,14 +92,7 @@ class NameMap:
         Raises:
             OptionError: (a ``ValueError``) there is no such file, or it is something else.
         """
-        file = Path(path)
-        try:
-            if file.stat().st_size > MAX_FILE_BYTES:
-                raise OptionError(f"{file} has more than {MAX_FILE_BYTES} bytes: no mapping file")
-            content = json.loads(file.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise OptionError(f"cannot read names from {file}: {error}") from None
-        return cls.parse(content, str(file))
+        return cls.parse(read_mapping_file(path), os.fspath(path))
 
     @classmethod
     def parse(cls, content: Any, source: str) -> Self:
@@ -139,6 +132,21 @@ class NameMap:
 
     def __repr__(self) -> str:
         return f"NameMap({list(self.rules)!r:.200})"
+
+
+def read_mapping_file(path: str | os.PathLike[str]) -> Any:
+    """What is in a mapping file; :meth:`NameMap.parse` makes a map of it.
+
+    Raises:
+        OptionError: (a ``ValueError``) there is no such file, or it is not JSON.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise OptionError(f"{file} has more than {MAX_FILE_BYTES} bytes: no mapping file")
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise OptionError(f"cannot read names from {file}: {error}") from None
 
 
 def renamed(name: str, rename: Rename | None) -> str:

@@ -7,7 +7,6 @@ names, because the model's own loader fuses them.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -21,7 +20,7 @@ import torch
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.atropos.rotary import permute_for_rotary
-from dbuffer.names import Exact, NameMap
+from dbuffer.names import Exact, NameMap, read_mapping_file
 
 MAPPING_FILE = "vllm_bridge_config.json"
 PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
@@ -63,14 +62,15 @@ class ParameterMapping:
         Raises:
             OptionError: (a ``ValueError``) it is no mapping.
         """
-        rules = _read_names(path).rules
+        content, names = _read(path)
+        rules = names.rules
         targets = Counter(rule.to for rule in rules if isinstance(rule, Exact))
         kept = [
             rule
             for rule in rules
             if not isinstance(rule, Exact) or (rule.name != rule.to and targets[rule.to] == 1)
         ]
-        return cls(path, NameMap(kept), _names_to_permute(path))
+        return cls(path, NameMap(kept), _names_to_permute(content))
 
     def check(self, names: Iterable[str]) -> None:
         """Refuse a mapping that is not for these tensors of the trainer's.
@@ -102,19 +102,21 @@ class ParameterMapping:
         }
 
 
-def _read_names(path: Path) -> NameMap:
+def _read(path: Path) -> tuple[dict[str, Any], NameMap]:
+    """What is in the file, and its names; read once, so that both are of one writing."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         try:
-            return NameMap.read(path)
+            content = read_mapping_file(path)
+            return content, NameMap.parse(content, str(path))
         except OptionError:
             if time.monotonic() > deadline:
                 raise
         time.sleep(_RETRY_S)
 
 
-def _names_to_permute(path: Path) -> frozenset[str]:
-    entries: dict[str, Any] = json.loads(path.read_bytes()).get("param_mappings", {})
+def _names_to_permute(content: dict[str, Any]) -> frozenset[str]:
+    entries: dict[str, Any] = content.get("param_mappings", {})
     return frozenset(name for name, entry in entries.items() if entry.get("needs_permute"))
 
 

@@ -21,10 +21,11 @@ from sglang.srt.runtime_context import get_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dbuffer.checkpoint import LazyTensor, read_checkpoint
+from dbuffer.checkpoint import read_checkpoint
 from dbuffer.errors import EngineBrokenError, EngineUnsupportedError, WeightsMismatchError
 from dbuffer.layout import TensorSpec
 from dbuffer.names import NameMap, renamed
+from dbuffer.sources import fetch
 from dbuffer.tensors import DTYPES
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
@@ -59,8 +60,7 @@ class EngineModel:
         if not path.is_dir():
             raise EngineUnsupportedError(f"the weights of {path} cannot be read again from here")
         self._load(
-            (name, tensor.fetch() if isinstance(tensor, LazyTensor) else tensor)
-            for name, tensor in zip(*read_checkpoint(path), strict=True)
+            (name, fetch(tensor)) for name, tensor in zip(*read_checkpoint(path), strict=True)
         )
 
     def refuse_to_serve(self, reason: str) -> None:
