@@ -1,19 +1,31 @@
-"""Double-buffered weight transport over a filesystem, for reinforcement-learning post-training."""
+"""Double-buffered weight transport over a filesystem, for reinforcement-learning post-training.
 
-from dbuffer.checkpoint import LazyTensor
+What needs torch is imported when it is first asked for: importing torch takes seconds, and looking
+at a store needs none of it.
+"""
+
+import importlib
+import typing
+
 from dbuffer.errors import (
     AcknowledgementTimeoutError,
+    BridgeSetupError,
+    BridgeStateError,
     ChecksumError,
     ClosedError,
     DBufferError,
     EngineBrokenError,
     EngineBusyError,
+    EngineEndedError,
     EngineUnreachableError,
     EngineUnsupportedError,
     EngineUpdateError,
     InvalidWeightsError,
+    NotReadyError,
     OptionError,
     RankFailedError,
+    RankTimeoutError,
+    ReceiverActiveError,
     ReceiverFailedError,
     ResidencyError,
     SnapshotEvictedError,
@@ -24,6 +36,7 @@ from dbuffer.errors import (
     StoreInsecureError,
     StoreMismatchError,
     StoreNotFoundError,
+    StoreReplacedError,
     TargetTypeError,
     TrainerUnsupportedError,
     VersionError,
@@ -33,23 +46,51 @@ from dbuffer.errors import (
     WriterActiveError,
     WriterSupersededError,
 )
-from dbuffer.mirror import Mirror
-from dbuffer.names import Exact, NameMap, Pattern, Prefix
-from dbuffer.receiver import WeightReceiver
-from dbuffer.resident import ResidentModel
-from dbuffer.sender import Publication, WeightSender
-from dbuffer.sharded import ShardedWeightSender
-from dbuffer.snapshot import Snapshot
+from dbuffer.weights.names import Exact, NameMap, Pattern, Prefix
+
+if typing.TYPE_CHECKING:
+    from dbuffer.mirror.mirror import Mirror
+    from dbuffer.publish.resident import ResidentModel
+    from dbuffer.publish.sender import Publication, WeightSender
+    from dbuffer.publish.sharded import ShardedWeightSender
+    from dbuffer.receive.receiver import WeightReceiver
+    from dbuffer.receive.snapshot import Snapshot
+    from dbuffer.weights.checkpoint import LazyTensor
+else:
+    _MODULE_OF = {
+        "LazyTensor": "weights.checkpoint",
+        "Mirror": "mirror.mirror",
+        "Publication": "publish.sender",
+        "ResidentModel": "publish.resident",
+        "ShardedWeightSender": "publish.sharded",
+        "Snapshot": "receive.snapshot",
+        "WeightReceiver": "receive.receiver",
+        "WeightSender": "publish.sender",
+    }
+
+    def __getattr__(name):
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value  # and is not asked for here again
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AcknowledgementTimeoutError",
+    "BridgeSetupError",
+    "BridgeStateError",
     "ChecksumError",
     "ClosedError",
     "DBufferError",
     "EngineBrokenError",
     "EngineBusyError",
+    "EngineEndedError",
     "EngineUnreachableError",
     "EngineUnsupportedError",
     "EngineUpdateError",
@@ -58,11 +99,14 @@ __all__ = [
     "LazyTensor",
     "Mirror",
     "NameMap",
+    "NotReadyError",
     "OptionError",
     "Pattern",
     "Prefix",
     "Publication",
     "RankFailedError",
+    "RankTimeoutError",
+    "ReceiverActiveError",
     "ReceiverFailedError",
     "ResidencyError",
     "ResidentModel",
@@ -76,6 +120,7 @@ __all__ = [
     "StoreInsecureError",
     "StoreMismatchError",
     "StoreNotFoundError",
+    "StoreReplacedError",
     "TargetTypeError",
     "TrainerUnsupportedError",
     "VersionError",

@@ -4,13 +4,16 @@ import sys
 
 
 def main() -> None:
-    """Run the command line, or say what it needs."""
+    """Run the command line."""
     try:
-        from dbuffer import cli
+        from dbuffer.tools import cli
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"dbuffer: the command line needs {error.name}: pip install 'dbuffer[cli]'")
+        sys.exit(
+            f"dbuffer: the command line needs {error.name}: "
+            "pip install '.[cli]' in a clone of dbuffer"
+        )
     sys.exit(cli.run(sys.argv[1:]))
 
 

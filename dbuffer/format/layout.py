@@ -1,0 +1,417 @@
+"""Where each tensor lies in a weights file, and how the file describes itself.
+
+A weights file is, in this order::
+
+    data         the tensors' bytes, each at a multiple of 64
+    checksums    one little-endian 64-bit number a tensor
+    layout       this module's JSON: name, dtype, shape, offset of every tensor
+    tensordict   tensordict's own JSON, and its length in the last 8 bytes
+
+so that ``TensorDict.from_consolidated(file)`` opens it with no help from dbuffer. tensordict
+knows no float8 and keeps some names for itself; our layout holds those as well.
+
+The ranks of a trainer that share no memory write a file each. Then the weights file has a hole
+for data and no end for tensordict, its layout says which bytes of which tensor lie where in which
+part, and a reader puts them together, in memory, as the weights file would have had them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import xxhash
+
+from dbuffer.errors import StoreCorruptError
+from dbuffer.format.manifest import FORMAT, MAX_INTEGER, parse_object
+
+ALIGNMENT_BYTES = 64
+"""A cache line, the widest vector register, and a multiple of every dtype's size."""
+
+BLOCK_BYTES = 1 << 20
+"""What is hashed in one go: copied, then hashed while it is still in a core's cache. Part of the
+format: a longer tensor's checksum is that of its blocks' digests."""
+
+SPAN_BYTES = 4 << 20
+"""Read or written in one call where a file is not mapped: long enough for a network."""
+
+ITEM_BYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "uint64": 8,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+"""Bytes an element, by the dtype's name in torch."""
+
+_MAX_DIMENSIONS = 64  # torch's own limit
+
+_MAX_TENSOR_BYTES = 1 << 60
+"""Above any memory, and below what torch and offsets in 64 bits can count."""
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor is: name, dtype (torch's name, as ``"bfloat16"``) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor when contiguous."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+class Block(NamedTuple):
+    """What is hashed by itself of one tensor, at most :data:`BLOCK_BYTES` long."""
+
+    tensor: int
+    offset: int
+    """Bytes from the beginning of the tensor."""
+    num_bytes: int
+
+
+class Piece(NamedTuple):
+    """Bytes of one tensor, written by one rank into its part."""
+
+    tensor: int
+    offset: int
+    """Bytes from the beginning of the tensor."""
+    num_bytes: int
+    part: int
+    place: int
+    """Bytes from the beginning of the part."""
+
+
+class Span(NamedTuple):
+    """Whole blocks that are moved in one call, with the gaps behind them; about SPAN_BYTES."""
+
+    first_block: int
+    end_block: int
+    start: int
+    """In a file that holds all data."""
+    end: int
+    part: int | None
+    """The part in which these bytes are; None: the weights file itself."""
+    place: int
+    """Bytes from the beginning of the part."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a file in their order, and where each begins."""
+
+    specs: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    aliases: dict[str, str]
+    """Other names of tied tensors: alias to the name under which the tensor is stored."""
+    part_bytes: tuple[int, ...] = ()
+    """Size of each part; empty where all data is in the weights file itself."""
+    pieces: tuple[Piece, ...] = ()
+    """What is where in the parts, in the order of the tensors, and in each of its bytes. In a file
+    into which parts were put together, it still says what was hashed by itself."""
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
+        """Place tensors one behind the other."""
+        specs = tuple(specs)
+        offsets, end = [], 0
+        for spec in specs:
+            offsets.append(end)
+            end = align(end + spec.num_bytes)
+        return cls(specs, tuple(offsets), dict(aliases or {}))
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Of all tensors that are stored."""
+        return frozenset(spec.name for spec in self.specs)
+
+    @functools.cached_property
+    def all_names(self) -> frozenset[str]:
+        """The same with the other names of tied tensors."""
+        return self.names | self.aliases.keys()
+
+    @functools.cached_property
+    def indices(self) -> dict[str, int]:
+        """Where each name stands in :attr:`specs`."""
+        return {spec.name: index for index, spec in enumerate(self.specs)}
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [spec.num_bytes for spec in self.specs]
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, without padding."""
+        return sum(self.sizes)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether the data is in parts, and not in the weights file."""
+        return bool(self.part_bytes)
+
+    def joined(self) -> Layout:
+        """The same tensors and checksums, with the data in the weights file."""
+        if not self.is_in_parts:
+            return self
+        pieces = tuple(piece._replace(part=0, place=0) for piece in self.pieces)
+        return dataclasses.replace(self, part_bytes=(), pieces=pieces)
+
+    @functools.cached_property
+    def blocks(self) -> list[Block]:
+        """All blocks of all tensors, in the file's order; an empty tensor has one of length 0.
+
+        Those of a tensor that is in parts begin anew with each piece: whoever writes it hashes it.
+        """
+        return [
+            Block(index, offset, min(BLOCK_BYTES, end - offset))
+            for index, start, end in self._cuts()
+            for offset in range(start, max(end, start + 1), BLOCK_BYTES)
+        ]
+
+    def _cuts(self) -> list[tuple[int, int, int]]:
+        """Tensor, first byte and end of what blocks begin anew with: tensors, or their pieces."""
+        tensors = [(index, 0, size) for index, size in enumerate(self.sizes)]
+        if not self.pieces:
+            return tensors
+        pieces = [(p.tensor, p.offset, p.offset + p.num_bytes) for p in self.pieces]
+        return sorted([tensor for tensor in tensors if not tensor[2]] + pieces)
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        """All of the tensors' bytes, in the order in which files hold them."""
+        if self.is_in_parts:
+            return sorted(self._spans_of_pieces(), key=lambda span: (span.part, span.place))
+        blocks, spans = self.blocks, []
+        starts = [self.offsets[block.tensor] + block.offset for block in blocks]
+        first = 0
+        for index, block in enumerate(blocks):
+            is_last = index + 1 == len(blocks)
+            if is_last or starts[index] + block.num_bytes - starts[first] >= SPAN_BYTES:
+                end = self.checksums_offset if is_last else starts[index + 1]
+                spans.append(Span(first, index + 1, starts[first], end, None, starts[first]))
+                first = index + 1
+        return spans
+
+    def _spans_of_pieces(self) -> Iterator[Span]:
+        first_of = {(block.tensor, block.offset): i for i, block in enumerate(self.blocks)}
+        for piece in self.pieces:
+            start = self.offsets[piece.tensor] + piece.offset
+            for at in range(0, piece.num_bytes, SPAN_BYTES):
+                num_bytes = min(SPAN_BYTES, piece.num_bytes - at)
+                first = first_of[piece.tensor, piece.offset + at]
+                end = first - (-num_bytes // BLOCK_BYTES)
+                place = piece.place + at
+                yield Span(first, end, start + at, start + at + num_bytes, piece.part, place)
+
+    @property
+    def checksums_offset(self) -> int:
+        """Where the table of checksums begins: behind the last tensor."""
+        if not self.specs:
+            return 0
+        return align(self.offsets[-1] + self.specs[-1].num_bytes)
+
+    @property
+    def layout_offset(self) -> int:
+        """Where :meth:`encode`'s bytes begin: behind the table of checksums."""
+        return align(self.checksums_offset + 8 * len(self.specs))
+
+    def encode(self) -> bytes:
+        """This layout as JSON, ASCII only."""
+        tensors = [
+            [spec.name, spec.dtype, spec.shape, offset]
+            for spec, offset in zip(self.specs, self.offsets, strict=True)
+        ]
+        data = {"format": FORMAT, "tensors": tensors, "aliases": self.aliases}
+        if self.pieces or self.is_in_parts:
+            data |= {"parts": self.part_bytes, "pieces": self.pieces}
+        return json.dumps(data, separators=(",", ":")).encode("ascii")
+
+    @classmethod
+    def decode(cls, data: bytes, end: int) -> Layout:
+        """Read :meth:`encode`'s bytes; every tensor must lie below ``end``, none on another.
+
+        Raises:
+            StoreFormatError: the format is not known.
+            StoreCorruptError: it is no such layout.
+        """
+        values, _ = parse_object(data, "layout")
+        parts, pieces = values.pop("parts", []), values.pop("pieces", [])
+        tensors, aliases = values.pop("tensors", None), values.pop("aliases", None)
+        if values or not isinstance(tensors, list) or not _is_text_map(aliases):
+            raise StoreCorruptError("layout: missing or unknown fields")
+        specs, offsets, free = [], [], 0
+        for row in tensors:
+            spec, offset = _decode_row(row)
+            if offset % ALIGNMENT_BYTES or offset < free or offset + spec.num_bytes > end:
+                raise StoreCorruptError(f"layout: tensor {spec.name!r:.80} lies out of place")
+            specs.append(spec)
+            offsets.append(offset)
+            free = offset + spec.num_bytes
+        names = {spec.name for spec in specs}
+        if len(names) != len(specs):
+            raise StoreCorruptError("layout: a name stands twice")
+        if not names.issuperset(aliases.values()) or not names.isdisjoint(aliases):
+            raise StoreCorruptError("layout: an alias is not another name of a tensor")
+        part_bytes, placed = _decode_parts(parts, pieces, specs)
+        return cls(tuple(specs), tuple(offsets), aliases, part_bytes, placed)
+
+    def encode_for_tensordict(self) -> bytes:
+        """The end of the file as ``TensorDict.from_consolidated`` wants it.
+
+        The form was read off tensordict 0.14 and 0.15: nested metadata, then its length.
+        """
+        leaves = {
+            spec.name: [
+                f"torch.{spec.dtype}",
+                spec.shape,
+                offset,
+                offset + spec.num_bytes,
+                0,  # padding
+            ]
+            for spec, offset in zip(self.specs, self.offsets, strict=True)
+            if tensordict_can_hold(spec)
+        }
+        td_attributes = {"device": "cpu", "names": [], "batch_size": [], "is_locked": True}
+        data = {
+            "cls": "TensorDict",
+            "non_tensors": {},
+            "leaves": leaves,
+            "cls_metadata": td_attributes,
+        }
+        text = json.dumps(data, separators=(",", ":")).encode("ascii")
+        return text + len(text).to_bytes(8, "little")
+
+
+class KeptLayouts:
+    """The last layouts that were decoded, by the digest of their bytes.
+
+    Of 100,000 tensors, bytes are read and hashed in milliseconds, and decoded in a second; and they
+    are the same for every version until the weights' names, dtypes or shapes change.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], Layout] = {}
+
+    def decode(self, data: bytes, data_xxh3: str, end: int) -> Layout:
+        """As :meth:`Layout.decode`; ``data_xxh3`` is the digest that ``data`` has.
+
+        Raises:
+            StoreFormatError, StoreCorruptError: see there.
+        """
+        layout = self._kept.get((data_xxh3, end))
+        if layout is None:
+            layout = Layout.decode(data, end=end)
+            # One for each buffer: a new one comes into one of them, while the other is still read.
+            newest = dict(list(self._kept.items())[-1:])
+            self._kept = {**newest, (data_xxh3, end): layout}
+        return layout
+
+
+def tensordict_can_hold(spec: TensorSpec) -> bool:
+    """Whether stock tensordict can read this tensor from the file."""
+    return not spec.dtype.startswith(("float8", "float4")) and not spec.name.startswith("<NJT")
+
+
+def align(offset: int) -> int:
+    """The next multiple of :data:`ALIGNMENT_BYTES`."""
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def digest(data: bytes | memoryview) -> str:
+    """xxh3 of 64 bits, as 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def _decode_row(row: Any) -> tuple[TensorSpec, int]:
+    match row:
+        case [str(name), str(dtype), list(shape), int(offset)] if (
+            dtype in ITEM_BYTES
+            and len(shape) <= _MAX_DIMENSIONS
+            and all(type(size) is int and 0 <= size <= MAX_INTEGER for size in shape)
+            and type(offset) is int
+            and 0 <= offset <= MAX_INTEGER
+            # Of no bytes, if one size is 0; but torch counts elements without regard to that.
+            and math.prod(size or 1 for size in shape) * ITEM_BYTES[dtype] <= _MAX_TENSOR_BYTES
+        ):
+            return TensorSpec(name, dtype, tuple(shape)), offset
+    raise StoreCorruptError(f"layout: {row!r:.120} describes no tensor")
+
+
+def _decode_parts(
+    parts: Any, pieces: Any, specs: list[TensorSpec]
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """Check that pieces make up each tensor, and lie in the parts, none on another."""
+    if not isinstance(parts, list) or not all(map(_is_size, parts)) or not isinstance(pieces, list):
+        raise StoreCorruptError("layout: its parts are no list of sizes and pieces")
+    if not parts and not pieces:
+        return (), ()
+    placed = tuple(_decode_piece(row, parts, specs) for row in pieces)
+    covered = [0] * len(specs)
+    for before, piece in itertools.pairwise((Piece(0, 0, 0, 0, 0), *placed)):
+        if piece.tensor < before.tensor or piece.offset != covered[piece.tensor]:
+            raise StoreCorruptError(f"layout: a piece is missing, or out of place: {piece}")
+        covered[piece.tensor] += piece.num_bytes
+    if covered != [spec.num_bytes for spec in specs]:
+        raise StoreCorruptError("layout: its pieces do not make up its tensors")
+    if not parts:
+        return (), placed
+    in_place = sorted(placed, key=lambda piece: (piece.part, piece.place))
+    for before, piece in itertools.pairwise(in_place):
+        if piece.part == before.part and piece.place < before.place + before.num_bytes:
+            raise StoreCorruptError(f"layout: a piece lies on another: {piece}")
+    return tuple(parts), placed
+
+
+def _decode_piece(row: Any, parts: list[int], specs: list[TensorSpec]) -> Piece:
+    if isinstance(row, list) and len(row) == len(Piece._fields) and all(map(_is_size, row)):
+        piece = Piece(*row)
+        if piece.tensor < len(specs) and piece.num_bytes and _is_inside(piece, parts):
+            return piece
+    raise StoreCorruptError(f"layout: {row!r:.120} is no piece of a tensor")
+
+
+def _is_inside(piece: Piece, parts: list[int]) -> bool:
+    if not parts:
+        return piece.part == piece.place == 0
+    return (
+        piece.part < len(parts)
+        and piece.place % ALIGNMENT_BYTES == 0
+        and piece.place + piece.num_bytes <= parts[piece.part]
+    )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INTEGER
+
+
+def _is_text_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())

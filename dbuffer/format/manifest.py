@@ -1,0 +1,366 @@
+"""The small records of a store, and the strict codec that reads them.
+
+A record is one JSON object with exactly the fields of its class. What is missing, left over,
+of another type or out of range is refused with the record's name: these files come from a
+shared disk, and decide which bytes a model is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dbuffer.errors import StoreCorruptError, StoreFormatError
+
+FORMAT = 2
+"""Version of the on-disk format. Raised when an older reader would misread a newer store.
+
+2: pointer and manifests name the store's history, records their owner's boot and PID namespace.
+"""
+
+READABLE_FORMATS = (1, FORMAT)
+
+MAX_RECORD_BYTES = 1 << 20
+"""No record is larger. Bounds what a damaged or hostile store can make a reader load."""
+
+MAX_INTEGER = 2**63 - 1
+
+BUFFERS = ("A", "B")
+
+POINTER_FILE = "CURRENT"
+MANIFEST_FILE = "manifest.json"
+WRITER_FILE = "writer.json"
+WRITER_LOCK_FILE = "writer.lock"
+RECEIVERS_DIRECTORY = "receivers"
+SCRATCH_DIRECTORY = "tmp"
+"""Where files are written before they are renamed to their places. A directory of its own: over
+NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
+hosts for a minute, and watchdog holds back the first of two events in one directory."""
+
+_RUN = re.compile(r"[0-9a-f]{16}")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+_WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
+_PART_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.r[0-9]+\.td")
+_IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
+ATTEMPT = re.compile(r"[0-9a-f]{16}")
+"""What an attempt to switch an engine is known by."""
+_BOOT = re.compile(r"[0-9a-f-]{0,36}")
+_RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+RecordT = TypeVar("RecordT", bound="Record")
+
+
+def _types_in(hint: Any) -> tuple[type, ...]:
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(found for choice in get_args(hint) for found in _types_in(choice))
+    if get_origin(hint) is Literal:
+        return tuple({type(choice) for choice in get_args(hint)})
+    return (get_origin(hint) or hint,)
+
+
+class Record:
+    """What all records share: a field ``format`` and a check of every field's type."""
+
+    NAME: ClassVar[str]
+    SINCE_2: ClassVar[frozenset[str]] = frozenset()
+    """Fields that format 1 did not have: there they have their defaults."""
+    TYPES: ClassVar[dict[str, tuple[type, ...]]]
+    """What the value of each field may be an instance of, as its annotation says."""
+
+    def __init_subclass__(cls) -> None:
+        """Read the annotations."""
+        hints = get_type_hints(cls).items()
+        of_class = [name for name, hint in hints if ClassVar in (hint, get_origin(hint))]
+        cls.TYPES = {name: _types_in(hint) for name, hint in hints if name not in of_class}
+
+    def __post_init__(self) -> None:
+        """Check types and ranges, for records that are read and for those that are made."""
+        for name, types in self.TYPES.items():
+            value = getattr(self, name)
+            # bool is an int to isinstance, and no count of anything.
+            if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+                raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
+            if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
+                raise StoreCorruptError(f"{self.NAME}: field {name!r} is out of range")
+
+    def _matches(self, name: str, pattern: re.Pattern[str]) -> None:
+        value = getattr(self, name)
+        if value is not None and not pattern.fullmatch(value):
+            raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointer(Record):
+    """``CURRENT``: which buffer holds the newest version."""
+
+    NAME: ClassVar = "version pointer"
+    SINCE_2: ClassVar = frozenset({"history"})
+
+    version: int
+    buffer: str
+    """``"A"`` or ``"B"``."""
+    generation: int
+    """That of the buffer's manifest; a manifest with another one was rewritten since."""
+    run: str
+    """Identity of the writer's run."""
+    history: str | None = None
+    """That of :class:`WriterRecord`: versions are comparable within one history only. None: the
+    pointer was written in format 1."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        Record.__post_init__(self)
+        self._matches("run", _RUN)
+        self._matches("history", _RUN)
+        if self.buffer not in BUFFERS:
+            raise StoreCorruptError(f"{self.NAME}: there is no buffer {self.buffer!r:.80}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(Record):
+    """``A/manifest.json``: what a buffer holds, or that it is being rewritten."""
+
+    NAME: ClassVar = "manifest"
+    SINCE_2: ClassVar = frozenset({"history"})
+
+    state: Literal["writing", "complete"]
+    version: int
+    generation: int
+    """Changes before the first byte of a rewrite and after its last; never repeats."""
+    run: str
+    file: str
+    """Name of the weights file, in the same directory."""
+    history: str | None = None
+    """As the pointer's: a reader that finds no pointer goes by the manifests."""
+    file_bytes: int = 0
+    num_tensors: int = 0
+    num_bytes: int = 0
+    """Sum of the tensors' own bytes, without padding and footer."""
+    layout_offset: int = 0
+    layout_bytes: int = 0
+    layout_xxh3: str | None = None
+    checksums_offset: int = 0
+    checksums_xxh3: str | None = None
+    """Digest of the table of checksums in the file; None if it was published without."""
+    is_final: bool = False
+    """Whether no byte of the file is ever written again. Without that, and without checksums, other
+    hosts cannot tell whether they have read it whole."""
+    origin: str | None = None
+    """For a version that was mirrored: its :attr:`identity` in the store where it was published."""
+    published_at: float = 0.0
+    """Seconds since the epoch on the writer's clock; for people, never compared."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the fields, alone and against each other."""
+        Record.__post_init__(self)
+        self._matches("run", _RUN)
+        self._matches("history", _RUN)
+        self._matches("file", _WEIGHTS_FILE)
+        self._matches("layout_xxh3", _DIGEST)
+        self._matches("checksums_xxh3", _DIGEST)
+        self._matches("origin", _IDENTITY)
+        if self.state not in ("writing", "complete"):
+            raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
+        if self.state == "complete":
+            table_end = self.checksums_offset + 8 * self.num_tensors
+            if self.layout_xxh3 is None or table_end > self.layout_offset:
+                raise StoreCorruptError(f"{self.NAME}: its checksums and its layout overlap")
+            if self.layout_offset + self.layout_bytes > self.file_bytes:
+                raise StoreCorruptError(f"{self.NAME}: its layout lies beyond the end of the file")
+
+    @property
+    def identity(self) -> str:
+        """What no other version has, of this store or of another; a mirror's has the same."""
+        return self.origin or f"{self.run}-{self.generation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterRecord(Record):
+    """``writer.json``: who has the store open for writing, or had it last."""
+
+    NAME: ClassVar = "writer record"
+    SINCE_2: ClassVar = frozenset({"boot", "pid_namespace", "started"})
+
+    epoch: int
+    """Goes up by one with each writer; a writer that reads another run than its own has lost."""
+    run: str
+    host: str
+    pid: int
+    started_at: float
+    history: str
+    """The run of the store's first writer: two stores with one history hold the same versions."""
+    boot: str = ""
+    """With the next two, which process of all hosts and containers; see `liveness`."""
+    pid_namespace: int = 0
+    started: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        Record.__post_init__(self)
+        self._matches("run", _RUN)
+        self._matches("history", _RUN)
+        self._matches("boot", _BOOT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverRecord(Record):
+    """``receivers/ID.json``: what one receiver has applied, and what it holds now."""
+
+    NAME: ClassVar = "receiver record"
+    SINCE_2: ClassVar = frozenset(
+        {"history", "state", "attempt", "boot", "pid_namespace", "started", "owner", "instance"}
+        | {"is_made_up"}
+    )
+
+    receiver: str
+    host: str
+    pid: int
+    applied_version: int | None
+    held_version: int | None
+    updated_at: float
+    part_of: str | None = None
+    """For one rank of an engine: the engine's receiver, the one that acknowledges."""
+    staged_version: int | None = None
+    """What it has ready, checked and not yet applied."""
+    problem: str | None = None
+    """Why it cannot have a version ready."""
+    problem_version: int | None = None
+    """Which one; None: the store itself is the problem."""
+    in_session: bool = False
+    """Not used any more; part of every record since format 1."""
+    stats: dict[str, float] = field(default_factory=dict)
+    """Counts and durations since it started."""
+    history: str | None = None
+    """That of the versions applied and staged: their numbers say nothing of another one's."""
+    state: Literal["serving", "broken"] | None = None
+    """For an engine: it serves ``applied_version`` on all ranks; or some are half loaded, and it
+    refuses to serve. None: nothing is said of that."""
+    attempt: str | None = None
+    """For an engine: the last attempt to switch it of which all this is the outcome."""
+    boot: str = ""
+    """With the next two, which process of all hosts and containers; see `liveness`."""
+    pid_namespace: int = 0
+    started: int = 0
+    owner: str | None = None
+    """Which of a process's receivers goes by this name; None: none does any more."""
+    instance: str | None = None
+    """For an engine and its ranks: a digest of what tells this start of it from all others."""
+    is_made_up: bool = False
+    """Nobody comes back for it: its name was made up, or it is that of one rank."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        Record.__post_init__(self)
+        self._matches("receiver", _RECEIVER_ID)
+        self._matches("part_of", _RECEIVER_ID)
+        self._matches("history", _RUN)
+        self._matches("attempt", ATTEMPT)
+        if self.state not in (None, "serving", "broken"):
+            raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
+        self._matches("boot", _BOOT)
+        self._matches("owner", _RUN)
+        self._matches("instance", _DIGEST)
+        if not all(type(value) in (int, float) for value in self.stats.values()):
+            raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
+
+    def has_applied(self, version: int, history: str | None) -> bool:
+        """Whether it has applied ``version`` of this history, or a later one; 0: it has come.
+
+        Without a history, which format 1 has not, the number decides.
+        """
+        applied = self.applied_version if history in (None, self.history) else None
+        return (applied or 0) >= version
+
+    def has_staged(self, version: int, history: str | None) -> bool:
+        """Whether it has ``version`` of this history ready, or a later one."""
+        staged = self.staged_version if history in (None, self.history) else None
+        return (staged or 0) >= version
+
+    def has_problem_with(self, version: int, history: str | None) -> bool:
+        """Whether it cannot have ``version``; what was wrong with one before says nothing of it."""
+        if self.problem is None or self.problem_version is None:
+            return self.problem is not None  # of the store itself
+        is_of_this_run = None in (history, self.history) or self.history == history
+        return is_of_this_run and self.problem_version >= version
+
+
+def part_name(file: str, part: int) -> str:
+    """Name of a part of the weights file of this name; see `layout`."""
+    return f"{file.removesuffix('.td')}.r{part}.td"
+
+
+def version_file(name: str) -> str:
+    """The weights file to which one of this name belongs: itself, if it is no part."""
+    return re.sub(r"\.r[0-9]+\.td$", ".td", name)
+
+
+def is_weights_file(name: str) -> bool:
+    """Whether a writer names its weights files, or their parts, so."""
+    return any(pattern.fullmatch(name) for pattern in (_WEIGHTS_FILE, _PART_FILE))
+
+
+def is_part_of(name: str, file: str) -> bool:
+    """Whether ``name`` is that of a part of the weights file ``file``."""
+    return name.startswith(f"{file.removesuffix('.td')}.r") and name.endswith(".td")
+
+
+def is_receiver_id(text: str) -> bool:
+    """Whether ``text`` can name a receiver, and with it a file."""
+    return _RECEIVER_ID.fullmatch(text) is not None
+
+
+def is_history(text: object) -> bool:
+    """Whether ``text`` can name a history: the run of a store's first writer."""
+    return isinstance(text, str) and _RUN.fullmatch(text) is not None
+
+
+def host_in_id() -> str:
+    """This host's name, as far as a receiver's id can hold it."""
+    host = "".join(c if c.isascii() and c.isalnum() else "-" for c in socket.gethostname())
+    return host[:64]
+
+
+def encode(record: Record) -> bytes:
+    """One line of JSON, ASCII only."""
+    values = {name: getattr(record, name) for name in record.TYPES}
+    data = {"format": FORMAT, **values}
+    return json.dumps(data, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def decode(kind: type[RecordT], data: bytes) -> RecordT:
+    """Read a record, strictly.
+
+    Raises:
+        StoreFormatError: it was written in a format that this version does not know.
+        StoreCorruptError: it is not such a record.
+    """
+    values, found = parse_object(data, kind.NAME)
+    names = set(kind.TYPES)
+    if found == 1:
+        names -= kind.SINCE_2
+    if wrong := names ^ values.keys():
+        raise StoreCorruptError(f"{kind.NAME}: missing or unknown fields {sorted(wrong)!r:.200}")
+    return kind(**values)
+
+
+def parse_object(data: bytes, name: str) -> tuple[dict[str, Any], int]:
+    """Parse a JSON object that carries our ``format``: the rest of it, and that."""
+    try:
+        values = json.loads(data)
+    # ValueError covers bad UTF-8 and huge integers too; RecursionError, a tower of brackets.
+    except (ValueError, RecursionError) as error:
+        raise StoreCorruptError(f"{name}: not JSON ({error!s:.80})") from None
+    if not isinstance(values, dict):
+        raise StoreCorruptError(f"{name}: not a JSON object")
+    found = values.pop("format", None)
+    if type(found) is not int or found not in READABLE_FORMATS:
+        raise StoreFormatError(
+            f"{name}: format {found!r:.40}, and this dbuffer reads formats {READABLE_FORMATS}; "
+            "use the same version of dbuffer at both ends"
+        )
+    return values, found

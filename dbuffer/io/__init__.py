@@ -1,0 +1,1 @@
+"""Bytes of tensors, from memory to files and back."""

@@ -1,0 +1,259 @@
+"""`Copier`: copies and hashes tensors with a fixed number of threads."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from dbuffer.errors import ClosedError
+from dbuffer.io.tensors import FileTensors, copy_one, is_plain, join_blocks
+from dbuffer.runtime import options
+
+logger = logging.getLogger(__name__)
+
+MAX_DEFAULT_THREADS = 8
+"""Copies are bound by memory bandwidth, which a handful of cores use up."""
+
+
+class _Batch:
+    """Pieces of work that several threads take one by one.
+
+    The caller works as well, and what the others do not take is done by it: a thread that cannot be
+    had costs time and nothing else. When :meth:`settle` returns nobody works any more, also after a
+    Control-C, which reaches the main thread and no other.
+    """
+
+    def __init__(self, work: Callable[[int, int], Any], pieces: Sequence[tuple[int, int]]) -> None:
+        self._work = work
+        self._left = collections.deque(pieces)
+        self._streams = _callers_streams()
+        self._errors: list[BaseException] = []
+        self._lock = threading.Lock()
+        self._num_helping = 0
+        self._has_stopped: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def help(self) -> None:
+        """Take pieces in a thread of the pool, until none is left."""
+        with self._lock:
+            self._num_helping += 1
+        try:
+            with contextlib.ExitStack() as stack:
+                for stream in self._streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                self.work_off()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the work was asked for
+            self._errors.append(error)
+            self._left.clear()
+        with self._lock:
+            self._num_helping -= 1
+        self._has_stopped.put(None)
+
+    def work_off(self) -> None:
+        """Take pieces in this thread, until none is left."""
+        # Grad mode is a thread's own; targets may be parameters or inference tensors.
+        with torch.inference_mode():
+            while True:
+                try:
+                    piece = self._left.popleft()
+                except IndexError:
+                    return
+                self._work(*piece)
+
+    def settle(self) -> None:
+        """Drop what nobody has begun, and wait for what somebody has."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                # A thread that has yet to say that it helps finds nothing to do.
+                self._left.clear()
+                while self._num_helping:
+                    self._has_stopped.get()
+                break
+            except BaseException as error:  # noqa: BLE001 - a second Control-C; raised below
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def raise_error(self) -> None:
+        """Raise what went wrong in another thread, if anything did."""
+        if self._errors:
+            raise self._errors.pop(0)  # or each would keep the other alive
+
+
+def _callers_streams() -> list[torch.cuda.Stream]:
+    """The streams of this thread, on GPUs where they are not the default ones.
+
+    Which stream is current is a thread's own affair. A copy on another one would not wait for what
+    the caller has queued on its own. (Written from CUDA's rules; not run on a GPU yet.)
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    currents = map(torch.cuda.current_stream, range(torch.cuda.device_count()))
+    return [stream for stream in currents if stream != torch.cuda.default_stream(stream.device)]
+
+
+class Copier:
+    """Copies and hashes with a fixed number of threads.
+
+    They do it on the caller's CUDA streams, and have done with it when a call returns or raises.
+    """
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        if num_threads is None:
+            num_threads = min(MAX_DEFAULT_THREADS, os.cpu_count() or 1)
+        self.num_threads = options.whole_number("num_threads", num_threads)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._is_closed = False
+
+    def close(self) -> None:
+        """End the threads, when they have done what they do."""
+        if self._pid != os.getpid():  # a fork has no threads to end, nor who would let the lock go
+            self._begin()
+        with self._lock:
+            self._is_closed = True
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+    def write(self, contents: FileTensors, sources: list[torch.Tensor]) -> None:
+        """Copy each source into the file, casting where dtypes differ."""
+        self._copy(contents, contents.views, sources)
+
+    def read(self, contents: FileTensors, targets: list[torch.Tensor]) -> None:
+        """Copy each tensor of the file into its target."""
+        self._copy(contents, targets, contents.views)
+
+    def copy_bytes(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy one flat run of bytes."""
+
+        def work(first: int, end: int) -> None:
+            destination[first:end].copy_(source[first:end])
+
+        if not source.numel():
+            return
+        share = -(-source.numel() // self.num_threads)
+        starts = range(0, source.numel(), share)
+        self.in_parallel(work, [(at, min(at + share, source.numel())) for at in starts])
+
+    def write_hashed(self, contents: FileTensors, sources: list[torch.Tensor]) -> list[int]:
+        """Copy into the file; the checksum of each tensor, of the bytes that are there now."""
+        return self._copy_and_hash(contents, sources, into_file=True)
+
+    def read_hashed(self, contents: FileTensors, targets: list[torch.Tensor]) -> list[int]:
+        """Copy out of the file; the checksum of each tensor's bytes in the file.
+
+        They are hashed after they were copied. A writer that overwrites them never puts the old
+        bytes back, so a checksum that is right proves that the copy before it was right.
+        """
+        return self._copy_and_hash(contents, targets, into_file=False)
+
+    def checksums(self, contents: FileTensors) -> list[int]:
+        """The checksum of each tensor in the file."""
+        digests = [0] * len(contents.blocks)
+
+        def work(first: int, end: int) -> None:
+            for index in range(first, end):
+                digests[index] = contents.hash_block(contents.blocks[index])
+
+        self.in_parallel(work, contents.cut_blocks(self.num_threads))
+        return join_blocks(contents.blocks, digests, len(contents.layout.specs))
+
+    def _copy(
+        self,
+        contents: FileTensors,
+        destinations: list[torch.Tensor],
+        sources: list[torch.Tensor],
+    ) -> None:
+        def work(first: int, end: int) -> None:
+            # One call for many tensors: the interpreter's lock is let go once, not per tensor.
+            torch._foreach_copy_(destinations[first:end], sources[first:end])
+
+        self.in_parallel(work, contents.cut_tensors(self.num_threads))
+
+    def _copy_and_hash(
+        self, contents: FileTensors, others: list[torch.Tensor], *, into_file: bool
+    ) -> list[int]:
+        blocks, offsets = contents.blocks, contents.layout.offsets
+        addresses = self._plain_addresses(contents, others, into_file=into_file)
+        digests = [0] * len(blocks)
+
+        def work(first: int, end: int) -> None:
+            for index in range(first, end):
+                block = blocks[index]
+                address = addresses[block.tensor]
+                if address and block.num_bytes:
+                    inside = contents.address + offsets[block.tensor] + block.offset
+                    outside = address + block.offset
+                    ends = (inside, outside) if into_file else (outside, inside)
+                    ctypes.memmove(*ends, block.num_bytes)
+                digests[index] = contents.hash_block(block)
+
+        self.in_parallel(work, contents.cut_blocks(self.num_threads))
+        return join_blocks(blocks, digests, len(others))
+
+    def _plain_addresses(
+        self, contents: FileTensors, others: Sequence[torch.Tensor], *, into_file: bool
+    ) -> list[int]:
+        """Where each tensor lies that is copied byte by byte; 0 for the rest, copied here."""
+        addresses = [0] * len(others)
+        for index, (view, other) in enumerate(zip(contents.views, others, strict=True)):
+            if is_plain(other, view.dtype):
+                addresses[index] = other.data_ptr()
+            else:
+                copy_one(*((view, other) if into_file else (other, view)))
+        return addresses
+
+    def in_parallel(
+        self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]
+    ) -> None:
+        """Call ``work(first, end)`` for all slices at once.
+
+        Raises:
+            ClosedError: this was closed.
+        """
+        batch = _Batch(work, slices)
+        try:
+            try:
+                self._call_helpers(batch, len(slices) - 1)
+                batch.work_off()
+            finally:
+                batch.settle()
+        finally:
+            batch.settle()  # an interrupt may have come before the first one could begin
+        batch.raise_error()
+
+    def _call_helpers(self, batch: _Batch, num_helpers: int) -> None:
+        if self._pid != os.getpid():
+            self._begin()
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("what copies here was closed: make a new sender or receiver")
+            if num_helpers > 0 and self._pool is None:
+                self._pool = ThreadPoolExecutor(self.num_threads - 1, "dbuffer-copy")
+            try:
+                for _ in range(num_helpers):
+                    assert self._pool is not None  # noqa: S101 - made above
+                    self._pool.submit(batch.help)
+            except RuntimeError as error:  # at the interpreter's end, or at a limit
+                _log_once("no more threads to copy with (%s): copying with fewer", str(error))
+
+
+@functools.lru_cache(maxsize=16)
+def _log_once(message: str, error: str) -> None:
+    logger.warning(message, error)

@@ -1,0 +1,83 @@
+"""`Footer`: the end of a weights file, and the manifest of a file that has one."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.format.manifest import Manifest
+from dbuffer.io.tensors import pack_checksums
+from dbuffer.store import filesystem
+from dbuffer.store.writer import Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """What follows the tensors in a weights file, and stays as it is while the layout does."""
+
+    layout: Layout
+    encoded: bytes
+    """The layout in our own form."""
+    tail: bytes
+    """And in tensordict's; empty where the data is in parts."""
+    layout_xxh3: str
+
+    @classmethod
+    def of(cls, layout: Layout) -> Footer:
+        """Encode a layout, once."""
+        encoded = layout.encode()
+        # Data in parts is nothing that tensordict can find: without an end it refuses the file.
+        tail = b"" if layout.is_in_parts else layout.encode_for_tensordict()
+        return cls(layout, encoded, tail, digest(encoded))
+
+    @classmethod
+    def like(
+        cls, last: Footer | None, specs: tuple[TensorSpec, ...], aliases: dict[str, str]
+    ) -> Footer:
+        """That of such tensors; the ``last`` one, where nothing changed."""
+        if last is not None and (last.layout.specs, last.layout.aliases) == (specs, aliases):
+            return last
+        return cls.of(Layout.of(specs, aliases))
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole weights file."""
+        return self.layout.layout_offset + len(self.encoded) + len(self.tail)
+
+    def seal(self, claim: Claim, checksums: list[int] | None, metadata: dict[str, Any]) -> Manifest:
+        """Write it into a file that holds all tensors, with their checksums, if there are any.
+
+        Returns:
+            What describes the file.
+        """
+        layout, table_xxh3 = self.layout, None
+        with filesystem.os_errors("write the layout", claim.path):
+            if checksums is not None:
+                table = pack_checksums(checksums)
+                filesystem.write_at(claim.file.number, layout.checksums_offset, table)
+                table_xxh3 = digest(table)
+            if claim.is_new:
+                self.write(claim.file.number)
+        return Manifest(
+            state="complete",
+            version=claim.marked.version,
+            generation=claim.marked.generation,
+            run=claim.marked.run,
+            file=claim.path.name,
+            file_bytes=self.file_bytes,
+            num_tensors=len(layout.specs),
+            num_bytes=layout.num_bytes,
+            layout_offset=layout.layout_offset,
+            layout_bytes=len(self.encoded),
+            layout_xxh3=self.layout_xxh3,
+            checksums_offset=layout.checksums_offset,
+            checksums_xxh3=table_xxh3,
+            published_at=time.time(),
+            metadata=metadata,
+        )
+
+    def write(self, file: int) -> None:
+        """Write it behind the tensors of an open file."""
+        filesystem.write_at(file, self.layout.layout_offset, self.encoded + self.tail)

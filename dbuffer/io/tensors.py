@@ -1,0 +1,236 @@
+"""Tensors and a mapped weights file: typed views, parallel copies, checksums.
+
+The checksum of a tensor is xxh3 (64 bits) of its bytes; for one longer than a block, xxh3 of the
+digests of its blocks, so that any number of threads can work on one tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+
+from dbuffer.errors import StoreAccessError
+from dbuffer.format.layout import ITEM_BYTES, Block, Layout
+from dbuffer.store import filesystem
+
+_MAP_NORESERVE = 0x4000 if os.uname().machine in ("x86_64", "aarch64") else 0
+"""On Linux; Python 3.11 has no name for it."""
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class FileTensors:
+    """The tensors of a weights file in memory: typed views, and blocks to hash.
+
+    ``data`` holds the bytes from the first tensor on, at least to the end of the last.
+    """
+
+    def __init__(self, data: torch.Tensor, layout: Layout) -> None:
+        self.layout = layout
+        self._bytes = data
+        self.raw = as_bytes(data)
+        self.address = data.data_ptr()
+        self._tensor_slices: dict[int, list[tuple[int, int]]] = {}
+        self._block_slices: dict[int, list[tuple[int, int]]] = {}
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """A view of one tensor."""
+        return view_tensor(self._bytes, self.layout, index)
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The bytes of all tensors, one after another."""
+        return self._bytes[: self.layout.checksums_offset]
+
+    def read_ahead(self) -> None:
+        """Have every page at hand, which those of a mapping are not by themselves."""
+
+    @functools.cached_property
+    def views(self) -> list[torch.Tensor]:
+        """Views of all tensors, made once."""
+        return [self.tensor(index) for index in range(len(self.layout.specs))]
+
+    def cut_tensors(self, parts: int) -> list[tuple[int, int]]:
+        """Slices of :attr:`views` of about equal bytes; made once."""
+        if (slices := self._tensor_slices.get(parts)) is None:
+            slices = self._tensor_slices[parts] = split_evenly(self.layout.sizes, parts)
+        return slices
+
+    def cut_blocks(self, parts: int) -> list[tuple[int, int]]:
+        """Slices of :attr:`blocks` of about equal bytes; made once."""
+        if (slices := self._block_slices.get(parts)) is None:
+            sizes = [block.num_bytes for block in self.blocks]
+            slices = self._block_slices[parts] = split_evenly(sizes, parts)
+        return slices
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks of all tensors, in the file's order."""
+        return self.layout.blocks
+
+    def hash_block(self, block: Block) -> int:
+        """The digest of one block's bytes."""
+        start = self.layout.offsets[block.tensor] + block.offset
+        return xxhash.xxh3_64_intdigest(self.raw[start : start + block.num_bytes])
+
+
+class MappedTensors(FileTensors):
+    """A weights file mapped into memory.
+
+    A writer's mapping is shared: what is copied in is in the file. A reader's is private: a
+    program that changes a snapshot's tensor changes its own copy of that page, never the file.
+    """
+
+    def __init__(self, file: int, file_bytes: int, layout: Layout, *, shared: bool) -> None:
+        mapped = _map(file, file_bytes, shared=shared)
+        super().__init__(torch.frombuffer(mapped, dtype=torch.uint8), layout)
+        self.identity = filesystem.identity_of(file)
+        """Of the file, which may be replaced by another of its name."""
+
+    def read_ahead(self) -> None:
+        """Touch every page, with the interpreter's lock let go."""
+        self._bytes[:: mmap.PAGESIZE].amax()
+
+
+class KeptMappings:
+    """Mappings of the files that are written, or read, again and again.
+
+    Making one takes as long as copying into it, page by page.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: dict[Path, MappedTensors] = {}
+
+    def of(self, path: Path, file: int, map_file: Callable[[], MappedTensors]) -> MappedTensors:
+        """An open file in memory, mapped once for as long as the file lives."""
+        mapped = self._mapped.get(path)
+        if mapped is None or mapped.identity != filesystem.identity_of(file):
+            # A mapping keeps an unlinked file's room; and each buffer has one file.
+            self._mapped = {
+                other: known
+                for other, known in self._mapped.items()
+                if other.parent != path.parent and other.exists()
+            }
+            mapped = map_file()
+            self._mapped[path] = mapped
+        return mapped
+
+    def keep_only(self, layout: Layout | None) -> None:
+        """Unmap files of other layouts, which will not be written again.
+
+        A mapping keeps an unlinked file's room, which the new file may need.
+        """
+        self._mapped = {
+            path: mapped for path, mapped in self._mapped.items() if mapped.layout is layout
+        }
+
+    def clear(self) -> None:
+        """Unmap all."""
+        self._mapped.clear()
+
+
+def as_bytes(data: torch.Tensor) -> memoryview:
+    """The memory of a flat tensor of bytes."""
+    return memoryview(data.numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
+    """One of a layout's tensors, in the bytes that the layout describes."""
+    spec = layout.specs[index]
+    start = layout.offsets[index]
+    flat = data[start : start + spec.num_bytes]
+    return flat.view(DTYPES[spec.dtype]).view(spec.shape)
+
+
+def _map(file: int, file_bytes: int, *, shared: bool) -> mmap.mmap:
+    # A map keeps a duplicate of its descriptor, and with it the lock of whatever it was opened
+    # as; forked children keep it too. So the file is opened once more, with no lock.
+    own = os.open(f"/proc/self/fd/{file}", (os.O_RDWR if shared else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        # A reader writes into no page of it, or few: none need be set aside for a copy of each.
+        flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | _MAP_NORESERVE
+        return mmap.mmap(own, file_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise StoreAccessError(
+            f"cannot map {file_bytes} bytes of a weights file: {error.strerror}; is there a limit "
+            "on this process's memory (ulimit -v, vm.overcommit_memory)?"
+        ) from error
+    finally:
+        os.close(own)
+
+
+def copy_one(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a single tensor, casting if dtypes differ."""
+    with torch.inference_mode():
+        destination.copy_(source)
+
+
+def can_cast_to(dtype: torch.dtype) -> bool:
+    """Whether floating-point tensors can be published in this dtype."""
+    is_packed = DTYPE_NAMES.get(dtype) == "float4_e2m1fn_x2"  # two numbers an element
+    return dtype in DTYPE_NAMES and dtype.is_floating_point and not is_packed
+
+
+def is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the tensor's bytes lie in main memory just as a file of ``dtype`` holds them."""
+    return (
+        tensor.dtype is dtype
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
+    """Cut ``range(len(sizes))`` into at most ``parts`` slices of about equal total size."""
+    share = max(1, -(-sum(sizes) // parts))
+    slices: list[tuple[int, int]] = []
+    first = filled = 0
+    for index, size in enumerate(sizes):
+        filled += size
+        if filled >= share and len(slices) < parts - 1:
+            slices.append((first, index + 1))
+            first, filled = index + 1, 0
+    if first < len(sizes):
+        slices.append((first, len(sizes)))
+    return slices
+
+
+def join_blocks(blocks: Sequence[Block], digests: Sequence[int], num_tensors: int) -> list[int]:
+    """The checksum of each tensor from the digests of its blocks."""
+    joined = [0] * num_tensors
+    first = 0
+    while first < len(blocks):
+        tensor, end = blocks[first].tensor, first + 1
+        while end < len(blocks) and blocks[end].tensor == tensor:
+            end += 1
+        joined[tensor] = digests[first]
+        if end - first > 1:
+            joined[tensor] = join_digests(digests[first:end])
+        first = end
+    return joined
+
+
+def join_digests(digests: Sequence[int]) -> int:
+    """One digest for a tensor of several blocks."""
+    return xxhash.xxh3_64_intdigest(pack_checksums(digests))
+
+
+def pack_checksums(checksums: Sequence[int]) -> bytes:
+    """The table of checksums as it stands in the file."""
+    return b"".join(checksum.to_bytes(8, "little") for checksum in checksums)
+
+
+def unpack_checksums(data: bytes) -> list[int]:
+    """The other way round."""
+    return [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]

@@ -1,0 +1,311 @@
+"""Reading and writing weights files that are not mapped, in long runs and several at once.
+
+Across a network a mapping is the wrong tool: a file that goes away is a SIGBUS, and a page that
+is written first comes over the network to be read. So bytes go through `pread` and `pwrite`, and
+are hashed in passing, while they are in a core's cache.
+
+Where the ranks of a trainer share no memory, each wrote a part of the data, a file of its own; a
+weights file that holds all its data is read as if it were its only part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+
+from dbuffer.errors import StoreCorruptError, StoreInsecureError
+from dbuffer.format.layout import BLOCK_BYTES, SPAN_BYTES, Layout, Span
+from dbuffer.format.manifest import part_name
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import DTYPES, FileTensors, as_bytes, is_plain, join_blocks, split_evenly
+from dbuffer.store import filesystem
+from dbuffer.store.filesystem import Descriptor
+
+OnBytes = Callable[[int], None]
+
+DIGEST_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
+
+
+def part_path(path: Path, part: int | None) -> Path:
+    """Where a part of the weights file at ``path`` is; None: that file itself."""
+    return path if part is None else path.with_name(part_name(path.name, part))
+
+
+def read_tensors(
+    file: int,
+    path: Path,
+    layout: Layout,
+    memory: FileTensors,
+    copier: Copier,
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None = None,
+) -> list[int]:
+    """Read all tensors of a version into memory; their checksums, if they are to be taken.
+
+    Args:
+        file: the open weights file.
+        path: where that is; its parts, if its layout has some, are beside it.
+        layout: its layout.
+        memory: where the tensors go.
+        copier: its threads read.
+        hashed: whether checksums are wanted.
+        on_bytes: called with the bytes of each span that was read, from several threads.
+
+    Raises:
+        StoreCorruptError: a file is shorter than its layout, or a part longer.
+        StoreInsecureError: someone else could have written a part.
+        StoreNotFoundError: a file was removed meanwhile.
+        StoreAccessError: one cannot be read.
+    """
+
+    def read(span: Span, own: int) -> memoryview:
+        wanted = memory.raw[span.start : span.end]
+        _read_span(own, span, wanted, path)
+        return wanted
+
+    return _for_each_span(file, path, layout, copier, read, hashed=hashed, on_bytes=on_bytes)
+
+
+def copy_tensors(
+    file: int,
+    destination: Descriptor,
+    path: Path,
+    layout: Layout,
+    copier: Copier,
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None = None,
+) -> list[int]:
+    """As :func:`read_tensors`, into another open file, which holds all data itself."""
+
+    def copy(span: Span, own: int) -> memoryview:
+        data = memoryview(bytearray(span.end - span.start))
+        _read_span(own, span, data, path)
+        filesystem.write_at(destination.number, span.start, data)
+        return data
+
+    return _for_each_span(file, path, layout, copier, copy, hashed=hashed, on_bytes=on_bytes)
+
+
+def write_tensors(
+    file: Descriptor,
+    path: Path,
+    layout: Layout,
+    sources: Sequence[torch.Tensor],
+    copier: Copier,
+    *,
+    hashed: bool,
+) -> list[int]:
+    """Write all tensors into an open file, cast where dtypes differ; their checksums, if wanted.
+
+    Takes some :data:`SPAN_BYTES` of memory a thread, and a copy of a tensor that is not contiguous.
+
+    Raises:
+        StoreFullError, StoreAccessError: a write was refused.
+    """
+    digests = [0] * len(layout.blocks)
+
+    def work(first: int, end: int) -> None:
+        gathered = _SpanMemory(layout, sources)
+        for span in layout.spans[first:end]:
+            data = gathered.fill(span)
+            filesystem.write_at(file.number, span.start, data)
+            if hashed:
+                _hash_span(layout, span, data, digests)
+
+    with filesystem.os_errors("write the weights", path):
+        copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
+    return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
+
+
+def write_tensor(
+    file: Descriptor,
+    path: Path,
+    offset: int,
+    source: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    hashed: bool,
+) -> list[int]:
+    """Write one tensor to its place, cast to ``dtype``, in bounded memory; its blocks' digests.
+
+    Raises:
+        StoreFullError, StoreAccessError: a write was refused.
+    """
+    digests: list[int] = []
+    with filesystem.os_errors("write a tensor", path):
+        for data in _bytes_of(source, dtype):
+            filesystem.write_at(file.number, offset, data)
+            offset += data.nbytes
+            if hashed:
+                starts = range(0, data.nbytes, BLOCK_BYTES)
+                digests += [xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) for at in starts]
+    return digests or [DIGEST_OF_NOTHING]
+
+
+def _bytes_of(source: torch.Tensor, dtype: torch.dtype) -> Iterable[memoryview]:
+    """The bytes of a tensor as ``dtype``, some :data:`SPAN_BYTES` at a time."""
+    if source.numel() * dtype.itemsize > SPAN_BYTES:
+        return _spans_of(source, dtype)
+    plain = source.detach().resolve_conj().resolve_neg()
+    flat = plain.to(device="cpu", dtype=dtype).contiguous().reshape(-1)
+    return (as_bytes(flat.view(torch.uint8)),)
+
+
+def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    elements = source.detach().reshape(-1)
+    if is_plain(elements, dtype):
+        flat = elements.view(torch.uint8)
+        for first in range(0, flat.numel(), SPAN_BYTES):
+            yield as_bytes(flat[first : first + SPAN_BYTES])
+        return
+    step = SPAN_BYTES // dtype.itemsize
+    memory = torch.empty(min(step, elements.numel()), dtype=dtype)
+    for first in range(0, elements.numel(), step):
+        some = elements[first : first + step]
+        yield as_bytes(memory[: some.numel()].copy_(some).view(torch.uint8))
+
+
+def _for_each_span(
+    file: int,
+    path: Path,
+    layout: Layout,
+    copier: Copier,
+    move: Callable[[Span, int], memoryview],
+    *,
+    hashed: bool,
+    on_bytes: OnBytes | None,
+) -> list[int]:
+    """Let the copier's threads ``move`` all spans, each out of its open file; the checksums."""
+    # An empty tensor of a version in parts lies in none of them.
+    digests = [DIGEST_OF_NOTHING] * len(layout.blocks)
+
+    with contextlib.ExitStack() as stack, filesystem.os_errors("read the weights", path):
+        files = _open_parts(stack, file, path, layout)
+
+        def work(first: int, end: int) -> None:
+            with _OwnFile(files) as own:
+                for span in layout.spans[first:end]:
+                    data = move(span, own.of(span.part))
+                    if hashed:
+                        _hash_span(layout, span, data, digests)
+                    if on_bytes is not None:
+                        on_bytes(data.nbytes)
+
+        copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
+    return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
+
+
+class _OwnFile:
+    """Opens files once more for one thread: sharing one spoils each other's read-ahead."""
+
+    def __init__(self, files: dict[int | None, int]) -> None:
+        self._files = files
+        self._part: int | None = None
+        self._number: int | None = None
+
+    def of(self, part: int | None) -> int:
+        """That of a part; the one before is closed."""
+        if self._number is None or part != self._part:
+            self._close()
+            name = f"/proc/self/fd/{self._files[part]}"
+            self._part, self._number = part, os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+        return self._number
+
+    def _close(self) -> None:
+        if self._number is not None:
+            os.close(self._number)
+            self._number = None
+
+    def __enter__(self) -> _OwnFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._close()
+
+
+def _open_parts(
+    stack: contextlib.ExitStack, file: int, path: Path, layout: Layout
+) -> dict[int | None, int]:
+    """Descriptors of all files, which must be trusted no less than the weights file."""
+    files: dict[int | None, int] = {None: file}
+    trusted = os.fstat(file)
+    for part, num_bytes in enumerate(layout.part_bytes):
+        if not num_bytes:
+            continue
+        name = part_path(path, part)
+        descriptor = filesystem.open_regular(name, os.O_RDONLY, owner_only=False)
+        stack.callback(os.close, descriptor)
+        found = os.fstat(descriptor)
+        writable = stat.S_IMODE(found.st_mode) & ~stat.S_IMODE(trusted.st_mode) & 0o022
+        if found.st_uid != trusted.st_uid or writable:
+            raise StoreInsecureError(f"{name} has another owner or mode than {path.name}")
+        if found.st_size != num_bytes:
+            raise StoreCorruptError(
+                f"{name} has {found.st_size} bytes, and was published with {num_bytes}"
+            )
+        files[part] = descriptor
+    return files
+
+
+def _read_span(file: int, span: Span, memory: memoryview, path: Path) -> None:
+    if filesystem.read_into(file, span.place, memory) < memory.nbytes:
+        raise StoreCorruptError(f"{part_path(path, span.part)} is shorter than what was published")
+
+
+def _hash_span(layout: Layout, span: Span, data: memoryview, digests: list[int]) -> None:
+    """Set the digests of a span's blocks; ``data`` holds its bytes."""
+    for index in range(span.first_block, span.end_block):
+        block = layout.blocks[index]
+        start = layout.offsets[block.tensor] + block.offset - span.start
+        digests[index] = xxhash.xxh3_64_intdigest(data[start : start + block.num_bytes])
+
+
+def _cut_spans(layout: Layout, num_slices: int) -> list[tuple[int, int]]:
+    return split_evenly([span.end - span.start for span in layout.spans], num_slices)
+
+
+class _SpanMemory:
+    """Brings the blocks of a span together, just as the file holds them."""
+
+    def __init__(self, layout: Layout, sources: Sequence[torch.Tensor]) -> None:
+        self._layout = layout
+        self._sources = sources
+        self._memory = torch.empty(2 * SPAN_BYTES, dtype=torch.uint8)
+        self._flat: tuple[int, torch.Tensor] | None = None
+
+    def fill(self, span: Span) -> memoryview:
+        """The bytes of a span; valid until the next call."""
+        layout = self._layout
+        memory = self._memory[: span.end - span.start].zero_()  # gaps are written too
+        for block in layout.blocks[span.first_block : span.end_block]:
+            if not block.num_bytes:
+                continue
+            start = layout.offsets[block.tensor] + block.offset - span.start
+            dtype = DTYPES[layout.specs[block.tensor].dtype]
+            source = self._sources[block.tensor]
+            place = memory[start : start + block.num_bytes]
+            if is_plain(source, dtype):
+                address = source.data_ptr() + block.offset
+                ctypes.memmove(place.data_ptr(), address, block.num_bytes)
+            else:
+                elements = self._contiguous(block.tensor)
+                first = block.offset // dtype.itemsize
+                typed = place.view(dtype)
+                typed.copy_(elements[first : first + typed.numel()])
+        return as_bytes(memory)
+
+    def _contiguous(self, index: int) -> torch.Tensor:
+        """A tensor's elements in a row; one that lies otherwise is copied once, not per block."""
+        if self._flat is None or self._flat[0] != index:
+            self._flat = None  # before the next is made
+            self._flat = index, self._sources[index].detach().reshape(-1)
+        return self._flat[1]

@@ -1,0 +1,1 @@
+"""A remote store followed into a local one, once per node."""

@@ -1,0 +1,248 @@
+"""`Draft`: how a version comes to be, whoever fills it: begun, filled, committed or abandoned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from dbuffer.errors import ClosedError, InvalidWeightsError
+from dbuffer.format.layout import Layout, TensorSpec, align
+from dbuffer.format.manifest import MAX_RECORD_BYTES
+from dbuffer.io.copier import Copier
+from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import DTYPES, KeptMappings, MappedTensors, copy_one, join_digests
+from dbuffer.io.transfer import OnBytes, copy_tensors, read_tensors, write_tensor, write_tensors
+from dbuffer.store.buffer import Held
+from dbuffer.store.writer import BufferWriter, Claim
+
+MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
+"""Metadata is read with every look at a manifest; large things belong in a tensor."""
+
+MAX_METADATA_DEPTH = 100
+"""Nesting that any reader can parse, however deep its stack is already."""
+
+
+class Drafts:
+    """The drafts of one writer, one after another, and what one leaves for the next.
+
+    That is the mappings of files which are written again, and the footer, while nothing changes.
+    """
+
+    def __init__(self, writer: BufferWriter) -> None:
+        self.writer = writer
+        self.mapped = KeptMappings()
+        self._footer: Footer | None = None
+
+    def footer_of(self, specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> Footer:
+        """That of such tensors; the last one, where nothing changed."""
+        self._footer = Footer.like(self._footer, specs, aliases)
+        return self._footer
+
+    def begin(self, version: int, footer: Footer | None, *, hashed: bool) -> Draft:
+        """Claim the idle buffer for a version.
+
+        Args:
+            version: as `BufferWriter.next_version` gives it.
+            footer: of its tensors; None where they are known only when the last has come.
+            hashed: whether it gets checksums.
+
+        Raises:
+            StoreFullError, StoreAccessError, WriterSupersededError: as `BufferWriter.claim`.
+        """
+        # A mapping keeps an unlinked file's room, which the next version may need.
+        self.mapped.keep_only(None if footer is None else footer.layout)
+        layout_xxh3, file_bytes = None, 0
+        if footer is not None:
+            layout_xxh3, file_bytes = footer.layout_xxh3, footer.file_bytes
+        try:
+            claim = self.writer.claim(version, layout_xxh3=layout_xxh3, file_bytes=file_bytes)
+        except BaseException:
+            self.mapped.clear()
+            raise
+        return Draft(self, claim, footer, hashed=hashed)
+
+    def close(self) -> None:
+        """Unmap everything, and give the store up."""
+        self.mapped.clear()
+        self.writer.close()
+
+
+class Draft:
+    """A version in the making. Leaving its ``with`` block without a commit abandons it."""
+
+    def __init__(
+        self, drafts: Drafts, claim: Claim, footer: Footer | None, *, hashed: bool
+    ) -> None:
+        self._drafts = drafts
+        self._claim = claim
+        self._footer = footer
+        self._hashed = hashed
+        self._is_done = False
+        self._specs: list[TensorSpec] = []
+        self._end = 0
+        self._written: list[int] = []
+        self.checksums: list[int] | None = None
+        """Of the tensors that it was filled with, in the layout's order; None: it gets none."""
+
+    @property
+    def path(self) -> Path:
+        """Where the weights file is."""
+        return self._claim.path
+
+    @property
+    def file(self) -> int:
+        """The open weights file."""
+        return self._claim.file.number
+
+    @property
+    def footer(self) -> Footer:
+        """How the file ends: also says which tensors are in it."""
+        if self._footer is None:
+            if not self._specs:
+                raise InvalidWeightsError("there is no tensor in the weights to publish")
+            self._footer = Footer.of(Layout.of(self._specs))
+        return self._footer
+
+    @property
+    def layout(self) -> Layout:
+        """Of its tensors."""
+        return self.footer.layout
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether it is filled by copying into :attr:`mapped`."""
+        return self._drafts.writer.medium.maps_files
+
+    @property
+    def mapped(self) -> MappedTensors:
+        """The file in memory, mapped once for as long as it lives."""
+        file, footer = self.file, self.footer
+        return self._drafts.mapped.of(
+            self.path,
+            file,
+            lambda: MappedTensors(file, footer.file_bytes, footer.layout, shared=True),
+        )
+
+    def fill(self, tensors: list[torch.Tensor], copier: Copier) -> None:
+        """Write all tensors, cast where dtypes differ."""
+        checksums = []
+        if not self.is_mapped:
+            file, path, hashed = self._claim.file, self.path, self._hashed
+            checksums = write_tensors(file, path, self.layout, tensors, copier, hashed=hashed)
+        elif self._hashed:
+            checksums = copier.write_hashed(self.mapped, tensors)
+        else:
+            copier.write(self.mapped, tensors)
+        self.checksums = checksums if self._hashed else None
+
+    def fill_one_by_one(
+        self, tensors: Iterable[torch.Tensor], copier: Copier, on_bytes: OnBytes | None = None
+    ) -> None:
+        """The same for tensors that are made when they are asked for, and dropped when written.
+
+        ``on_bytes`` is called with the bytes of each.
+        """
+        layout = self.layout
+        mapped = self.mapped if self.is_mapped else None
+        for index, (spec, tensor) in enumerate(zip(layout.specs, tensors, strict=True)):
+            if mapped is not None:
+                copy_one(mapped.views[index], tensor)
+            else:
+                self._write(spec, layout.offsets[index], tensor)
+            if on_bytes is not None:
+                on_bytes(spec.num_bytes)
+        if self._hashed:
+            self.checksums = self._written if mapped is None else copier.checksums(mapped)
+
+    def append(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
+        """Write one tensor behind those before, where the layout is not known beforehand."""
+        self._write(spec, self._end, tensor)
+        self._specs.append(spec)
+        self._end = align(self._end + spec.num_bytes)
+        self.checksums = self._written if self._hashed else None
+
+    def fill_from(
+        self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
+    ) -> None:
+        """Copy another store's version, which has this layout there.
+
+        Raises:
+            StoreNotFoundError, StoreCorruptError, StoreAccessError: as `read_tensors`.
+        """
+        file, path, hashed = held.file.number, held.path, self._hashed
+        if self.is_mapped:
+            checksums = read_tensors(
+                file, path, layout, self.mapped, copier, hashed=hashed, on_bytes=on_bytes
+            )
+        else:
+            checksums = copy_tensors(
+                file, self._claim.file, path, layout, copier, hashed=hashed, on_bytes=on_bytes
+            )
+        self.checksums = checksums if hashed else None
+
+    def _write(self, spec: TensorSpec, offset: int, tensor: torch.Tensor) -> None:
+        file, dtype, hashed = self._claim.file, DTYPES[spec.dtype], self._hashed
+        digests = write_tensor(file, self._claim.path, offset, tensor, dtype, hashed=hashed)
+        if hashed:
+            self._written.append(digests[0] if len(digests) == 1 else join_digests(digests))
+
+    def commit(self, metadata: dict[str, Any], **described: Any) -> None:
+        """Publish it. ``described``: fields of the manifest that are not this writer's to say.
+
+        Raises:
+            WriterSupersededError, StoreFullError, StoreAccessError, ClosedError: as
+                `BufferWriter.commit`.
+        """
+        if self._is_done:
+            raise ClosedError("this draft was committed, or abandoned")
+        sealed = self.footer.seal(self._claim, self.checksums, metadata)
+        self._drafts.writer.commit(self._claim, dataclasses.replace(sealed, **described))
+        self._is_done = True
+
+    def abandon(self) -> None:
+        """Give it up, unless it was committed: its buffer is started over the next time."""
+        if not self._is_done:
+            self._is_done = True
+            self._drafts.writer.abandon(self._claim)
+            # A mapping keeps an unlinked file's room, which the next version needs.
+            self._drafts.mapped.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.abandon()
+
+
+def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The metadata as a reader will get it.
+
+    Raises:
+        InvalidWeightsError: JSON cannot hold it, or it is too large.
+    """
+    try:
+        text = json.dumps(dict(metadata or {}), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidWeightsError(f"metadata must be what JSON can hold: {error}") from None
+    if len(text) > MAX_METADATA_BYTES:
+        raise InvalidWeightsError(
+            f"metadata of {len(text)} bytes is above the limit of {MAX_METADATA_BYTES}"
+        )
+    checked: dict[str, Any] = json.loads(text)
+    level: list[Any] = [checked]
+    for _ in range(MAX_METADATA_DEPTH):
+        level = [child for value in level for child in _children(value)]
+    if level:
+        raise InvalidWeightsError(f"metadata is nested more than {MAX_METADATA_DEPTH} levels deep")
+    return checked
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

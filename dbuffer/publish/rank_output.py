@@ -1,0 +1,302 @@
+"""Where the ranks of a sharded trainer write: into one file that all map, or each into its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from dbuffer.errors import StoreAccessError
+from dbuffer.format.layout import Layout, Piece
+from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import DTYPES, KeptMappings, MappedTensors, copy_one, join_blocks
+from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
+from dbuffer.publish.shards import Box, Plan, layout_in_parts
+from dbuffer.ranks.agreement import Agreement
+from dbuffer.store import filesystem
+from dbuffer.store.filesystem import Descriptor
+
+PASS_BYTES = 32 << 20
+"""Copied from a device in one go: what is cast there takes as much of its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """What the ranks are told of the buffer that rank 0 has claimed."""
+
+    version: int
+    buffer: str
+    file: str
+    identity: tuple[int, int]
+    """Of the file, on rank 0's host."""
+
+    def path_in(self, store: Path) -> Path:
+        """Where this rank finds the file."""
+        return store / self.buffer / self.file
+
+
+class RankOutput(Protocol):
+    """One rank's side of it. For a version: `begin`, `write` for each box, `finish` or `drop`."""
+
+    rows_only: bool
+    """Whether what is written must lie in one row of bytes in the whole tensor."""
+
+    def footer_of(self, plain: Footer, plan: Plan) -> Footer:
+        """How the weights file ends, when its tensors are written by this plan."""
+
+    def keep_only(self, layout: Layout) -> None:
+        """Let go of what holds the room of files that will not be written again."""
+
+    def begin(self, claimed: Claimed, footer: Footer) -> None:
+        """Be ready to write."""
+
+    def write(self, box: Box, source: torch.Tensor) -> None:
+        """Write the elements of a box, cast to the layout's dtype; from any thread."""
+
+    def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
+        """Wait until all ranks have all bytes in their files; the tensors' checksums, if wanted.
+
+        Collective.
+        """
+
+    def drop(self) -> None:
+        """Give up what was begun, if anything was."""
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class SharedFile:
+    """One machine: all ranks map the weights file, and copy each piece to its place.
+
+    Nobody flushes but rank 0, when it commits: what any process of the machine has written into
+    a mapping is in the file.
+    """
+
+    rows_only = False
+
+    def __init__(self, store: Path, *, owner_only: bool) -> None:
+        self._store = store
+        self._owner_only = owner_only
+        self._kept = KeptMappings()
+        self._mapped: MappedTensors | None = None
+
+    def footer_of(self, plain: Footer, plan: Plan) -> Footer:  # noqa: ARG002
+        """The same, whoever writes what."""
+        return plain
+
+    def keep_only(self, layout: Layout) -> None:
+        """Unmap them."""
+        self._mapped = None
+        self._kept.keep_only(layout)
+
+    def begin(self, claimed: Claimed, footer: Footer) -> None:
+        """Map the file.
+
+        Raises:
+            StoreAccessError: this rank finds another one there than rank 0.
+        """
+        path = claimed.path_in(self._store)
+        with filesystem.os_errors("open the buffer that rank 0 has claimed", path):
+            # No lock: rank 0 holds it for all.
+            file = Descriptor(filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only))
+        try:
+            if filesystem.identity_of(file.number) != claimed.identity:
+                raise StoreAccessError(
+                    f"{path} is another file than rank 0's: is {self._store} the same directory "
+                    "for all ranks?"
+                )
+            self._mapped = self._kept.of(
+                path,
+                file.number,
+                lambda: MappedTensors(file.number, footer.file_bytes, footer.layout, shared=True),
+            )
+        finally:
+            file.close()
+
+    def write(self, box: Box, source: torch.Tensor) -> None:
+        """Copy it straight from where it is."""
+        _copy(box.of(self._begun().views[box.tensor]), source)
+
+    def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
+        """Hash, about as many bytes on each rank."""
+        if not hashed:
+            return None
+        mapped = self._begun()
+        slices = mapped.cut_blocks(ranks.size)
+
+        def hash_share() -> list[int]:
+            if ranks.rank >= len(slices):
+                return []
+            first, end = slices[ranks.rank]
+            return [mapped.hash_block(block) for block in mapped.blocks[first:end]]
+
+        shares = ranks.each("hash its share", hash_share)
+        digests = list(itertools.chain.from_iterable(shares))
+        return join_blocks(mapped.blocks, digests, len(mapped.layout.specs))
+
+    def drop(self) -> None:
+        """Nothing is this rank's own: rank 0 abandons the file."""
+        self._mapped = None
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self._mapped = None
+        self._kept.clear()
+
+    def _begun(self) -> MappedTensors:
+        if self._mapped is None:
+            raise StoreAccessError("no version was begun")
+        return self._mapped
+
+
+class OwnFile:
+    """A network mount: each rank writes a part of its own, and flushes it."""
+
+    rows_only = True
+
+    def __init__(self, store: Path, *, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._footer: tuple[Footer, Plan, Footer] | None = None
+        self._part: PartFile | None = None
+        self._layout: Layout | None = None
+        self._mine: dict[int, Piece] = {}
+
+    def footer_of(self, plain: Footer, plan: Plan) -> Footer:
+        """That of a weights file which says what is in which part."""
+        known = self._footer
+        if known is None or known[0] is not plain or known[1] is not plan:
+            known = plain, plan, Footer.of(layout_in_parts(plain.layout, plan))
+            self._footer = known
+        return known[2]
+
+    def keep_only(self, layout: Layout) -> None:
+        """Each version has files of its own."""
+
+    def begin(self, claimed: Claimed, footer: Footer) -> None:
+        """Make the part, if anything is to be in it."""
+        self._layout = layout = footer.layout
+        self._mine = {p.tensor: p for p in layout.pieces if p.part == self._rank}
+        if self._mine:
+            self._part = PartFile(claimed.path_in(self._store), self._rank)
+
+    def write(self, box: Box, source: torch.Tensor) -> None:
+        """Write it to its place, in bounded memory."""
+        if self._part is None or self._layout is None:
+            raise StoreAccessError("no version was begun")
+        dtype = DTYPES[self._layout.specs[box.tensor].dtype]
+        self._part.write(self._mine[box.tensor], source, dtype)
+
+    def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
+        """Flush all parts; their blocks were hashed in passing."""
+
+        def flush() -> list[int]:
+            digests = self._part.finish() if self._part is not None else []
+            return digests if hashed else []
+
+        shares = ranks.each("flush its part", flush)
+        layout, self._part = self._layout, None
+        if not hashed or layout is None:
+            return None
+        return join_shares(layout, shares)
+
+    def drop(self) -> None:
+        """Remove this rank's part, unless all ranks have theirs: then rank 0 abandons all."""
+        if self._part is not None:
+            self._part.drop()
+            self._part = None
+
+    def close(self) -> None:
+        """Let go of what was begun."""
+        self.drop()
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor, casting if dtypes differ, with bounded memory."""
+    if source.device.type == "cpu" or not source.numel():
+        copy_one(destination, source)
+        return
+    if not source.ndim:
+        source, destination = source.view(1), destination.view(1)
+    rows = max(1, PASS_BYTES * len(source) // math.prod((*source.shape, source.itemsize)))
+    for first in range(0, len(source), rows):
+        copy_one(destination[first : first + rows], source[first : first + rows])
+
+
+class PartFile:
+    """The part that one rank writes, a new file.
+
+    Raises:
+        StoreFullError, StoreAccessError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, part: int) -> None:
+        self.path = part_path(path, part)
+        self._digests: dict[Piece, list[int]] = {}
+        self._file = filesystem.make_file(self.path, os.O_WRONLY)
+
+    def write(self, piece: Piece, source: torch.Tensor, dtype: torch.dtype) -> None:
+        """Write one piece, cast to ``dtype``; keep its blocks' digests.
+
+        Raises:
+            StoreFullError, StoreAccessError: a write was refused.
+        """
+        file, place = self._file, piece.place
+        self._digests[piece] = write_tensor(file, self.path, place, source, dtype, hashed=True)
+
+    def finish(self) -> list[int]:
+        """Flush and close it; the digests of its pieces' blocks, in the layout's order.
+
+        Raises:
+            StoreFullError, StoreAccessError: what was written did not all arrive.
+        """
+        filesystem.sync_file(self._file.number, self.path)
+        self._file.close()
+        return [digest for piece in sorted(self._digests) for digest in self._digests[piece]]
+
+    def drop(self) -> None:
+        """Remove it: the version will not be published."""
+        self._file.close()
+        with contextlib.suppress(OSError):  # the next sender removes it
+            self.path.unlink()
+
+
+def join_shares(layout: Layout, shares: Sequence[list[int]]) -> list[int]:
+    """The checksum of each tensor from what :meth:`PartFile.finish` gave for each part."""
+    queues = [iter(share) for share in shares]
+    part_at = {(piece.tensor, piece.offset): piece.part for piece in layout.pieces}
+    digests, part = [], 0
+    for block in layout.blocks:
+        part = part_at.get((block.tensor, block.offset), part)  # or that of the block before
+        digests.append(next(queues[part]) if block.num_bytes else DIGEST_OF_NOTHING)
+    return join_blocks(layout.blocks, digests, len(layout.specs))
+
+
+def check_parts(path: Path, layout: Layout) -> None:
+    """See that every part is there, whole, on this host too.
+
+    Raises:
+        StoreAccessError: one is not.
+    """
+    with filesystem.os_errors("look at the parts", path):
+        filesystem.refresh(path.parent)
+        for part, num_bytes in enumerate(layout.part_bytes):
+            if not num_bytes:
+                continue
+            try:
+                found = part_path(path, part).stat().st_size
+            except FileNotFoundError:
+                found = None
+            if found != num_bytes:
+                raise StoreAccessError(
+                    f"{part_path(path, part)} has {found} bytes here, and {num_bytes} where it was "
+                    "written: is the store on one mount that all ranks see alike?"
+                )

@@ -1,0 +1,344 @@
+"""`ResidentModel`: a model whose parameters live in the buffer that is not being read.
+
+A `WeightSender` copies a trainer's weights into the idle buffer. Here they are there already: the
+optimizer writes them where they will be published, and a publish writes the manifest and moves the
+pointer. Then the model changes sides: the bytes just published are copied into the other buffer,
+and training goes on there. That copy comes after the flip, so no reader waits for it, and what has
+been published is never written again: half of an optimizer's step is in no version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+
+from dbuffer.errors import ClosedError, DBufferError, ResidencyError
+from dbuffer.format.layout import Layout
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import MappedTensors
+from dbuffer.publish.draft import Draft, Drafts, checked_metadata
+from dbuffer.publish.sender import Publication
+from dbuffer.runtime import options
+from dbuffer.runtime.turns import Turns
+from dbuffer.store.media import medium_of
+from dbuffer.store.writer import BufferWriter
+from dbuffer.weights.names import Rename
+from dbuffer.weights.sources import Describer, Source, is_same_memory, own_tensors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """The claimed buffer in which the parameters live."""
+
+    draft: Draft
+    mapped: MappedTensors
+    tensors: list[torch.Tensor]
+    """What the parameters share their memory with, in the layout's order."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of the tensors in it."""
+        return self.draft.layout
+
+
+class ResidentModel:
+    """The one writer of a store, for a model on the CPU: it lives there, and is not copied there.
+
+    Parameters and persistent buffers keep their identity: optimizers, ties, ``requires_grad`` and
+    gradients stay as they are, and ``load_state_dict`` writes in place. What was not contiguous is
+    so afterwards. For one thread; publish between steps, not between a forward and its backward.
+
+    Two things must not be written to: what was taken from the module before a publish (``.data``,
+    ``state_dict()``), which is the published version's; and, in a forked child, the module, whose
+    memory is shared as after ``Module.share_memory()``.
+
+    Args:
+        module: its parameters are moved into the store at once.
+        store: the store's directory, on a local mount, in ``/dev/shm`` best of all; made if it is
+            not there.
+        durable: flush each version to stable storage before it is published.
+        checksum: write a checksum of every tensor, hashed when it is published.
+        rename: a mapping of names, or a function from name to name.
+        num_threads: threads that copy and hash. Default: the machine's cores, at most 8.
+        reader_timeout_s: how long a publish waits, after its flip, for readers that still hold
+            the version before, until they are evicted.
+        allow_shared_store: accept a directory that belongs to someone else, or that others can
+            write to.
+
+    Raises:
+        ResidencyError: the store is on a network mount, or a tensor is not in main memory, is a
+            part of something larger or made by ``state_dict()``; a `WeightSender` publishes such a
+            model.
+        InvalidWeightsError: something in the module cannot be published.
+        OptionError: an option is not what it may be.
+        WriterActiveError, StoreInsecureError, StoreAccessError: as for :class:`WeightSender`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        store: str | os.PathLike[str],
+        *,
+        durable: bool = False,
+        checksum: bool = False,
+        rename: Rename | None = None,
+        num_threads: int | None = None,
+        reader_timeout_s: float = 60.0,
+        allow_shared_store: bool = False,
+    ) -> None:
+        _check_mount(options.directory("store", store))
+        if not isinstance(module, nn.Module):
+            options.refuse("module", type(module), "a torch.nn.Module")
+        self.module = module
+        self._checksum = options.flag("checksum", checksum)
+        self._describer = Describer(rename=rename)
+        self._copier = Copier(num_threads)
+        self._home: _Home | None = None
+        self._turns = Turns(self._check_open, self._close)
+        source = self._describe_movable()
+        self._writer = BufferWriter(
+            store,
+            durable=durable,
+            reader_timeout_s=reader_timeout_s,
+            allow_shared_store=allow_shared_store,
+        )
+        self._drafts = Drafts(self._writer)
+        try:
+            self._move_in(source)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def store(self) -> Path:
+        """The store's directory."""
+        return self._writer.root
+
+    def publish(
+        self, *, version: int | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> Publication:
+        """Publish the parameters as they are, then let the model live in the other buffer.
+
+        What something has moved out of the buffer since the last publish (``.half()``, an
+        assignment, a new parameter) is copied back in before, with a warning.
+
+        Args:
+            version: above all versions before. Default: the last one plus one.
+            metadata: anything JSON can hold, a trainer's step for instance.
+
+        Raises:
+            ResidencyError: something was moved where it cannot be mapped, to a GPU for instance.
+            InvalidWeightsError, VersionError, StoreFullError, StoreAccessError,
+                WriterSupersededError, ClosedError: as `WeightSender.send`. The model keeps its
+                values, in ordinary memory if need be.
+        """
+        started = time.monotonic()
+        with self._turns.publishing():
+            version, layout = self._publish(version, metadata)
+        return Publication.of(version, layout, started)
+
+    def _publish(
+        self, version: int | None, metadata: Mapping[str, Any] | None
+    ) -> tuple[int, Layout]:
+        version = self._writer.next_version(version)
+        checked = checked_metadata(metadata)
+        source = self._describer.describe(self.module)
+        if self._home is None or not _is_at(self._home, source):
+            source = self._describe_movable()
+            self._come_back(source)
+        home = self._home
+        assert home is not None  # noqa: S101 - it has just been found, or made
+        self._flip(home, version, checked)
+        self._change_sides(home, source)
+        return version, home.layout
+
+    def wait_applied(
+        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
+    ) -> None:
+        """Wait until receivers have applied ``version``; see `WeightSender.wait_applied`.
+
+        Raises:
+            OptionError, AcknowledgementTimeoutError, ReceiverFailedError: see there.
+        """
+        self._check_open()
+        self._writer.wait_applied(version, receivers, timeout_s)
+
+    def close(self) -> None:
+        """Move the parameters to ordinary memory, and give the store up; after a publish."""
+        self._turns.close()
+
+    def _close(self) -> None:
+        # A forked child has nothing to give up, and must not remove what its parent writes.
+        if self._writer.is_open and self._home is not None:
+            self._leave(self._home)
+        self._copier.close()
+        self._drafts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._writer.is_open:
+            raise ClosedError(
+                f"this model has left {self.store}, or was made before a fork; make a new resident"
+            )
+
+    def _describe_movable(self) -> Source:
+        """The module's tensors, all of which can be moved."""
+        source = self._describer.describe(self.module)
+        if source.is_lazy:
+            raise ResidencyError("a rank holds only a part of the module: use ShardedWeightSender")
+        places = set()
+        own = {tensor.data_ptr() for tensor in own_tensors(self.module)}
+        for spec, tensor in zip(
+            source.specs, cast("list[torch.Tensor]", source.tensors), strict=True
+        ):
+            if tensor.device.type != "cpu":
+                raise ResidencyError(
+                    f"tensor {spec.name!r} is on {tensor.device}, and no file is mapped there: "
+                    "publish with a WeightSender, which copies it"
+                )
+            if tensor.numel() and tensor.data_ptr() not in own:
+                raise ResidencyError(
+                    f"tensor {spec.name!r} is none of the module's parameters and buffers, but "
+                    "made by its state_dict(): publish with a WeightSender, which copies it"
+                )
+            # Else who writes to the whole, an optimizer with a flat buffer, writes somewhere else.
+            is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+            if tensor.numel() and (is_part or tensor.data_ptr() in places):
+                raise ResidencyError(
+                    f"tensor {spec.name!r} is a part of something larger, or another view of it, "
+                    "from which moving it would cut it off: publish with a WeightSender"
+                )
+            places.add(tensor.data_ptr())
+        return source
+
+    def _come_back(self, source: Source) -> None:
+        """Make a home once more: something has left it, or all had to."""
+        if self._home is not None:
+            logger.warning(
+                "%s: something was moved out of the store since the last publish (by .half(), or "
+                "an assignment?), and is copied back in",
+                self.store,
+            )
+            self._leave(self._home)
+        self._move_in(source)
+
+    def _move_in(self, source: Source) -> None:
+        """Claim the idle buffer, copy everything into it, and let the parameters live there."""
+        tensors = cast("list[torch.Tensor]", source.tensors)
+        version = self._writer.next_version(None)
+        footer = self._drafts.footer_of(source.specs, source.aliases)
+        with contextlib.ExitStack() as on_error:
+            begun = self._drafts.begin(version, footer, hashed=self._checksum)
+            draft = on_error.enter_context(begun)
+            mapped = draft.mapped
+            self._copier.write(mapped, tensors)
+            on_error.pop_all()  # it stays open, for the model to live in
+        self._home = home = _Home(draft, mapped, _separate_tensors(mapped))
+        self._point(dict(zip([t.data_ptr() for t in tensors], home.tensors, strict=True)))
+
+    def _flip(self, home: _Home, version: int, metadata: dict[str, Any]) -> None:
+        draft = home.draft
+        draft.checksums = self._copier.checksums(home.mapped) if self._checksum else None
+        # Readers may have it from here on, even if this fails: nothing more is written into it.
+        self._home = None
+        try:
+            draft.commit(metadata, version=version)
+        except BaseException:
+            self._leave(home)
+            raise
+
+    def _change_sides(self, home: _Home, source: Source) -> None:
+        """Leave what is published by now, for the other buffer."""
+        try:
+            self._move_in(source)
+        except BaseException as error:
+            self._evacuate(home.mapped)
+            if not isinstance(error, DBufferError | OSError):
+                raise
+            # The version is out. Whatever hinders the next one still does when it is published.
+            logger.warning(
+                "%s: the model stays in ordinary memory until the next publish, which copies it: "
+                "%s",
+                self.store,
+                error,
+            )
+
+    def _leave(self, home: _Home) -> None:
+        """Give a claimed buffer up, with everything in it moved to ordinary memory."""
+        self._home = None
+        try:
+            self._evacuate(home.mapped)
+        finally:
+            home.draft.abandon()
+
+    def _evacuate(self, mapped: MappedTensors) -> None:
+        tensors = [t for t in own_tensors(self.module) if _lies_in(mapped, t)]
+        self._point({tensor.data_ptr(): tensor.detach().clone() for tensor in tensors})
+        # A mapping keeps an unlinked file's room.
+        self._drafts.mapped.clear()
+
+    def _point(self, places: dict[int, torch.Tensor]) -> None:
+        """Let tensors of the module, ties included, live where those at their addresses lie now.
+
+        An empty one has no address, and stays.
+        """
+        for tensor in own_tensors(self.module):
+            if tensor.numel() and tensor.data_ptr() in places:
+                tensor.data = places[tensor.data_ptr()]
+
+
+def _check_mount(store: Path) -> None:
+    medium = medium_of(store)
+    if not medium.can_rewrite_in_place:
+        raise ResidencyError(
+            f"{store} is on a {medium.filesystem} mount, where each version is a new file: publish "
+            "with a WeightSender, or into a store in /dev/shm"
+        )
+
+
+def _is_at(home: _Home, source: Source) -> bool:
+    """Whether the module's tensors are those that were moved in, where they were moved to."""
+    layout = home.layout
+    return (source.specs, source.aliases, source.is_lazy) == (
+        layout.specs,
+        layout.aliases,
+        False,
+    ) and all(
+        is_same_memory(tensor, place)
+        for tensor, place in zip(source.tensors, home.tensors, strict=True)
+        if place.numel()
+    )
+
+
+def _separate_tensors(mapped: MappedTensors) -> list[torch.Tensor]:
+    """The tensors of a file, each with a storage of its own.
+
+    Views of one storage would be taken for tied by what saves checkpoints.
+    """
+    tensors = []
+    for view, start in zip(mapped.views, mapped.layout.offsets, strict=True):
+        if view.numel():
+            data = torch.frombuffer(mapped.raw, dtype=torch.uint8, count=view.nbytes, offset=start)
+            view = data.view(view.dtype).view(view.shape)
+        tensors.append(view)
+    return tensors
+
+
+def _lies_in(mapped: MappedTensors, tensor: torch.Tensor) -> bool:
+    return 0 <= tensor.data_ptr() - mapped.address < mapped.layout.checksums_offset

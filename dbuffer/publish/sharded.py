@@ -1,0 +1,415 @@
+"""`ShardedWeightSender`: all ranks of a trainer publish together, each what it holds.
+
+Nothing is gathered, nothing is copied twice: see `rank_output` for where it goes, and `shards` for
+who writes what. Rank 0 is the store's writer; it commits when every rank has said that all that
+it was to write is written, and on a network mount flushed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self
+
+import torch
+from torch import distributed
+
+from dbuffer.errors import ClosedError, InvalidWeightsError, OptionError, StoreAccessError
+from dbuffer.format.layout import ITEM_BYTES, Layout, digest
+from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
+from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import split_evenly
+from dbuffer.publish import shards
+from dbuffer.publish.draft import Draft, Drafts, checked_metadata
+from dbuffer.publish.rank_output import Claimed, OwnFile, RankOutput, SharedFile, check_parts
+from dbuffer.publish.sender import Publication
+from dbuffer.publish.shards import Boxes, Plan
+from dbuffer.ranks.agreement import Agreement
+from dbuffer.runtime import options
+from dbuffer.runtime.turns import Turns
+from dbuffer.store import filesystem
+from dbuffer.store.liveness import Process
+from dbuffer.store.medium import Medium
+from dbuffer.store.writer import BufferWriter
+from dbuffer.weights.checkpoint import LazyTensor
+from dbuffer.weights.names import Rename
+from dbuffer.weights.sources import Describer, Source, Weights, is_stream
+
+DEFAULT_RANK_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What a rank says of its weights."""
+
+    weights_xxh3: str
+    """Of all that must be the same on all ranks."""
+    boxes: Boxes | None
+    """What it holds of each tensor; None if that is what it held the last time."""
+
+
+class ShardedWeightSender:
+    """The one writer of a store, for a trainer of many ranks: FSDP2, HSDP, TP, ZeRO-3.
+
+    Every rank makes one, and every rank makes each call, with its own model: all of them are
+    collective. Where one fails on one rank, it raises on all.
+
+    Args:
+        store: the store's directory; made (mode 0700) if it is not there.
+        group: the ranks that hold the weights; None: all ranks of torch.distributed, which must
+            be initialised. Rank 0 of the group is the store's writer.
+        rank_timeout_s: how long the ranks wait for one that hangs. One that dies is noticed at
+            once.
+        durable: as for :class:`WeightSender`.
+        checksum: as for :class:`WeightSender`.
+        dtype: publish floating-point tensors in this dtype, cast while copying.
+        rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
+        num_threads: threads of each rank that copy. Default: its share of the machine's cores, at
+            most 8.
+        reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
+            before they are evicted.
+        allow_shared_store: accept a directory that belongs to someone else, or that others can
+            write to.
+
+    Raises:
+        OptionError: an option is not what it may be, or torch.distributed is not initialised.
+        RankFailedError: a rank was lost, or failed for a reason that is none of ours.
+        WriterActiveError, StoreInsecureError, StoreAccessError: as for :class:`WeightSender`.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        group: distributed.ProcessGroup | None = None,
+        rank_timeout_s: float = DEFAULT_RANK_TIMEOUT_S,
+        durable: bool = False,
+        checksum: bool | Literal["auto"] = "auto",
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+        num_threads: int | None = None,
+        reader_timeout_s: float = 60.0,
+        allow_shared_store: bool = False,
+    ) -> None:
+        found, wait_s, wrong = _find_place(store, rank_timeout_s, reader_timeout_s)
+        self.store = found
+        """The store's directory."""
+        self._pid = os.getpid()
+        self._turns = Turns(self._check_open, self._close)
+        self._agreement = Agreement(group, timeout_s=wait_s)
+        self._leader: _Leader | None = None
+        self._copier = Copier(1)
+        self._footer: Footer | None = None
+        self._held: list[Boxes] = []
+        self._planned: str | None = None
+        self._plan = Plan((), ())
+        self._output: RankOutput = SharedFile(self.store, owner_only=not allow_shared_store)
+
+        def take_options() -> None:
+            if wrong is not None:
+                raise wrong
+            options.choice("checksum", checksum, (True, False, "auto"))
+            self._describer = Describer(dtype=dtype, rename=rename, sharded=True)
+            threads = self._share_of_cores() if num_threads is None else num_threads
+            self._copier = Copier(threads)
+
+        def open_store() -> tuple[bool, bool]:
+            writer = BufferWriter(
+                store,
+                durable=durable,
+                reader_timeout_s=reader_timeout_s,
+                allow_shared_store=allow_shared_store,
+            )
+            self._leader = _Leader(writer)
+            medium = writer.medium
+            self._check_reach(medium)
+            checked = medium.has_checksums if checksum == "auto" else checksum
+            return medium.maps_files, checked
+
+        try:
+            self._agreement.each("take its options", take_options)
+            is_shared, self._checksum = self._agreement.first("open the store", open_store)
+            if not is_shared:
+                self._output = OwnFile(self.store, rank=self._agreement.rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(
+        self,
+        weights: Weights,
+        *,
+        version: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Publication:
+        """Publish weights of which each rank holds a part. Every rank makes this call.
+
+        What the ranks describe must be the same: names, shapes, dtypes, the order. DTensors are
+        written by the ranks that hold them; plain tensors are taken to be the same everywhere,
+        and written by one rank. What can be written by rows, columns or other boxes is; the rest
+        (strided shards, sums that are not added up, ZeRO-3) is gathered tensor by tensor.
+
+        Args:
+            weights: as for `WeightSender.send`, but no iterator. Of a ZeRO-3 model, the module.
+            version: the same on all ranks; above all versions before. Default: the last plus one.
+            metadata: anything JSON can hold. Rank 0's is published.
+
+        Returns:
+            The same on all ranks.
+
+        Raises:
+            InvalidWeightsError: something in the weights or the metadata cannot be published, or
+                the ranks describe different weights. Nothing was written.
+            RankFailedError: a rank was lost, or failed for a reason that is none of ours.
+            VersionError, StoreFullError, StoreAccessError, WriterSupersededError, ClosedError:
+                as `WeightSender.send`.
+        """
+        started = time.monotonic()
+        with self._turns.publishing():
+            try:
+                version, layout = self._send(weights, version, metadata)
+            except BaseException:
+                self._output.drop()
+                if self._leader is not None:
+                    self._leader.abandon()
+                raise
+        return Publication.of(version, layout, started)
+
+    def wait_applied(
+        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
+    ) -> None:
+        """Wait until receivers have applied ``version`` or a later one. Every rank makes this call.
+
+        See `WeightSender.wait_applied`. ``timeout_s`` is to be below ``rank_timeout_s``.
+
+        Raises:
+            OptionError, AcknowledgementTimeoutError, ReceiverFailedError: on all ranks.
+            RankFailedError: a rank was lost.
+        """
+        self._check_open()
+        self._agreement.first(
+            "wait for receivers",
+            lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
+        )
+
+    def close(self) -> None:
+        """Give the store up, after a `send` that is under way. The last version stays published."""
+        self._turns.close()
+
+    def _close(self) -> None:
+        self._output.close()
+        self._agreement.close()
+        if self._leader is not None:
+            self._leader.close()
+        self._copier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._agreement.is_open or self._pid != os.getpid():
+            raise ClosedError(
+                f"this sender of {self.store} is closed, has lost a rank, or was made before a "
+                "fork; make a new one"
+            )
+
+    def _lead(self) -> _Leader:
+        """What rank 0 has, and no other."""
+        if self._leader is None:
+            raise ClosedError(f"rank {self._agreement.rank} is not the writer of {self.store}")
+        return self._leader
+
+    def _check_reach(self, medium: Medium) -> None:
+        hosts = {peer.machine: peer.host for peer in self._agreement.peers}
+        if len(hosts) > 1 and not medium.reaches_other_hosts:
+            raise StoreAccessError(
+                f"the ranks run on {', '.join(sorted(hosts.values()))}, and {self.store} is on "
+                f"{medium.filesystem}, which other hosts do not see: use a network mount"
+            )
+
+    def _share_of_cores(self) -> int:
+        here = Process.here().machine
+        ranks_here = sum(peer.machine == here for peer in self._agreement.peers)
+        return max(1, min(MAX_DEFAULT_THREADS, (os.cpu_count() or 1) // ranks_here))
+
+    def _send(
+        self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
+    ) -> tuple[int, Layout]:
+        ranks = self._agreement
+        source = self._describe(weights, version)
+        footer = self._output.footer_of(self._footer_of(source), self._plan)
+        claimed = ranks.first(
+            "claim a buffer", lambda: self._lead().claim(footer, version, metadata)
+        )
+        ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
+        if self._plan.gathered:
+            ranks.each("gather and write", lambda: self._write_gathered(source))
+        checksums = self._output.finish(ranks, hashed=self._checksum)
+        ranks.first("commit the version", lambda: self._lead().commit(checksums))
+        return claimed.version, footer.layout
+
+    def _describe(self, weights: Weights, version: int | None) -> Source:
+        """Find out what is to be published, see that it is the same everywhere, and plan."""
+        ranks = self._agreement
+        sources: list[Source] = []
+
+        def describe() -> _Described:
+            source = _describe(self._describer, weights)
+            sources.append(source)
+            footer = self._footer_of(source)
+            self._output.keep_only(footer.layout)
+            boxes = shards.held_boxes(source.tensors)
+            is_known = self._planned == footer.layout_xxh3 and self._held[ranks.rank] == boxes
+            return _Described(_digest_of(source, footer, version), None if is_known else boxes)
+
+        described = ranks.each("describe its weights", describe)
+        [source] = sources
+        if len({one.weights_xxh3 for one in described}) > 1:
+            self._explain_difference(source, version)
+        if any(one.boxes is not None for one in described):
+            last = self._held or [[]] * len(described)
+            self._held = [
+                known if one.boxes is None else one.boxes
+                for one, known in zip(described, last, strict=True)
+            ]
+            self._plan = shards.make_plan(
+                source.specs, self._held, rows_only=self._output.rows_only
+            )
+            self._planned = self._footer_of(source).layout_xxh3
+        return source
+
+    def _explain_difference(self, source: Source, version: int | None) -> NoReturn:
+        rows = [f"version {version}", *_rows_of(source)]
+        by_rank = self._agreement.each("compare its weights", lambda: rows)
+        for rank, theirs in enumerate(by_rank):
+            for mine, other in itertools.zip_longest(by_rank[0], theirs, fillvalue="nothing more"):
+                if mine != other:
+                    raise InvalidWeightsError(
+                        f"rank {rank} is to publish {other}, where rank 0 is to publish {mine}; "
+                        "every rank must call send with the same weights and version"
+                    )
+        raise InvalidWeightsError("the ranks describe different weights")
+
+    def _footer_of(self, source: Source) -> Footer:
+        self._footer = Footer.like(self._footer, source.specs, source.aliases)
+        return self._footer
+
+    def _write_held(self, claimed: Claimed, source: Source, footer: Footer) -> None:
+        """Write what this rank is to write of what it holds."""
+        self._output.begin(claimed, footer)
+        boxes = self._plan.boxes[self._agreement.rank]
+        if not boxes:
+            return
+        specs = source.specs
+        sizes = [math.prod(box.shape) * ITEM_BYTES[specs[box.tensor].dtype] for box in boxes]
+
+        def work(first: int, end: int) -> None:
+            for box in boxes[first:end]:
+                tensor, name = source.tensors[box.tensor], specs[box.tensor].name
+                self._output.write(box, shards.held_elements(tensor, box, name))
+
+        self._copier.in_parallel(work, split_evenly(sizes, self._copier.num_threads))
+
+    def _write_gathered(self, source: Source) -> None:
+        """Gather tensor by tensor; each is written by one rank, and dropped by all."""
+        problem: Exception | None = None
+        for index, writer in self._plan.gathered:
+            with shards.gathered(source.tensors[index]) as whole:
+                if writer != self._agreement.rank or problem is not None:
+                    continue
+                try:
+                    self._output.write(shards.whole_box(index, source.specs[index]), whole)
+                except Exception as error:  # noqa: BLE001 - the others wait in the next gather
+                    problem = error
+            del whole  # before the next is gathered
+        if problem is not None:
+            raise problem
+
+
+class _Leader:
+    """What rank 0 does for all."""
+
+    def __init__(self, writer: BufferWriter) -> None:
+        self.writer = writer
+        self._drafts = Drafts(writer)
+        self._draft: Draft | None = None
+        self._metadata: dict[str, Any] = {}
+
+    def claim(
+        self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
+    ) -> Claimed:
+        """Begin a version, for all ranks to fill."""
+        version = self.writer.next_version(version)
+        self._metadata = checked_metadata(metadata)
+        self._draft = draft = self._drafts.begin(version, footer, hashed=False)
+        identity = filesystem.identity_of(draft.file)
+        return Claimed(version, draft.path.parent.name, draft.path.name, identity)
+
+    def commit(self, checksums: list[int] | None) -> None:
+        """Publish what was begun, now that every rank has written its part.
+
+        Where the store is to be flushed, one flush is enough: pages that other processes of this
+        machine have written are pages of the same file.
+        """
+        if self._draft is None:
+            raise ClosedError("nothing was begun that could be committed")
+        if self._draft.layout.is_in_parts:
+            check_parts(self._draft.path, self._draft.layout)
+        self._draft.checksums = checksums
+        self._draft.commit(self._metadata)
+
+    def abandon(self) -> None:
+        """Give up the publish that failed, if there is one."""
+        if self._draft is not None:
+            self._draft.abandon()
+
+    def close(self) -> None:
+        """Give the store up."""
+        self._drafts.close()
+
+
+def _find_place(store: Any, rank_s: Any, reader_s: Any) -> tuple[Path, float, OptionError | None]:
+    """The store; how long a step may take; and what is wrong with these options, if anything is.
+
+    That is for all ranks to hear, which takes an `Agreement`, which takes a time.
+    """
+    try:
+        place = options.directory("store", store)
+        rank_s = options.positive_seconds("rank_timeout_s", rank_s)
+        # Rank 0 may wait for readers while the others wait for it.
+        return place, rank_s + options.seconds("reader_timeout_s", reader_s), None
+    except OptionError as error:
+        return Path(os.devnull), DEFAULT_RANK_TIMEOUT_S, error
+
+
+def _describe(describer: Describer, weights: Weights) -> Source:
+    if is_stream(weights):
+        raise InvalidWeightsError(
+            "an iterator cannot be gone through by all ranks together: give the module, or a dict"
+        )
+    return describer.describe(weights)
+
+
+def _rows_of(source: Source) -> list[str]:
+    """All that must be the same on all ranks, for people."""
+    pairs = zip(source.specs, source.tensors, strict=True)
+    aliases = [f"{alias} tied to {name}" for alias, name in source.aliases.items()]
+    return [f"{spec}{', sharded' * _is_sharded(tensor)}" for spec, tensor in pairs] + aliases
+
+
+def _digest_of(source: Source, footer: Footer, version: int | None) -> str:
+    """A digest of the same."""
+    kinds = bytes(map(_is_sharded, source.tensors))
+    return digest(f"{version} {footer.layout_xxh3} ".encode() + kinds)
+
+
+def _is_sharded(tensor: torch.Tensor | LazyTensor) -> bool:
+    return isinstance(tensor, LazyTensor) and tensor.sharded is not None

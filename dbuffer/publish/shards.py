@@ -1,0 +1,249 @@
+"""Which part of which tensor each rank of a sharded trainer holds, and who writes what.
+
+Each rank says which box of each tensor it holds: a first index and an extent in every dimension.
+Where the boxes of all ranks cover a tensor, each box is written by one of those that hold it.
+Where they do not, the tensor is gathered by all ranks, written by one of them, and dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from dbuffer.errors import InvalidWeightsError
+from dbuffer.format.layout import ITEM_BYTES, Layout, Piece, TensorSpec, align
+from dbuffer.weights.checkpoint import LazyTensor
+from dbuffer.weights.sources import fetch
+
+SPREAD_FROM_BYTES = 1 << 20
+"""What several ranks hold is written by the least busy of them from this size on, and below it by
+the first. What a trainer lets drift apart between ranks is small (the statistics of a batch norm),
+and must not be put together from several."""
+
+Tensors: TypeAlias = Sequence[torch.Tensor | LazyTensor]
+
+
+class Box(NamedTuple):
+    """A region of a tensor."""
+
+    tensor: int
+    """Which one, by its place in the order of all."""
+    start: tuple[int, ...]
+    """Its first index in each dimension."""
+    shape: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of this region of ``tensor``."""
+        for dimension, (start, extent) in enumerate(zip(self.start, self.shape, strict=True)):
+            tensor = tensor.narrow(dimension, start, extent)
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who writes what, the same on all ranks."""
+
+    boxes: tuple[tuple[Box, ...], ...]
+    """By rank: what it writes of what it holds."""
+    gathered: tuple[tuple[int, int], ...]
+    """Tensors that all ranks gather, in this order, each with the rank that writes it."""
+
+
+Boxes: TypeAlias = list[Box | None]
+"""What a rank holds of each tensor; None where that is no box, or must be added up first."""
+
+
+def held_boxes(tensors: Tensors) -> Boxes:
+    """What this rank holds of each tensor."""
+    return [_held_box(index, tensor) for index, tensor in enumerate(tensors)]
+
+
+def _held_box(index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
+    sharded = tensor.sharded if isinstance(tensor, LazyTensor) else None
+    if isinstance(sharded, DTensor):
+        return _box_of_dtensor(index, sharded)
+    if sharded is not None:
+        return None
+    return Box(index, (0,) * len(tensor.shape), tuple(tensor.shape))
+
+
+def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
+    if any(placement.is_partial() for placement in tensor.placements):
+        return None
+    shape, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    if not start and tensor.ndim:  # a rank outside of the mesh
+        return Box(index, (0,) * tensor.ndim, (0,) * tensor.ndim)
+    return Box(index, tuple(start), tuple(shape))
+
+
+def held_elements(tensor: torch.Tensor | LazyTensor, box: Box, name: str) -> torch.Tensor:
+    """The elements in a box, where they are on this rank.
+
+    Raises:
+        InvalidWeightsError: the rank does not hold what its placements say.
+    """
+    if not isinstance(tensor, LazyTensor):
+        return tensor
+    if tensor.sharded is None:
+        return fetch(tensor)
+    with torch.no_grad():
+        local: torch.Tensor = tensor.sharded.to_local()
+    if tuple(local.shape) != box.shape:
+        raise InvalidWeightsError(
+            f"of {name!r} this rank holds {list(local.shape)}, and its placements "
+            f"{tensor.sharded.placements} give it {list(box.shape)}"
+        )
+    return local
+
+
+def gathered(tensor: torch.Tensor | LazyTensor) -> AbstractContextManager[torch.Tensor]:
+    """The whole of a sharded tensor, for the length of a block that all ranks enter together."""
+    if isinstance(tensor, LazyTensor) and hasattr(tensor.sharded, "ds_shape"):
+        return _gathered_zero3(tensor.sharded)
+    return contextlib.nullcontext(fetch(tensor))
+
+
+@contextlib.contextmanager
+def _gathered_zero3(parameter: Any) -> Iterator[torch.Tensor]:
+    """The whole of a parameter that DeepSpeed's ZeRO-3 has partitioned."""
+    import deepspeed  # whose parameter this is, so that it is there
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        yield parameter.data
+
+
+def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes], *, rows_only: bool) -> Plan:
+    """Spread the writing over the ranks.
+
+    Args:
+        specs: all tensors.
+        held: what each rank holds of them.
+        rows_only: gather what does not lie in one row of bytes in the whole tensor.
+    """
+    written: list[list[Box]] = [[] for _ in held]
+    gathered: list[int] = []
+    busy_bytes = [0] * len(held)
+    shared: list[tuple[int, Box, list[int]]] = []
+    for index, spec in enumerate(specs):
+        owners = _owners([boxes[index] for boxes in held])
+        if (
+            owners is None
+            or not _covers(list(owners), spec.shape)
+            or (rows_only and not all(_is_contiguous(box, spec.shape) for box in owners))
+        ):
+            gathered.append(index)
+            continue
+        for box, ranks in owners.items():
+            num_bytes = _num_bytes(box, spec)
+            if len(ranks) > 1 and num_bytes >= SPREAD_FROM_BYTES:
+                shared.append((num_bytes, box, ranks))
+                continue
+            written[ranks[0]].append(box)
+            busy_bytes[ranks[0]] += num_bytes
+    # Large ones first: the small ones even out what those leave.
+    for num_bytes, box, ranks in sorted(shared, key=lambda row: -row[0]):
+        writer = min(ranks, key=busy_bytes.__getitem__)
+        written[writer].append(box)
+        busy_bytes[writer] += num_bytes
+    return Plan(
+        boxes=tuple(tuple(sorted(of_rank)) for of_rank in written),
+        gathered=tuple(_spread(gathered, specs, busy_bytes)),
+    )
+
+
+def _num_bytes(box: Box, spec: TensorSpec) -> int:
+    return math.prod(box.shape) * ITEM_BYTES[spec.dtype]
+
+
+def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether the elements of a box lie one behind the other in the whole: as rows do."""
+    pairs = itertools.dropwhile(lambda pair: pair[0] == 1, zip(box.shape, shape, strict=True))
+    return all(extent == full for extent, full in itertools.islice(pairs, 1, None))
+
+
+def layout_in_parts(layout: Layout, plan: Plan) -> Layout:
+    """The same tensors, where each rank writes what it is to write into a part of its own."""
+    part_bytes = [0] * len(plan.boxes)
+    pieces = []
+    whole: list[list[Box]] = [[] for _ in plan.boxes]
+    for index, writer in plan.gathered:
+        whole[writer].append(whole_box(index, layout.specs[index]))
+    for rank, boxes in enumerate(plan.boxes):
+        for box in sorted((*boxes, *whole[rank])):
+            spec = layout.specs[box.tensor]
+            offset = _flat_index(box.start, spec.shape) * ITEM_BYTES[spec.dtype]
+            num_bytes, place = _num_bytes(box, spec), align(part_bytes[rank])
+            pieces.append(Piece(box.tensor, offset, num_bytes, rank, place))
+            part_bytes[rank] = place + num_bytes
+    return dataclasses.replace(layout, part_bytes=tuple(part_bytes), pieces=tuple(sorted(pieces)))
+
+
+def whole_box(index: int, spec: TensorSpec) -> Box:
+    """All of a tensor."""
+    return Box(index, (0,) * len(spec.shape), spec.shape)
+
+
+def _flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Where an element of a contiguous tensor is, counted in elements."""
+    flat = 0
+    for position, extent in zip(index, shape, strict=True):
+        flat = flat * extent + position
+    return flat
+
+
+def _spread(
+    tensors: Sequence[int], specs: Sequence[TensorSpec], busy_bytes: list[int]
+) -> Iterator[tuple[int, int]]:
+    """Each of these tensors, with the least busy rank to write it."""
+    for index in tensors:
+        writer = min(range(len(busy_bytes)), key=busy_bytes.__getitem__)
+        busy_bytes[writer] += specs[index].num_bytes
+        yield index, writer
+
+
+def _owners(boxes: Sequence[Box | None]) -> dict[Box, list[int]] | None:
+    """The ranks that hold each box; None if one of them holds no box."""
+    owners: dict[Box, list[int]] = defaultdict(list)
+    for rank, box in enumerate(boxes):
+        if box is None:
+            return None
+        if math.prod(box.shape):
+            owners[box].append(rank)
+    return owners
+
+
+def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes cover a tensor, and none lies on another.
+
+    A DTensor cuts each dimension by itself. A rank's share of one is said by its first index and
+    its length alone, as torch computes them; a strided share is no run of indices. But shares
+    that divide a dimension, and whose runs so described do too, are those runs: from the front,
+    whatever lies before the next share's first index can belong to this share only.
+    """
+    if not math.prod(shape):
+        return not boxes
+    num_boxes = 1
+    for dimension, extent in enumerate(shape):
+        runs = sorted({(box.start[dimension], box.shape[dimension]) for box in boxes})
+        end = 0
+        for start, length in runs:
+            if start != end:
+                return False
+            end += length
+        if end != extent:
+            return False
+        num_boxes *= len(runs)
+    return len(boxes) == num_boxes

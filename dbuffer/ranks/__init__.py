@@ -1,0 +1,1 @@
+"""Ranks of one job that meet, and agree on what all of them do."""

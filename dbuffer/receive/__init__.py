@@ -1,0 +1,1 @@
+"""Receivers: a snapshot of the newest version, loaded now or staged ahead."""

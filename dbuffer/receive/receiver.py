@@ -1,0 +1,602 @@
+"""`WeightReceiver`: sees each newest version whole, as a snapshot or loaded into a target."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
+from pathlib import Path
+from typing import Any, Literal, Self, TypeAlias
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from dbuffer.errors import (
+    ChecksumError,
+    ClosedError,
+    SnapshotEvictedError,
+    StoreNotFoundError,
+    VersionError,
+    VersionTimeoutError,
+    WeightsMismatchError,
+)
+from dbuffer.format.layout import Layout
+from dbuffer.format.manifest import POINTER_FILE, Pointer, host_in_id, is_receiver_id
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, copy_one
+from dbuffer.receive.snapshot import (
+    Snapshot,
+    SnapshotTensors,
+    map_privately,
+    read_whole,
+    wrong_tensors,
+)
+from dbuffer.runtime import options
+from dbuffer.store.buffer import (
+    DoubleBuffer,
+    Held,
+    Patience,
+    pointer_to,
+)
+from dbuffer.store.records import RecordFile
+from dbuffer.store.watcher import Watcher
+from dbuffer.weights.targets import LoadedNames, Match, Matcher, refuse_adapter
+
+logger = logging.getLogger(__name__)
+
+Target: TypeAlias = (
+    nn.Module
+    | TensorDictBase
+    | MutableMapping[str, torch.Tensor]
+    | Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+)
+
+_STOP_CHECK_S = 0.1
+"""How often a wait looks at its stop event."""
+
+
+class WeightReceiver:
+    """A reader of a store; any number of them, in any process.
+
+    It may be made before the store is, and serves one thread at a time. It leaves no trace until
+    it reads: then ``receivers/ID.json`` in the store says what it holds and has applied.
+
+    It follows one history of the store. Where the store was emptied or replaced, and started over,
+    every method that looks at it raises `StoreReplacedError`, until :meth:`start_over`.
+
+    Args:
+        store: the store's directory.
+        receiver_id: a name for acknowledgements: letters, digits and ``._-``, at most 128. It has
+            one living owner: a second receiver of that name is refused when it reads, with
+            :class:`ReceiverActiveError`. Default: host, process id and a random part.
+        poll_interval_s: how often a wait re-reads the pointer when no event came.
+        verify: check every tensor against its checksum. ``"auto"``: on network mounts only.
+            True refuses versions that were published without checksums.
+        num_threads: threads that copy. Default: the machine's cores, at most 8.
+        allow_shared_store: accept a directory that belongs to someone else, or that others can
+            write to.
+
+    Raises:
+        OptionError: an option is not what it may be.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        receiver_id: str | None = None,
+        poll_interval_s: float = 1.0,
+        verify: bool | Literal["auto"] = "auto",
+        num_threads: int | None = None,
+        allow_shared_store: bool = False,
+    ) -> None:
+        is_made_up = receiver_id is None
+        if receiver_id is None:
+            receiver_id = _default_id()
+        if not (isinstance(receiver_id, str) and is_receiver_id(receiver_id)):
+            rule = "1 to 128 letters, digits, '.', '_' or '-', the first no '.' or '-'"
+            options.refuse("receiver_id", receiver_id, rule)
+        options.choice("verify", verify, (True, False, "auto"))
+        self.receiver_id = receiver_id
+        self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+        self._poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
+        self._verify = verify
+        self._copier = Copier(num_threads)
+        self._watcher = Watcher(self._store.root / POINTER_FILE)
+        self._pid = os.getpid()
+        self._is_closed = False
+        self.record = RecordFile(self._store.root, receiver_id)
+        self.record.set(is_made_up=is_made_up)
+        self._seen: Pointer | None = None
+        self._loaded: int | None = None
+        self._kept = KeptMappings()
+        self._memory: torch.Tensor | None = None
+        self._patience = Patience()
+        self._matcher = Matcher()
+        self._loaded_names = LoadedNames()
+
+    @property
+    def store(self) -> Path:
+        """The store's directory."""
+        return self._store.root
+
+    @property
+    def seen_version(self) -> int:
+        """The newest version that it has come upon, whether or not it could be read; 0: none."""
+        return 0 if self._seen is None else self._seen.version
+
+    @contextlib.contextmanager
+    def open(
+        self,
+        newer_than: int | None = None,
+        timeout_s: float = 60.0,
+        *,
+        version: int | None = None,
+        acknowledge: bool = True,
+    ) -> Iterator[Snapshot]:
+        """Hold the newest version for the length of a ``with`` block.
+
+        Leaving the block without an error acknowledges the version as applied.
+
+        Args:
+            newer_than: wait for a version above this one. None: any version will do.
+            timeout_s: how long to wait for it.
+            version: exactly this version, and no other.
+            acknowledge: whether to acknowledge.
+
+        Raises:
+            OptionError: one of these is not what it may be.
+            VersionTimeoutError: no such version came in time.
+            VersionError: ``version`` is no longer in the store.
+            StoreReplacedError: the store was started over; its versions are another run's.
+            SnapshotEvictedError: on leaving: the block took longer than the sender waits, and
+                what was read in it must not be used.
+            StoreCorruptError, ChecksumError, StoreInsecureError: nothing was read.
+        """
+        self._check_open()
+        _check_version("newer_than", newer_than)
+        _check_version("version", version)
+        options.seconds("timeout_s", timeout_s)
+        with self._open(newer_than, timeout_s, version, acknowledge=acknowledge) as snapshot:
+            yield snapshot
+
+    @contextlib.contextmanager
+    def open_seen(self, newer_than: int, timeout_s: float) -> Iterator[Snapshot]:
+        """As :meth:`open`, the version that :meth:`wait_for_version` has just come upon.
+
+        The pointer is read again only if that version is no longer there. Nothing is acknowledged.
+        """
+        self._check_open()
+        with self._open(newer_than, timeout_s, known=self._seen) as snapshot:
+            yield snapshot
+
+    @contextlib.contextmanager
+    def _open(
+        self,
+        newer_than: int | None,
+        timeout_s: float,
+        version: int | None = None,
+        *,
+        known: Pointer | None = None,
+        acknowledge: bool = False,
+    ) -> Iterator[Snapshot]:
+        with self._hold_whole(newer_than, timeout_s, version, known) as (held, tensors):
+            verify = self._is_verified_in_place(held)
+            yield Snapshot(held, tensors, self._copier, verify=verify)
+            if not held.is_unchanged():
+                raise SnapshotEvictedError(
+                    f"version {held.manifest.version} of {self.store} was held for longer than "
+                    "the sender waits, and its buffer was taken; open the newest and start over"
+                )
+            if acknowledge:
+                self._note_applied(held)
+
+    @contextlib.contextmanager
+    def hold_seen(self, newer_than: int | None = None) -> Iterator[Held | None]:
+        """Hold the file of the version that :meth:`wait_for_version` has just come upon, unread.
+
+        None: nothing is above ``newer_than``.
+        """
+        self._check_open()
+        held = self._hold(newer_than, self._seen)
+        if held is None:
+            yield None
+            return
+        with self._released(held):
+            yield held
+
+    def load_into(
+        self,
+        target: Target,
+        *,
+        partial: bool = False,
+        check: Callable[[Mapping[str, Any]], None] = refuse_adapter,
+    ) -> int | None:
+        """Load the newest version, unless this receiver has loaded it already.
+
+        Args:
+            target: a module or a dictionary of tensors, filled in place; or a function such as
+                vLLM's ``model.load_weights``, called with ``(name, tensor)`` pairs that are
+                valid during the call.
+            partial: leave tensors of the target that the version lacks as they are. All that it
+                holds must still be in the target. A version that lacks what an earlier one
+                contained is refused, because the rest would stay that one's; this receiver
+                remembers what it has loaded, so load into one target with it, and load into a
+                target with one receiver.
+            check: called with the version's metadata before anything is touched; what it raises
+                is raised. Default: refuse an adapter, which is no model
+                (:mod:`dbuffer.integrations.peft` loads those).
+
+        Returns:
+            The version loaded, or None if there is nothing newer (or nothing at all).
+
+        Raises:
+            WeightsMismatchError: names, shapes or dtypes differ, or the version lacks what an
+                earlier one contained; the target was not touched.
+            StoreReplacedError: the store was started over; its versions are another run's.
+            StoreCorruptError, ChecksumError: the store is damaged.
+        """
+        while True:
+            self._check_open()
+            if not self._store.exists() and self._seen is None:
+                return None
+            held = self._hold(self._loaded)
+            if held is None:
+                return None
+            with self._released(held):
+                check(held.manifest.metadata)
+                if self._load(held, target, partial) and held.is_unchanged():
+                    self._loaded = held.manifest.version
+                    self._note_applied(held)
+                    return self._loaded
+                logger.warning(
+                    "version %d of %s was overwritten while it was loaded; loading the newest",
+                    held.manifest.version,
+                    self.store,
+                )
+
+    def follow(
+        self, newer_than: int | None = None, stop_event: threading.Event | None = None
+    ) -> Iterator[Snapshot]:
+        """Every newest version as it comes; those that were too fast for the loop are skipped.
+
+        A version is acknowledged when the loop asks for the next one.
+
+        Args:
+            newer_than: begin above this version. None: with whatever is there.
+            stop_event: end the loop when it is set, within a tenth of a second.
+
+        Raises:
+            SnapshotEvictedError: the loop's body took longer than the sender waits.
+        """
+        while self.wait_for_version(newer_than, None, stop_event) is not None:
+            with self.open(newer_than) as snapshot:
+                yield snapshot
+            newer_than = snapshot.version
+            del snapshot  # and its mapping, while the next version is waited for
+
+    def wait_for_version(
+        self,
+        newer_than: int | None = None,
+        timeout_s: float | None = 60.0,
+        stop_event: threading.Event | None = None,
+    ) -> int | None:
+        """Wait until a version above ``newer_than`` is published; the newest one's number.
+
+        None if the time is over (``timeout_s=None``: never) or ``stop_event`` is set first.
+
+        Raises:
+            OptionError: one of these is not what it may be.
+            StoreNotFoundError: the store was removed.
+            StoreReplacedError: the store was started over; its versions are another run's.
+            StoreInsecureError, StoreCorruptError, StoreAccessError: it cannot be read.
+        """
+        _check_version("newer_than", newer_than)
+        if timeout_s is not None:
+            options.seconds("timeout_s", timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while stop_event is None or not stop_event.is_set():
+            self._check_open()
+            version = self._newest()
+            if version is not None and (newer_than is None or version > newer_than):
+                return version
+            wait_s = self._poll_interval_s
+            if deadline is not None:
+                wait_s = min(wait_s, deadline - time.monotonic())
+                if wait_s <= 0:
+                    return None
+            self._wait_for_change(wait_s, stop_event)
+        return None
+
+    def _wait_for_change(self, wait_s: float, stop_event: threading.Event | None) -> None:
+        if stop_event is None:
+            self._watcher.wait(wait_s)
+            return
+        end = time.monotonic() + wait_s
+        while not stop_event.is_set() and (left_s := end - time.monotonic()) > 0:
+            if self._watcher.wait(min(left_s, _STOP_CHECK_S)):
+                return
+
+    def acknowledge(self, version: int) -> None:
+        """Say in the store that this receiver has applied ``version``."""
+        if self._seen is None:
+            self._newest()  # which run of versions that is one of
+        self.record.write(applied_version=version, held_version=None, history=self.history)
+
+    @property
+    def history(self) -> str | None:
+        """Identity of the run of versions that it follows; None before it has seen one."""
+        return None if self._seen is None else self._seen.history
+
+    def start_over(self) -> None:
+        """Follow what the store holds now, whatever it held before.
+
+        What a target was filled with is remembered all the same: a version that lacks what an
+        earlier one contained is refused with ``partial``, because it would leave a mix.
+        """
+        self._seen = self._loaded = None
+        self.record.set(applied_version=None, held_version=None, history=None)
+
+    def wake(self) -> None:
+        """Let a :meth:`wait_for_version` in another thread look at once: its stop event is set."""
+        self._watcher.wake()
+
+    def close(self) -> None:
+        """Stop watching. What was acknowledged stays in the store."""
+        self._is_closed = True
+        self._watcher.close()
+        self.record.close()
+        self._copier.close()
+        self._kept.clear()
+        self._memory = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed or self._pid != os.getpid():
+            raise ClosedError(
+                f"this receiver of {self.store} is closed, or was made before a fork; "
+                "make a new one"
+            )
+
+    def _newest(self) -> int | None:
+        """The pointer's version; None if there is no store yet, or nothing in it."""
+        if not self._store.exists():
+            if self._seen is not None:
+                raise StoreNotFoundError(f"the store at {self.store} was removed")
+            return None
+        self._store.check()
+        pointer = self._store.newest_pointer(self._seen)
+        if pointer is None:
+            return None
+        self._seen = pointer
+        return pointer.version
+
+    def _wait_and_hold(
+        self, newer_than: int | None, timeout_s: float, deadline: float, known: Pointer | None
+    ) -> Held:
+        while True:
+            if known is None:
+                self._wait_until_published(newer_than, timeout_s, deadline)
+                known = self._seen  # which was read just now
+            if (held := self._hold(newer_than, known)) is not None:
+                return held
+            known = None
+
+    def _wait_until_published(
+        self, newer_than: int | None, timeout_s: float, deadline: float
+    ) -> None:
+        version = self.wait_for_version(newer_than, max(0.0, deadline - time.monotonic()))
+        if version is None:
+            wanted = "no version" if newer_than is None else f"no version above {newer_than}"
+            there = "" if self._store.exists() else ", which is not there"
+            raise VersionTimeoutError(
+                f"{wanted} was published within {timeout_s:g} s in {self.store}{there}"
+            )
+
+    def _hold(self, newer_than: int | None, known: Pointer | None = None) -> Held | None:
+        with self._cleared_on_error():
+            held = self._store.hold_newest(
+                newer_than=newer_than, seen=self._seen, known=known, announce=self._announce
+            )
+        if held is not None:
+            self._seen = pointer_to(held.buffer, held.manifest)
+        return held
+
+    def _note_applied(self, held: Held) -> None:
+        manifest = held.manifest
+        self.record.set(applied_version=manifest.version, history=manifest.history)
+
+    def _announce(self, version: int) -> None:
+        """Say in the store what is about to be read; before it is."""
+        if self.record.current.held_version != version:
+            self.record.write(held_version=version)
+
+    @contextlib.contextmanager
+    def _cleared_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self.record.current.held_version is not None:
+                self.record.write(held_version=None)
+            raise
+
+    def _wait_and_hold_exactly(self, version: int, timeout_s: float, deadline: float) -> Held:
+        # Not held: what may be wrong with the newest one says nothing of this one.
+        self._wait_until_published(version - 1, timeout_s, deadline)
+        with self._cleared_on_error():
+            held = self._store.hold_version(version, self.history, self._announce)
+            if held is None:
+                raise VersionError(
+                    f"version {version} is no longer in {self.store}: version "
+                    f"{self.seen_version} and the one before it are"
+                )
+        return held
+
+    @contextlib.contextmanager
+    def _hold_whole(
+        self,
+        newer_than: int | None,
+        timeout_s: float,
+        version: int | None,
+        known: Pointer | None,
+    ) -> Iterator[tuple[Held, FileTensors]]:
+        """Hold the newest version, or exactly the one asked for, in memory; checked if need be."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if version is None:
+                held = self._wait_and_hold(newer_than, timeout_s, deadline, known)
+                known = None
+            else:
+                held = self._wait_and_hold_exactly(version, timeout_s, deadline)
+            with self._released(held):
+                tensors = self._bring_in(held)
+                if tensors is not None:
+                    yield held, tensors
+                    return
+
+    @contextlib.contextmanager
+    def _released(self, held: Held) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            held.release()
+            self.record.write(held_version=None)
+
+    def _bring_in(self, held: Held, *, keep: bool = False) -> FileTensors | None:
+        """A version in memory, whole; None if a writer was faster.
+
+        Where it is only copied from before the next one comes, memory and mappings are ``keep``-ed.
+        """
+        if self._store.medium.maps_files:
+            mapped = self._map_kept(held) if keep else map_privately(held)
+            return mapped if self._is_whole(held, mapped) else None
+        tensors = self._read(held, self._memory if keep else None)
+        if keep and tensors is not None:
+            self._memory = tensors.data
+        return tensors
+
+    def _read(self, held: Held, memory: torch.Tensor | None) -> FileTensors | None:
+        """Read a version over the network; None if its file was removed, or its bytes changed."""
+        must_verify = self._must_verify(held)
+        try:
+            tensors, checksums = read_whole(held, self._copier, memory, hashed=must_verify)
+            if must_verify and not self.checksums_match(held, tensors.layout, checksums):
+                return None
+        except StoreNotFoundError as error:
+            held.wait_after_loss(error, self._patience)
+            return None
+        self._patience = Patience()
+        # It is in memory, and nobody need keep the file for us.
+        self.record.write(held_version=None)
+        return tensors
+
+    def _map_kept(self, held: Held) -> MappedTensors:
+        """A mapping that stays for the next versions in the same file, and is only copied from.
+
+        What a publish does not change, the layout, the views and the page tables, is made once.
+        """
+        return self._kept.of(held.path, held.file.number, lambda: map_privately(held))
+
+    def _load(self, held: Held, target: Target, partial: bool) -> bool:
+        """Fill the target; False if checksums show that a writer was faster."""
+        if callable(target) and not isinstance(target, nn.Module | Mapping):
+            tensors = self._bring_in(held)
+            if tensors is None:
+                return False
+            self._note(held, tensors.layout.names, partial)
+            target(iter(SnapshotTensors(tensors.data, tensors.layout).items()))
+            return True
+        try:
+            match = self._matcher.match(target, self._layout_of(held), partial=partial)
+        except StoreNotFoundError as error:
+            held.wait_after_loss(error, self._patience)
+            return False
+        # Damage is found before the target is touched ...
+        tensors = self._bring_in(held, keep=True)
+        if tensors is None or not self._fits_in_ties(held, tensors, match):
+            return False
+        self._note(held, tensors.layout.all_names, partial)
+        for alias, index in match.aliases:
+            copy_one(alias, tensors.views[index])
+        if not self._is_verified_in_place(held):
+            self._copier.read(tensors, match.targets)
+            return True
+        # ... and a writer that comes in between, where locks do not hold it, by a second look.
+        checksums = self._copier.read_hashed(tensors, match.targets)
+        return self.checksums_match(held, tensors.layout, checksums)
+
+    def _layout_of(self, held: Held) -> Layout:
+        maps_files = self._store.medium.maps_files
+        return self._map_kept(held).layout if maps_files else held.read_layout()
+
+    def _fits_in_ties(self, held: Held, tensors: FileTensors, match: Match) -> bool:
+        """Look at values that must be equal; False if a writer was faster.
+
+        Raises:
+            WeightsMismatchError: they are not.
+        """
+        try:
+            match.require_ties(tensors.tensor)
+        except WeightsMismatchError:
+            if held.is_unchanged():
+                raise
+            return False
+        return True
+
+    def _note(self, held: Held, names: Set[str], partial: bool) -> None:
+        """Remember what is about to be touched; refuse what would leave a mix."""
+        version = held.manifest.version
+        if partial:
+            self._loaded_names.require_all(names, version)
+        self._loaded_names.add(names, version)
+
+    def _must_verify(self, held: Held) -> bool:
+        return self._store.medium.must_verify(held.manifest, self._verify)
+
+    def _is_verified_in_place(self, held: Held) -> bool:
+        """Whether what is copied must be compared once more, with the checksums of the copy."""
+        # What was read into memory was checked there, where nobody else writes.
+        return self._store.medium.maps_files and self._must_verify(held)
+
+    def _is_whole(self, held: Held, mapped: FileTensors) -> bool:
+        """Whether the bytes are those published, as far as that is to be checked."""
+        if not self._must_verify(held):
+            return True
+        return self.checksums_match(held, mapped.layout, self._copier.checksums(mapped))
+
+    def checksums_match(self, held: Held, layout: Layout, checksums: list[int]) -> bool:
+        """Compare checksums with the published ones; False if a writer has moved on since.
+
+        Raises:
+            ChecksumError: they differ, or there are none, and it was no writer.
+        """
+        wrong = wrong_tensors(held, layout, checksums)
+        if not wrong:
+            return True
+        # A writer marks the buffer before its first byte: one that is not marked was damaged.
+        if self._store.manifest(held.buffer) == held.manifest:
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            raise ChecksumError(
+                f"{held.path}: version {held.manifest.version} was damaged after it was "
+                f"published: {', '.join(wrong[:5])}{more}; publish again to replace it"
+            )
+        return False
+
+
+def _check_version(name: str, value: int | None) -> None:
+    if value is not None:
+        options.whole_number(name, value, at_least=-1)
+
+
+def _default_id() -> str:
+    return f"receiver-{host_in_id()}-{os.getpid()}-{secrets.token_hex(4)}"

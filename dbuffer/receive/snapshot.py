@@ -1,0 +1,258 @@
+"""`Snapshot`: one version, mapped and held still; and whether its bytes are those published."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from dbuffer.errors import ChecksumError, StoreAccessError
+from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.io.copier import Copier
+from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import (
+    FileTensors,
+    MappedTensors,
+    as_bytes,
+    copy_one,
+    unpack_checksums,
+    view_tensor,
+)
+from dbuffer.io.transfer import read_tensors
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import Held
+from dbuffer.store.filesystem import os_errors
+from dbuffer.weights.targets import Match
+
+
+class SnapshotTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a version by name; each view is made when it is asked for."""
+
+    def __init__(self, data: torch.Tensor, layout: Layout) -> None:
+        self._data = data
+        self._layout = layout
+        self._indices = layout.indices
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return view_tensor(self._data, self._layout, self._indices[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tensors of a snapshot>"
+
+
+class Snapshot:
+    """One version, held still: no writer touches its bytes while it is open.
+
+    The tensors are views of mapped memory, or on a network mount of memory that the file was read
+    into. They are valid until the snapshot is left; copy what is needed longer. Writing into one
+    changes this snapshot's copy of a page, and nothing else.
+    """
+
+    def __init__(self, held: Held, contents: FileTensors, copier: Copier, *, verify: bool) -> None:
+        self._verify = verify
+        self._held = held
+        self._contents = contents
+        self._copier = copier
+        self.tensors = SnapshotTensors(contents.data, contents.layout)
+
+    @property
+    def version(self) -> int:
+        """The version, as published."""
+        return self._held.manifest.version
+
+    @property
+    def identity(self) -> str:
+        """What no other version has, of this store or of one that takes its place."""
+        return self._held.manifest.identity
+
+    @property
+    def history(self) -> str | None:
+        """Which run of versions it is of: only within one do their numbers go up."""
+        return self._held.manifest.history
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the sender gave with it."""
+        return self._held.manifest.metadata
+
+    @property
+    def path(self) -> Path:
+        """The weights file, which ``TensorDict.from_consolidated`` opens as well."""
+        return self._held.path
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Name, dtype and shape of every tensor, in the file's order."""
+        return self._contents.layout.specs
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether it was published with checksums."""
+        return self._held.manifest.checksums_xxh3 is not None
+
+    def damaged_tensors(self) -> list[str]:
+        """Names of the tensors whose bytes are not those published; all of them are read.
+
+        Raises:
+            ChecksumError: it was published without checksums.
+        """
+        checksums = self._copier.checksums(self._contents)
+        return wrong_tensors(self._held, self._contents.layout, checksums)
+
+    def read_ahead(self) -> None:
+        """Bring every page of it into this process's page table, so that reading waits for none."""
+        self._contents.read_ahead()
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes from the beginning of the first tensor to the end of the last, gaps included."""
+        return self._contents.data.numel()
+
+    def copy_into(self, memory: torch.Tensor) -> SnapshotTensors:
+        """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; where they are there.
+
+        Raises:
+            ChecksumError: they were damaged since this snapshot was opened and verified.
+        """
+        layout = self._contents.layout
+        tensors = SnapshotTensors(memory, layout)
+        if not self._verify:
+            self._copier.copy_bytes(memory, self._contents.data)
+            return tensors
+        self._check_copied(self._copier.read_hashed(self._contents, list(tensors.values())))
+        return tensors
+
+    def copy(self) -> SnapshotTensors:
+        """Copy all tensors into new memory, which outlives this snapshot.
+
+        Raises:
+            ChecksumError: they were damaged since this snapshot was opened and verified.
+        """
+        return self.copy_into(torch.empty(self.data_bytes, dtype=torch.uint8))
+
+    @contextlib.contextmanager
+    def as_file(self) -> Iterator[Path]:
+        """A file that other processes of this host can open while the block lasts.
+
+        On a local mount it is the weights file itself, by way of its open descriptor: it stays even
+        if a sender has no patience and unlinks it. On a network mount, where a file goes without
+        asking and may be in parts, it is a copy in ``TMPDIR``.
+
+        Raises:
+            StoreFullError, StoreAccessError: there is no room for a copy, or it cannot be written.
+        """
+        if isinstance(self._contents, MappedTensors):
+            yield filesystem.path_of(self._held.file.number)
+            return
+        with contextlib.ExitStack() as stack:
+            action = "copy a version for others to read (TMPDIR is where there is room)"
+            with os_errors(action, Path(tempfile.gettempdir())):
+                file = stack.enter_context(tempfile.TemporaryFile())
+                footer = Footer.of(self._contents.layout.joined())
+                filesystem.write_at(file.fileno(), 0, as_bytes(self._contents.data))
+                footer.write(file.fileno())
+            yield filesystem.path_of(file.fileno())
+
+    @property
+    def layout(self) -> Layout:
+        """Its tensors' places in the file."""
+        return self._contents.layout
+
+    def fill(self, match: Match) -> None:
+        """Copy all tensors into those that a :class:`~dbuffer.weights.targets.Matcher` found.
+
+        Raises:
+            WeightsMismatchError: the match has one tensor for two, whose values differ.
+            ChecksumError: they were damaged since this snapshot was opened and verified.
+        """
+        match.require_ties(self._contents.tensor)
+        for alias, index in match.aliases:
+            copy_one(alias, self._contents.views[index])
+        if not self._verify:
+            self._copier.read(self._contents, match.targets)
+            return
+        self._check_copied(self._copier.read_hashed(self._contents, match.targets))
+
+    def _check_copied(self, checksums: list[int]) -> None:
+        if wrong := wrong_tensors(self._held, self._contents.layout, checksums):
+            raise ChecksumError(f"{self.path}: damaged while it was copied: {', '.join(wrong[:5])}")
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied tensors: alias to the name that stands in :attr:`tensors`."""
+        return dict(self._contents.layout.aliases)
+
+    @property
+    def tensordict(self) -> TensorDict:
+        """The tensors as a flat TensorDict of batch size ``[]``, zero-copy as well."""
+        return TensorDict(dict(self.tensors), batch_size=[])
+
+    def __repr__(self) -> str:
+        return f"Snapshot(version={self.version}, tensors={len(self.tensors)})"
+
+
+def map_privately(held: Held) -> MappedTensors:
+    """Map a version; whoever writes into the mapping spoils no other.
+
+    Raises:
+        StoreAccessError: it is in parts, and no one file can be mapped.
+    """
+    layout = held.read_layout()
+    if layout.is_in_parts:
+        raise StoreAccessError(
+            f"{held.path} was written in parts over a network, and looks like a local file here: "
+            "set DBUFFER_MOUNT=network to read it as it was written"
+        )
+    return MappedTensors(held.file.number, held.manifest.file_bytes, layout, shared=False)
+
+
+def read_whole(
+    held: Held, copier: Copier, memory: torch.Tensor | None = None, *, hashed: bool
+) -> tuple[FileTensors, list[int]]:
+    """Read a version, into ``memory`` if that is of the right size; with checksums, if wanted.
+
+    Raises:
+        StoreNotFoundError: its file was removed meanwhile.
+        StoreCorruptError, StoreAccessError: it cannot be read.
+    """
+    layout = held.read_layout()
+    num_bytes = layout.checksums_offset
+    if memory is None or memory.numel() != num_bytes:
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+    tensors = FileTensors(memory, layout)
+    file, path = held.file.number, held.path
+    return tensors, read_tensors(file, path, layout, tensors, copier, hashed=hashed)
+
+
+def wrong_tensors(held: Held, layout: Layout, checksums: list[int]) -> list[str]:
+    """Names of the tensors whose checksums are not those that were published.
+
+    Raises:
+        ChecksumError: the version was published without checksums.
+    """
+    manifest = held.manifest
+    if manifest.checksums_xxh3 is None:
+        raise ChecksumError(
+            f"{held.path}: version {manifest.version} was published without checksums, so it "
+            "cannot be verified; make the sender with checksum=True"
+        )
+    table = held.read_checksums()
+    if digest(table) != manifest.checksums_xxh3:
+        return ["the table of checksums"]
+    expected = unpack_checksums(table)
+    return [
+        spec.name
+        for spec, found, right in zip(layout.specs, checksums, expected, strict=True)
+        if found != right
+    ]

@@ -1,0 +1,102 @@
+"""Waiting for receivers to have applied a version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from dbuffer.errors import AcknowledgementTimeoutError, ReceiverFailedError
+from dbuffer.format.manifest import ReceiverRecord, is_receiver_id
+from dbuffer.runtime import options
+from dbuffer.store.buffer import DoubleBuffer
+
+_POLL_MIN_S = 0.001
+_POLL_MAX_S = 0.05
+
+_LAST_WORD_S = 1.0
+"""How long the last word of a process that has ended may take to arrive: it acknowledged and ended
+between our look at its record and our look at it, or a mirror or a network still carries it."""
+
+
+def wait_applied(
+    store: DoubleBuffer,
+    version: int,
+    receivers: int | str | Collection[str],
+    *,
+    timeout_s: float,
+    since: float,
+) -> None:
+    """Wait until receivers have applied ``version`` or a later one.
+
+    Args:
+        store: where they acknowledge.
+        version: a published version.
+        receivers: how many of them, whichever; or the id of one, or the ids of those to wait for.
+        timeout_s: for how long.
+        since: when the sender began (seconds since the epoch); what records said before that is of
+            an earlier run, whose processes have ended.
+
+    Raises:
+        OptionError: one of these is not what it may be.
+        AcknowledgementTimeoutError: they have not, in time; the message says who has.
+        ReceiverFailedError: one of those named cannot apply it, or has ended. That is learned at
+            once (a second for its last word) of one of this host, or on a local mount; else after
+            :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`.
+    """
+    options.whole_number("version", version, at_least=0)
+    deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
+    pointer = store.newest_pointer()
+    history = None if pointer is None else pointer.history
+    pause_s = _POLL_MIN_S
+    wanted = options.names("receivers", receivers)
+    names = None if isinstance(wanted, int) else wanted
+    needed = wanted if isinstance(wanted, int) else len(wanted)
+    for name in names or ():
+        if not is_receiver_id(name):
+            options.refuse("receivers", receivers, f"no receiver can be named {name!r:.80}")
+    ended_at: dict[str, float] = {}
+    while True:
+        # An engine acknowledges as one; its ranks only say what they have ready.
+        records = [record for record in store.receivers() if record.part_of is None]
+        if names is not None:
+            records = [record for record in records if record.receiver in names]
+        waiting = [record for record in records if not record.has_applied(version, history)]
+        num_applied = len(records) - len(waiting)
+        if num_applied >= needed:
+            return
+        if names is not None:
+            since_then = [r for r in waiting if r.updated_at >= since]
+            _check_no_problem(since_then, version, history)
+            _check_may_live(store, since_then, ended_at)
+        left = deadline - time.monotonic()
+        if left <= 0:
+            states = ", ".join(f"{r.receiver} is at {r.applied_version}" for r in records)
+            raise AcknowledgementTimeoutError(
+                f"{num_applied} of {needed} receivers applied version {version} of "
+                f"{store.root} within {timeout_s:g} s ({states or 'no receiver came yet'})"
+            )
+        time.sleep(min(pause_s, left))
+        pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+
+def _check_no_problem(records: list[ReceiverRecord], version: int, history: str | None) -> None:
+    for record in records:
+        if record.has_problem_with(version, history):
+            raise ReceiverFailedError(
+                f"{record.receiver} (process {record.pid} on {record.host}) could not apply "
+                f"version {record.problem_version or version}: {record.problem}"
+            )
+
+
+def _check_may_live(
+    store: DoubleBuffer, records: list[ReceiverRecord], ended_at: dict[str, float]
+) -> None:
+    for record in records:
+        if store.may_live(record):
+            continue
+        now = time.monotonic()
+        if now - ended_at.setdefault(record.receiver, now) >= _LAST_WORD_S:
+            raise ReceiverFailedError(
+                f"{record.receiver} (process {record.pid} on {record.host}) has ended, at version "
+                f"{record.applied_version}"
+            )

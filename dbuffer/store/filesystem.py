@@ -1,0 +1,675 @@
+"""The only place that flushes, renames, locks and allocates, and what a given mount can do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import itertools
+import logging
+import os
+import re
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreFullError,
+    StoreInsecureError,
+    StoreNotFoundError,
+)
+
+logger = logging.getLogger(__name__)
+
+MOUNT_VARIABLE = "DBUFFER_MOUNT"
+"""``network`` or ``local`` in this environment variable overrules what a mount looks like: for a
+disk of this host that other hosts see over a network, for a FUSE mount that nobody else sees."""
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP)
+"""What a mount answers on which a file has one name only, as vfat."""
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""What a mount answers that knows no locks."""
+
+_LOCK_RETRY_MIN_S = 0.0005
+_LOCK_RETRY_MAX_S = 0.02
+_STALE_TEMPORARY_S = 60.0
+_STALE_RETRIES = 4
+"""A file that is replaced between lookup and read is a stale handle; the next lookup finds the
+new one."""
+
+_temporary_numbers = itertools.count()
+
+_TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9]+\.[0-9]+\.tmp")
+"""How :func:`replace_file` names them: the file's name, the process, a number."""
+
+
+def real_path(path: Path) -> Path:
+    """Where a path leads, links followed; it need not exist yet.
+
+    Raises:
+        StoreAccessError: it leads into a loop of links, or cannot be looked at.
+    """
+    try:
+        with os_errors("follow the path", path):
+            return path.resolve()
+    except RuntimeError as error:  # what Python says of a loop of links
+        raise StoreAccessError(f"cannot follow the path at {path}: {error}") from None
+
+
+def filesystem_of(path: Path) -> str:
+    """The kernel's name of the filesystem under ``path`` (which need not exist yet)."""
+    path = real_path(path)
+    filesystem, longest = "unknown", -1
+    for mount_point, kind in _mounts():
+        # Later lines hide earlier ones at the same place.
+        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
+            filesystem, longest = kind, len(mount_point)
+    return filesystem
+
+
+def _mounts() -> Iterator[tuple[str, str]]:
+    """Mount point and type of each line of the kernel's table."""
+    try:
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:  # not Linux
+        return
+    for line in table.splitlines():
+        before, _, after = line.partition(" - ")
+        yield _unescape(before.split(" ")[4]), after.split(" ")[0]
+
+
+def _unescape(text: str) -> str:
+    """The kernel writes spaces, tabs and backslashes in a mount point as octal."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+@contextlib.contextmanager
+def os_errors(action: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into ours, which says what was being done, where, and what to do."""
+    try:
+        yield
+    except DBufferError:
+        raise
+    except FileNotFoundError as error:
+        raise StoreNotFoundError(f"cannot {action}: no {error.filename or path}") from error
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # over NFS: it was removed while we had it in hand
+            raise StoreNotFoundError(f"cannot {action}: {path} is gone") from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFullError(
+                f"cannot {action}: no room left for {path}; the last published version stays "
+                "readable, and publishing works again once there is room for two versions"
+            ) from error
+        raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}") from error
+
+
+def make_directory(path: Path, *, parents: bool = False, durable: bool = False) -> None:
+    """Make a directory that only its owner can enter, unless it is there.
+
+    Args:
+        path: which.
+        parents: make those above it, too.
+        durable: flush the directories in which something was made.
+    """
+    with os_errors("make the directory", path):
+        made = [each for each in (path, *path.parents) if durable and not each.is_dir()]
+        path.mkdir(mode=0o700, parents=parents, exist_ok=True)
+        for each in made:
+            sync_directory(each.parent)
+
+
+def check_trust(path: Path) -> None:
+    """Refuse a directory in which someone else could put weights.
+
+    Raises:
+        StoreNotFoundError: there is no directory.
+        StoreInsecureError: it has another owner, or its mode lets others write.
+    """
+    with os_errors("look at a store", path):
+        found = path.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise StoreInsecureError(f"{path} is not a directory, so not a store")
+    _check_trusted(found, path)
+
+
+def _check_trusted(found: os.stat_result, path: Path) -> None:
+    if found.st_uid != os.geteuid():
+        raise StoreInsecureError(
+            f"{path} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}; "
+            "pass allow_shared_store=True to use it all the same"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StoreInsecureError(
+            f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
+            f"run 'chmod go-w {path}', or pass allow_shared_store=True"
+        )
+
+
+def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> int:
+    """Open a file for reading or writing, never through a link, never anything but a file.
+
+    Args:
+        path: where it is.
+        flags: as for `os.open`.
+        owner_only: refuse a file that someone else could have written.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        StoreCorruptError: it is a link, a directory, a pipe.
+        StoreInsecureError: it has another owner, or its mode lets others write.
+    """
+    try:
+        # O_NONBLOCK: a pipe put in the file's place must not hang whoever opens it.
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise StoreCorruptError(f"{path} is not a plain file") from None
+        raise
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreCorruptError(f"{path} is not a plain file")
+        if owner_only:
+            _check_trusted(found, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def refresh(directory: Path) -> None:
+    """Make this host look anew at a directory that another host writes to.
+
+    Opening a file by name alone may give the one that had the name up to a minute ago, for as
+    long as anybody keeps that one open; after its directory was opened it does not (measured
+    with NFSv3 and v4.2).
+    """
+    os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
+    """The whole of a small file, as it is now.
+
+    Raises:
+        FileNotFoundError, StoreInsecureError: as :func:`open_regular`.
+        StoreCorruptError: it is no plain file, or larger than ``max_bytes``.
+    """
+    for _ in range(_STALE_RETRIES):
+        try:
+            return _read_small(path, max_bytes, owner_only=owner_only)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return _read_small(path, max_bytes, owner_only=owner_only)
+
+
+def _read_small(path: Path, max_bytes: int, *, owner_only: bool) -> bytes:
+    refresh(path.parent)
+    descriptor = open_regular(path, os.O_RDONLY, owner_only=owner_only)
+    try:
+        data = os.read(descriptor, max_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > max_bytes:
+        raise StoreCorruptError(f"{path} is larger than {max_bytes} bytes")
+    return data
+
+
+def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
+    """Exactly ``num_bytes`` from ``offset``; shorter only at the end of the file."""
+    pieces = []
+    while num_bytes > 0 and (piece := os.pread(descriptor, min(num_bytes, 1 << 30), offset)):
+        pieces.append(piece)
+        offset += len(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)
+
+
+def read_into(descriptor: int, offset: int, memory: memoryview) -> int:
+    """Fill ``memory`` from ``offset``; the bytes read, fewer only at the end of the file."""
+    done = 0
+    while done < memory.nbytes and (
+        num_bytes := os.preadv(descriptor, [memory[done:]], offset + done)
+    ):
+        done += num_bytes
+    return done
+
+
+def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
+    """All of ``data`` at ``offset``."""
+    view = memoryview(data)
+    while view.nbytes:
+        written = os.pwrite(descriptor, view, offset)
+        offset += written
+        view = view[written:]
+
+
+class OpenFiles:
+    """Small files that stay open for writing from one replacement to just before the next.
+
+    To a host that reads a small file an NFSv4 server hands out a delegation, and nobody may replace
+    or remove that file before the host has given it back; from a host that was cut off, that takes
+    the server's lease, 90 s by default. A file that is open for writing is not delegated.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[Path, Descriptor] = {}
+
+    def keep(self, path: Path, file: Descriptor) -> None:
+        """This open file is at ``path`` from now on."""
+        self._open[path] = file
+
+    def is_at(self, path: Path) -> bool:
+        """Whether what was kept for ``path`` is still there, and nobody has replaced it."""
+        return (file := self._open.get(path)) is not None and is_at(file, path)
+
+    def let_go(self, path: Path) -> None:
+        """Close what is at ``path``, just before it is replaced or removed.
+
+        Not later: what is removed and open stays for a while, under another name.
+        """
+        if (descriptor := self._open.pop(path, None)) is not None:
+            descriptor.close()
+
+    def close(self) -> None:
+        """Close all."""
+        for path in list(self._open):
+            self.let_go(path)
+
+
+def replace_file(
+    path: Path,
+    data: bytes,
+    *,
+    scratch: Path,
+    durable: bool = False,
+    open_files: OpenFiles | None = None,
+    only_new: bool = False,
+) -> bool:
+    """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
+
+    Args:
+        path: where.
+        data: what.
+        scratch: the directory of the temporary file, one that nobody watches or lists.
+        durable: flush file and directory.
+        open_files: on a network mount, those of the process.
+        only_new: do nothing, and return False, if there is one already.
+    """
+
+    def finish(file: Descriptor) -> None:
+        if durable or open_files is not None:  # what is not closed is not flushed either
+            os.fsync(file.number)
+        if open_files is None:
+            file.close()
+        else:
+            open_files.let_go(path)
+
+    file = _put(path, data, finish, scratch=scratch, only_new=only_new)
+    if file is None:
+        return False
+    if open_files is not None:
+        open_files.keep(path, file)
+    if durable:
+        with os_errors("flush", path):
+            sync_directory(path.parent)
+    return True
+
+
+def put_locked(path: Path, data: bytes, *, scratch: Path, only_new: bool) -> Descriptor | None:
+    """As :func:`replace_file`; nobody sees the file before it is locked exclusively.
+
+    Args:
+        path: where.
+        data: what.
+        scratch: the directory of the temporary file.
+        only_new: do nothing, and return None, if there is one already.
+
+    Returns:
+        The open file: it is locked for as long as that is open, and by no child that is forked.
+    """
+
+    def lock(file: Descriptor) -> None:
+        try_lock(file.number, exclusive=True)
+
+    return _put(path, data, lock, scratch=scratch, only_new=only_new)
+
+
+def _put(
+    path: Path,
+    data: bytes,
+    finish: Callable[[Descriptor], None],
+    *,
+    scratch: Path,
+    only_new: bool,
+) -> Descriptor | None:
+    """Write a temporary file, ``finish`` it, and give it its name; None: it was to be new."""
+    with os_errors("write", path):
+        temporary, number = _open_temporary(scratch, path)
+        file = Descriptor(number)
+        try:
+            write_at(number, 0, data)
+            finish(file)
+            if _place(temporary, path, only_new=only_new):
+                return file
+        except BaseException:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
+    file.close()
+    return None
+
+
+def _place(temporary: Path, path: Path, *, only_new: bool) -> bool:
+    """Give a finished file its name, over what had it; False: it was to be new, and is not."""
+    if only_new:
+        is_new = True
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            is_new = False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            os.replace(temporary, path)
+            return True
+        temporary.unlink()
+        return is_new
+    os.replace(temporary, path)
+    return True
+
+
+def _open_temporary(scratch: Path, path: Path) -> tuple[Path, int]:
+    """A new file that is to be renamed to ``path``."""
+    temporary = scratch / f".{path.name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return temporary, os.open(temporary, flags, 0o600)
+
+
+def rename_directory(directory: Path, path: Path) -> None:
+    """Give a directory its name, in one step; if there is one of that name already, it stays."""
+    try:
+        with os_errors("rename a directory", path):
+            directory.rename(path)
+    except OSError:
+        if not path.is_dir():
+            raise
+
+
+def remove_stale_temporaries(directory: Path) -> None:
+    """Remove what :func:`replace_file` left behind in processes that died inside it.
+
+    Younger ones stay: another live process may be about to rename them. So does all that is named
+    otherwise, or is someone else's: it was not made here.
+    """
+    oldest = time.time() - _STALE_TEMPORARY_S
+    for path in directory.glob(".*.tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            found = path.lstat()
+            is_ours = (
+                _TEMPORARY.fullmatch(path.name) is not None
+                and stat.S_ISREG(found.st_mode)
+                and found.st_uid == os.geteuid()
+            )
+            if is_ours and found.st_mtime < oldest:
+                path.unlink()
+
+
+def make_file(path: Path, access: int) -> Descriptor:
+    """Make a file that only its owner can read or write; ``access`` as for `os.open`.
+
+    Raises:
+        StoreFullError, StoreAccessError: it cannot be made.
+    """
+    flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os_errors("make a file for weights", path):
+        return Descriptor(os.open(path, flags, 0o600))
+
+
+def allocate(descriptor: int, num_bytes: int, path: Path) -> None:
+    """Give a new file its full size, in real blocks, before anyone maps it.
+
+    Raises:
+        StoreFullError: there is no room. A page without a block would have been a SIGBUS.
+    """
+    with os_errors("allocate a buffer", path):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+
+
+def check_room(path: Path, num_bytes: int) -> None:
+    """Refuse what plainly does not fit, where space cannot be allocated beforehand.
+
+    Over NFSv3 it cannot. What quotas and others take shows when the file is flushed.
+
+    Raises:
+        StoreFullError: there is no room.
+    """
+    with os_errors("look for room", path):
+        found = os.statvfs(path.parent)
+        # Some that are not disks have no size to tell.
+        if found.f_blocks and found.f_bavail * found.f_frsize < num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def sync_file(descriptor: int, path: Path) -> None:
+    """Flush a file's data, mapped writes included, to stable storage or to the server."""
+    with os_errors("flush", path):
+        os.fsync(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush a directory, so that a rename in it outlives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+        # SMB and some FUSE mounts: what a rename is worth there is the server's affair.
+        _log_once("%s cannot be flushed as a directory: renames rest on its server", path)
+    finally:
+        os.close(descriptor)
+
+
+def identity_of(descriptor: int) -> tuple[int, int]:
+    """What tells an open file from another that took its name: device and inode."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+@functools.lru_cache(maxsize=256)
+def _log_once(message: str, path: Path) -> None:
+    logger.warning(message, path)
+
+
+def try_lock_if_any(descriptor: int, path: Path) -> bool:
+    """Lock an open file exclusively; also True, logged once, where the mount knows no locks.
+
+    Lustre knows none by default. Who calls this must have another way to detect a second one.
+    """
+    try:
+        return try_lock(descriptor, exclusive=True)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        _log_once("no locks on %s: a second sender is detected, not prevented", path)
+        return True
+
+
+def try_lock(descriptor: int, *, exclusive: bool) -> bool:
+    """Lock an open file against other openings of it; False if another holds it.
+
+    The kernel drops the lock when the descriptor is closed, and so when the process dies.
+    """
+    kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether somebody holds an exclusive lock of the file of this name; False if there is none."""
+    while True:
+        with os_errors("look for a lock", path):
+            try:
+                file = Descriptor(open_regular(path, os.O_RDONLY, owner_only=False))
+            except FileNotFoundError:
+                return False
+            try:
+                if not try_lock(file.number, exclusive=False):
+                    return True
+                # It may have been replaced, and let go of, since it was opened.
+                if is_at(file, path):
+                    return False
+            finally:
+                file.close()
+
+
+def was_touched_within(path: Path, limit_s: float, now: float) -> bool:
+    """Whether a file was written or touched since ``now - limit_s``, by the clock of its mount.
+
+    Opened for that: a network's client may have its times from a minute ago otherwise.
+
+    Raises:
+        StoreAccessError: it cannot be opened.
+    """
+    try:
+        with os_errors("look at", path):
+            refresh(path.parent)
+            file = Descriptor(open_regular(path, os.O_RDONLY, owner_only=False))
+            try:
+                return now - os.fstat(file.number).st_mtime < limit_s
+            finally:
+                file.close()
+    except StoreNotFoundError:  # it was removed just now
+        return False
+
+
+def clock_ahead_s(scratch: Path) -> float:
+    """How far the clock that a mount gives its files' times by is ahead of this host's.
+
+    Raises:
+        OSError: no file can be made in ``scratch``.
+    """
+    temporary, number = _open_temporary(scratch, Path("clock"))
+    try:
+        return os.fstat(number).st_mtime - time.time()
+    finally:
+        os.close(number)
+        temporary.unlink(missing_ok=True)
+
+
+def is_at(file: Descriptor, path: Path) -> bool:
+    """Whether this open file is the one at ``path``, and no other has its name by now."""
+    try:
+        return file.is_open and os.path.samestat(os.fstat(file.number), path.lstat())
+    except OSError:
+        return False
+
+
+def lock_within(descriptor: int, timeout_s: float) -> bool:
+    """Lock exclusively, waiting up to ``timeout_s``; False if others still hold it then."""
+    deadline = time.monotonic() + timeout_s
+    pause = _LOCK_RETRY_MIN_S
+    while not try_lock(descriptor, exclusive=True):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LOCK_RETRY_MAX_S)
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Drop the lock; the descriptor stays open."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def path_of(descriptor: int) -> Path:
+    """A path by which other processes of this host open the same file, unlinked or not."""
+    return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+
+
+class Descriptor:
+    """An open file that is closed when dropped, and in every child that is forked.
+
+    Hand on the descriptor, and not its number: that may be another file's as soon as this one is
+    closed.
+
+    A forked child shares its parent's locks for as long as it keeps the descriptor: a data
+    loader's worker that outlives a killed trainer would keep the store locked.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close_quietly, number)
+        _close_in_forked_children()
+        _open_descriptors.add(self)
+
+    @property
+    def number(self) -> int:
+        """The kernel's number of it, for as long as it is open.
+
+        Raises:
+            ClosedError: it was closed, or this is a forked child.
+        """
+        if not self.is_open:
+            raise ClosedError("a file was closed, or opened before a fork, and is used no more")
+        return self._number
+
+    def close(self) -> None:
+        """Close it; more than once is fine."""
+        self._finalizer()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is open, and in the process that opened it."""
+        return self._finalizer.alive and self._pid == os.getpid()
+
+
+_open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
+
+
+@functools.cache
+def _close_in_forked_children() -> None:
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for descriptor in list(_open_descriptors):
+        descriptor.close()
+
+
+def _close_quietly(number: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(number)
+
+
+def mount_details(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Where the mount under ``path`` comes from (a device, ``server:/export``), and its options."""
+    path = real_path(path)
+    source, options, longest = "unknown", "", -1
+    try:
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:  # not Linux
+        return source, ()
+    for line in table.splitlines():
+        before, _, after = line.partition(" - ")
+        mount_point = _unescape(before.split(" ")[4])
+        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
+            longest = len(mount_point)
+            source = _unescape(after.split(" ")[1])
+            # Of the mount, and of the filesystem below it, which may say some of them again.
+            options = f"{before.split(' ')[5]},{after.split(' ')[2]}"
+    return source, tuple(dict.fromkeys(option for option in options.split(",") if option))

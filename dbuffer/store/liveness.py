@@ -1,0 +1,123 @@
+"""`Process`: which process wrote a record, and whether it is known to have ended.
+
+This is the one place that compares processes. A process id says little by itself: containers have
+process ids of their own, often one host name for all, and the kernel gives a number anew. So a
+record names the boot, the PID namespace and when its process started. Whether one of another host
+or container lives is not for its number to say, but for its lock or its time; see
+:meth:`dbuffer.store.buffer.DoubleBuffer.may_live`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from dbuffer.format.manifest import ReceiverRecord, WriterRecord
+
+HEARTBEAT_S = 15.0
+"""How often a receiver on a network mount touches its record."""
+
+PRESUMED_DEAD_AFTER_S = 120.0
+"""A process that cannot be seen from here counts as dead when it has not touched its record for so
+long. Eight heartbeats: other hosts may see a file's time up to a minute late, and a process that
+compiles or swaps may miss a few."""
+
+_STARTED_FIELD = 19
+"""Of ``/proc/PID/stat``, behind the name: when it started, in clock ticks since the boot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, as others can know it again."""
+
+    host: str
+    boot: str
+    """The same for all containers of one machine, another one after each boot; "" if unknown."""
+    pid_namespace: int
+    """Which process ids it sees: containers have their own."""
+    pid: int
+    started: int
+    """When, in clock ticks since the boot: the same number is given again; 0 if unknown."""
+
+    @classmethod
+    def here(cls) -> Process:
+        """This process."""
+        return _here(os.getpid())
+
+    @classmethod
+    def of(cls, record: ReceiverRecord | WriterRecord) -> Process:
+        """The one that wrote a record."""
+        return cls(record.host, record.boot, record.pid_namespace, record.pid, record.started)
+
+    @property
+    def machine(self) -> str:
+        """The same for all containers of one machine, and for no other machine."""
+        return self.boot or self.host
+
+    @property
+    def can_be_seen(self) -> bool:
+        """Whether its process id means from here what it means to itself."""
+        here = Process.here()
+        return (self.boot, self.pid_namespace) == (here.boot, here.pid_namespace) and (
+            bool(self.boot) or self.host == here.host
+        )
+
+    @property
+    def state(self) -> str:
+        """What is wrong with it, for people; "" if nothing is, or nothing can be seen from here."""
+        if self.has_ended():
+            return "has ended"
+        is_stopped = self.can_be_seen and _state_of(self.pid)[0] in ("T", "t")
+        return "is stopped (SIGSTOP)" if is_stopped else ""
+
+    def has_ended(self) -> bool:
+        """Whether it is known to be gone, or to wait for its parent to notice."""
+        if not self.can_be_seen:
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except OverflowError:  # a number that is no process id here
+            return True
+        except OSError as error:
+            if error.errno != errno.EPERM:
+                return True
+        state, started = _state_of(self.pid)
+        return state in ("Z", "X") or (0 not in (started, self.started) and started != self.started)
+
+
+def owner_fields() -> dict[str, str | int]:
+    """What a record says of the process that writes it."""
+    here = Process.here()
+    return {
+        "host": here.host,
+        "pid": here.pid,
+        "boot": here.boot,
+        "pid_namespace": here.pid_namespace,
+        "started": here.started,
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _here(pid: int) -> Process:
+    boot, namespace = "", 0
+    with contextlib.suppress(OSError):  # not Linux
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return Process(socket.gethostname(), boot, namespace, pid, _state_of(pid)[1])
+
+
+def _state_of(pid: int) -> tuple[str, int]:
+    """What ``/proc`` says of a process: its state, and when it started; "" and 0 if nothing."""
+    try:
+        # That of another PID namespace numbers other processes.
+        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
+            return "", 0
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # not Linux, or hidden from this user, or gone just now
+        return "", 0
+    return fields[0], int(fields[_STARTED_FIELD])

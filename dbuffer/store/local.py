@@ -1,0 +1,242 @@
+"""`LocalMedium`: a disk, or memory, of this host alone.
+
+Locks hold: the kernel drops one when its process dies. A file is rewritten in place, under an
+exclusive lock that waits for those who read it; readers map it. Changes are seen at once, and
+inotify tells of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from dbuffer.errors import StoreCorruptError
+from dbuffer.format.manifest import Manifest
+from dbuffer.store import filesystem
+from dbuffer.store.filesystem import Descriptor, OpenFiles
+from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S
+from dbuffer.store.medium import Medium, RecordOwner, Records, WeightsFiles
+
+logger = logging.getLogger(__name__)
+
+REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"})
+"""Where allocated space stays allocated when it is written again.
+
+A copy-on-write filesystem (btrfs, zfs) needs new space for old pages, and a mapped page for
+which there is none is a SIGBUS. There each version gets a new file.
+"""
+
+LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
+    {"bcachefs", "btrfs", "ecryptfs", "exfat", "f2fs", "hugetlbfs", "jfs", "nilfs2", "ntfs3"}
+    | {"reiserfs", "rootfs", "ubifs", "vfat", "zfs"}
+)
+"""Which only this host writes. All else counts as a network: what works between hosts works on
+one, and the other way round it does not."""
+
+_LOOKED_AT_S = 0.2
+"""Who asks whether a record is locked locks it himself, for a moment."""
+
+
+class LocalMedium(Medium):
+    """Locks, mappings and events; see the module."""
+
+    name = "local"
+    maps_files = True
+    reaches_other_hosts = False
+    has_events = True
+    is_seen_when_flushed = False
+    has_checksums = False
+    pointer_may_be_away = False
+
+    @property
+    def can_rewrite_in_place(self) -> bool:
+        """Whether space that a file has stays its own when it is written again."""
+        return self.filesystem in REWRITABLE_FILESYSTEMS
+
+    def now(self) -> float:
+        """This host's clock."""
+        return time.time()
+
+    def shows_life(self, record: Path, *, is_locked: bool) -> bool:
+        """By its lock; one written in format 1, which had none, by its time."""
+        if is_locked:
+            return filesystem.is_locked(record)
+        return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
+
+    def lock_to_read(self, file: Descriptor) -> bool:
+        """Share the file's lock with other readers."""
+        return filesystem.try_lock(file.number, exclusive=False)
+
+    def is_never_rewritten(self, manifest: Manifest) -> bool:  # noqa: ARG002
+        """A reader that was evicted is told so, whatever became of the file."""
+        return False
+
+    def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:  # noqa: ARG002
+        """Only where that was asked for: locks and generations are enough."""
+        return verify is True
+
+    def check_readable(self, manifest: Manifest) -> None:
+        """Nothing that was published can be mixed here."""
+
+    def open_files(self) -> OpenFiles | None:
+        """No host holds up the replacement of a file."""
+        return None
+
+    def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
+        """A lock."""
+        return _LockedRecord(path, scratch)
+
+    def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
+        """One file a buffer, rewritten."""
+        return _RewrittenFiles(records, reader_timeout_s, can_rewrite=self.can_rewrite_in_place)
+
+
+class _LockedRecord(RecordOwner):
+    """Locked from before it has its name until it is let go of.
+
+    The kernel drops the lock when the owner dies, whatever host name and process ids its container
+    has.
+    """
+
+    needs_heartbeat = False
+    says_goodbye = False
+
+    def __init__(self, path: Path, scratch: Path) -> None:
+        super().__init__(path, scratch)
+        self._lock: Descriptor | None = None
+
+    def is_ours(self) -> bool:
+        return self._lock is not None and filesystem.is_at(self._lock, self.path)
+
+    def put(self, data: bytes, *, only_new: bool) -> bool:
+        lock = filesystem.put_locked(self.path, data, scratch=self.scratch, only_new=only_new)
+        if lock is not None:
+            self.close()
+            self._lock = lock
+        return lock is not None
+
+    def is_free(self, old: Descriptor, may_be_owned: Callable[[], bool]) -> bool:  # noqa: ARG002
+        # The lock is held until the new file, which has its own, is in place.
+        return filesystem.lock_within(old.number, _LOOKED_AT_S)
+
+    def touch(self) -> None:
+        """The lock says it."""
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+
+class _RewrittenFiles(WeightsFiles):
+    """Each buffer has one file, which is written again unless its layout changes."""
+
+    def __init__(self, records: Records, reader_timeout_s: float, *, can_rewrite: bool) -> None:
+        super().__init__(records, reader_timeout_s)
+        self._can_rewrite = can_rewrite
+
+    def reuse(
+        self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
+    ) -> Descriptor | None:
+        """Locked against readers, if it has this layout already."""
+        file = self._lock_existing(buffer, old) if old is not None else None
+        if file is None or old is None:
+            return None
+        if self._is_fit(file, old, layout_xxh3, file_bytes):
+            return file
+        self.forget(file)
+        return None
+
+    def _is_fit(
+        self, file: Descriptor, old: Manifest, layout_xxh3: str | None, file_bytes: int
+    ) -> bool:
+        return (
+            self._can_rewrite
+            and old.state == "complete"
+            and old.layout_xxh3 == layout_xxh3
+            and old.file_bytes == file_bytes
+            # A file that someone cut short would be a SIGBUS.
+            and os.fstat(file.number).st_size == file_bytes
+        )
+
+    def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
+        """The buffer's file, locked against readers; None if there is none, or readers hold on.
+
+        A reader that outlasts the time-out keeps the bytes it maps: the buffer moves to a new
+        file. It is told that it was evicted when it compares generations.
+        """
+        file = self._open_again(self.records.root / buffer / manifest.file)
+        if file is None:
+            return None
+        if not filesystem.lock_within(file.number, self.reader_timeout_s):
+            logger.warning(
+                "evicting %s from buffer %s of %s (version %d): held for more than %g s",
+                self._holders(manifest.version) or "a reader",
+                buffer,
+                self.records.root,
+                manifest.version,
+                self.reader_timeout_s,
+            )
+            self.forget(file)
+            return None
+        return file
+
+    def _open_again(self, path: Path) -> Descriptor | None:
+        """The file now at ``path``, open since an earlier publish where it still is the same."""
+        known = self.open.get(path)
+        try:
+            if known is not None and os.path.samestat(os.fstat(known.number), path.stat()):
+                return known
+            if known is not None:
+                self.forget(known)
+            owner_only = self.records.owner_only
+            file = Descriptor(filesystem.open_regular(path, os.O_RDWR, owner_only=owner_only))
+        except FileNotFoundError:
+            return None
+        except StoreCorruptError as error:
+            logger.warning("making a new weights file: %s", error)
+            return None
+        self.open[path] = file
+        return file
+
+    def _holders(self, version: int) -> str:
+        """Who says that it reads a version, for people."""
+        return ", ".join(
+            f"receiver {record.receiver} (pid {record.pid}, {record.host})"
+            for record in self.records.readers()
+            if record.held_version == version
+        )
+
+    def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:  # noqa: ARG002
+        """Unlink them, which leaves the bytes to those who still map them."""
+        self.clear_away(buffer, keep=keep)
+
+    def make(self, path: Path, num_bytes: int) -> Descriptor:
+        """Locked before anybody knows its name, and of its full size."""
+        file = filesystem.make_file(path, os.O_RDWR)
+        try:
+            filesystem.try_lock(file.number, exclusive=True)
+            if num_bytes:
+                filesystem.allocate(file.number, num_bytes, path)
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self.open[path] = file
+        return file
+
+    def clear_away(self, buffer: str, *, keep: str | None) -> None:
+        """Remove them: nobody looks for one that no manifest names."""
+        kept = self.parts_of(buffer, keep)
+        for path in self.all_in(buffer):
+            if path not in kept:
+                self.let_go(path)
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+
+    def note_published(self, read_back: Callable[[], None]) -> None:
+        """What was written is what is read."""

@@ -1,0 +1,212 @@
+"""`Medium`: the contract of what a store's directory lies on, and all that rests on it.
+
+Whether a file can be rewritten under its readers, whether locks hold, what other hosts see and
+when: a mount decides it, and a medium is the one place that knows. `media` chooses it, once for a
+store; nothing else asks what kind of mount there is. A new medium is a module with a subclass of
+each of the three classes here, or of an existing medium's, and a row in `media`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
+
+from dbuffer.format.manifest import Manifest, ReceiverRecord, is_part_of, is_weights_file
+from dbuffer.store.filesystem import Descriptor, OpenFiles
+
+
+class Records(Protocol):
+    """What a store says of itself, for who decides which of its files are still needed."""
+
+    root: Path
+    owner_only: bool
+
+    def undamaged_manifest(self, buffer: str) -> Manifest | None:
+        """What a buffer holds; None if it holds nothing, or its manifest is damaged."""
+
+    def readers(self) -> list[ReceiverRecord]:
+        """The receivers that hold a version, and may live."""
+
+
+class Medium(ABC):
+    """A store's directory, as far as its mount decides how it is written and read."""
+
+    name: ClassVar[str]
+    """For people, and for ``DBUFFER_MOUNT``."""
+    maps_files: ClassVar[bool]
+    """Whether writers and readers map weights files. Else bytes go through pwrite and pread: a
+    mapped file that goes away is a SIGBUS."""
+    reaches_other_hosts: ClassVar[bool]
+    """Whether processes of other hosts may use the store."""
+    has_events: ClassVar[bool]
+    """Whether inotify tells of every change. Else receivers poll."""
+    is_seen_when_flushed: ClassVar[bool]
+    """Whether others see what was flushed, and nothing else: then every publish is flushed."""
+    has_checksums: ClassVar[bool]
+    """Whether a sender that is not told otherwise writes checksums."""
+    pointer_may_be_away: ClassVar[bool]
+    """Whether the pointer may not be there for a moment, while it is replaced."""
+
+    def __init__(self, root: Path, filesystem_name: str) -> None:
+        self.root = root
+        self.filesystem = filesystem_name
+        """The kernel's name of the type: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
+
+    @property
+    @abstractmethod
+    def can_rewrite_in_place(self) -> bool:
+        """Whether a weights file is written again and again; else each version has a new file."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Seconds since the epoch, by the clock that files' times are of."""
+
+    @abstractmethod
+    def shows_life(self, record: Path, *, is_locked: bool) -> bool:
+        """Whether the owner of a receiver's record, of another container or host, may live.
+
+        Args:
+            record: its file.
+            is_locked: whether its owner locks it while it lives, on a medium that has locks.
+        """
+
+    @abstractmethod
+    def lock_to_read(self, file: Descriptor) -> bool:
+        """Keep writers from an open weights file; False if one has it."""
+
+    @abstractmethod
+    def is_never_rewritten(self, manifest: Manifest) -> bool:
+        """Whether the file that a manifest names stays as it is for as long as it is there."""
+
+    @abstractmethod
+    def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:
+        """Whether a reader that was told to ``verify``, or not, compares checksums."""
+
+    @abstractmethod
+    def check_readable(self, manifest: Manifest) -> None:
+        """Refuse bytes that could be mixed without anybody seeing it.
+
+        Raises:
+            StoreAccessError: they were published for another medium than this.
+        """
+
+    @abstractmethod
+    def open_files(self) -> OpenFiles | None:
+        """Where a writer keeps small files open; None where none need be."""
+
+    @abstractmethod
+    def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
+        """What stands behind a receiver's record at ``path``, for its owner."""
+
+    @abstractmethod
+    def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
+        """How the store's one writer gets weights files, and rid of them."""
+
+
+class RecordOwner(ABC):
+    """The sign by which others know that a receiver's record has a living owner."""
+
+    needs_heartbeat: ClassVar[bool]
+    """Whether :meth:`touch` is to be called now and then."""
+    says_goodbye: ClassVar[bool]
+    """Whether the record must say that it is let go of, because no lock does."""
+
+    def __init__(self, path: Path, scratch: Path) -> None:
+        self.path = path
+        self.scratch = scratch
+
+    @abstractmethod
+    def is_ours(self) -> bool:
+        """Whether the file is there, and is what this one wrote last."""
+
+    @abstractmethod
+    def put(self, data: bytes, *, only_new: bool) -> bool:
+        """Replace the file, which is ours from then on; False: it was to be new, and is not."""
+
+    @abstractmethod
+    def is_free(self, old: Descriptor, may_be_owned: Callable[[], bool]) -> bool:
+        """Whether nobody owns what has the name, the open file ``old``.
+
+        ``may_be_owned`` says what the record itself does of it.
+        """
+
+    @abstractmethod
+    def touch(self) -> None:
+        """Show those who can neither see this process nor trust locks that it lives."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file; whoever finds it decides by its time, or its process."""
+
+
+class WeightsFiles(ABC):
+    """The weights files of a store's writer, which holds each open that it may write again."""
+
+    def __init__(self, records: Records, reader_timeout_s: float) -> None:
+        self.records = records
+        self.reader_timeout_s = reader_timeout_s
+        self.open: dict[Path, Descriptor] = {}
+
+    @abstractmethod
+    def reuse(
+        self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
+    ) -> Descriptor | None:
+        """The idle buffer's own file, locked and fit to be written again; None: make a new one.
+
+        Waits for those who read it, for as long as the writer is to wait.
+        """
+
+    @abstractmethod
+    def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
+        """See to a buffer's old files, which no manifest names now; ``keep`` is to be made."""
+
+    @abstractmethod
+    def make(self, path: Path, num_bytes: int) -> Descriptor:
+        """A new weights file, with room for ``num_bytes`` where that can be had beforehand.
+
+        Raises:
+            StoreFullError: there is no room.
+            StoreAccessError: it cannot be made.
+        """
+
+    @abstractmethod
+    def clear_away(self, buffer: str, *, keep: str | None) -> None:
+        """See to what dead writers left in a buffer."""
+
+    @abstractmethod
+    def note_published(self, read_back: Callable[[], None]) -> None:
+        """A version was published just now; ``read_back`` compares what is there with it."""
+
+    def forget(self, file: Descriptor) -> None:
+        """Close a file, which is not written again."""
+        self.open = {path: known for path, known in self.open.items() if known is not file}
+        file.close()
+
+    def let_go(self, path: Path) -> None:
+        """Close what is at ``path``, just before it is removed; see `OpenFiles`."""
+        if (file := self.open.get(path)) is not None:
+            self.forget(file)
+
+    def close(self) -> None:
+        """Close all."""
+        for file in self.open.values():
+            file.close()
+        self.open.clear()
+
+    def all_in(self, buffer: str) -> list[Path]:
+        """The files in a buffer that a writer may have made; what else lies there is not ours."""
+        return [
+            path
+            for path in (self.records.root / buffer).glob("weights-*.td")
+            if is_weights_file(path.name) and (path.is_symlink() or not path.is_dir())
+        ]
+
+    def parts_of(self, buffer: str, file: str | None) -> list[Path]:
+        """A weights file of a buffer, and its parts."""
+        if file is None:
+            return []
+        directory = self.records.root / buffer
+        parts = [path for path in directory.glob("weights-*.td") if is_part_of(path.name, file)]
+        return [directory / file, *parts]

@@ -1,0 +1,244 @@
+"""`NetworkMedium`: a mount that other hosts may write to and read from.
+
+No lock there can be trusted by all, caches are late, and a file that is rewritten in place is read
+torn. So each version is a new file, flushed and read back, and never written again; a reader says
+in its record what it is about to read, and a file that is no longer named goes when nobody says
+so; records are touched now and then; who looks for a version opens the directory first, and polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from dbuffer.errors import StoreAccessError
+from dbuffer.format.manifest import (
+    BUFFERS,
+    MANIFEST_FILE,
+    SCRATCH_DIRECTORY,
+    WRITER_FILE,
+    Manifest,
+    version_file,
+)
+from dbuffer.store import filesystem
+from dbuffer.store.filesystem import Descriptor, OpenFiles, os_errors
+from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S
+from dbuffer.store.medium import Medium, RecordOwner, Records, WeightsFiles
+from dbuffer.store.retirement import RetiredFiles
+
+_CLOCK_S = 60.0
+"""How often a server's clock is compared with this host's."""
+
+
+class NetworkMedium(Medium):
+    """New files, announcements and heartbeats; see the module."""
+
+    name = "network"
+    maps_files = False
+    reaches_other_hosts = True
+    has_events = False
+    is_seen_when_flushed = True
+    has_checksums = True
+    pointer_may_be_away = True
+
+    def __init__(self, root: Path, filesystem_name: str) -> None:
+        super().__init__(root, filesystem_name)
+        self._ahead_s = 0.0
+        self._measured_at: float | None = None
+
+    @property
+    def can_rewrite_in_place(self) -> bool:
+        """Another host would read half of the old bytes and half of the new."""
+        return False
+
+    def now(self) -> float:
+        """The server's clock, as far as it can be seen."""
+        now = time.monotonic()
+        if self._measured_at is None or now - self._measured_at > _CLOCK_S:
+            self._measured_at = now
+            # Who may not write there takes the clocks for the same.
+            with contextlib.suppress(OSError):
+                self._ahead_s = filesystem.clock_ahead_s(self.root / SCRATCH_DIRECTORY)
+        return time.time() + self._ahead_s
+
+    def shows_life(self, record: Path, *, is_locked: bool) -> bool:  # noqa: ARG002
+        """By its time: its owner touches it."""
+        return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
+
+    def lock_to_read(self, file: Descriptor) -> bool:  # noqa: ARG002
+        """Locks may hold nobody back, and no file is written a second time."""
+        return True
+
+    def is_never_rewritten(self, manifest: Manifest) -> bool:
+        """As the manifest says: a sender that took this for a disk of its own rewrites it."""
+        return manifest.is_final
+
+    def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:
+        """Unless told otherwise, where there are checksums."""
+        if not manifest.is_final:
+            return True  # nothing else shows whether it was rewritten meanwhile
+        return manifest.checksums_xxh3 is not None if verify == "auto" else verify
+
+    def check_readable(self, manifest: Manifest) -> None:
+        """Refuse what is rewritten in place and has no checksums."""
+        if not manifest.is_final and manifest.checksums_xxh3 is None:
+            raise StoreAccessError(
+                f"version {manifest.version} in {self.root} was published for one host only: there "
+                f"the store is a local disk, and here a network mount ({self.filesystem}); "
+                f"set {filesystem.MOUNT_VARIABLE}=network in the sender's environment"
+            )
+
+    def open_files(self) -> OpenFiles | None:
+        """So that no host's delegation holds up a replacement."""
+        return OpenFiles()
+
+    def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
+        """A heartbeat."""
+        return _TouchedRecord(path, scratch)
+
+    def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
+        """A new file for each version."""
+        return _NewFiles(records, reader_timeout_s)
+
+
+class _TouchedRecord(RecordOwner):
+    """Touched now and then; before each write its owner looks whether it still is its own."""
+
+    needs_heartbeat = True
+    says_goodbye = True
+
+    def __init__(self, path: Path, scratch: Path) -> None:
+        super().__init__(path, scratch)
+        self._open_files = OpenFiles()
+
+    def is_ours(self) -> bool:
+        with os_errors("look at", self.path.parent):
+            filesystem.refresh(self.path.parent)
+        return self._open_files.is_at(self.path)
+
+    def put(self, data: bytes, *, only_new: bool) -> bool:
+        return filesystem.replace_file(
+            self.path,
+            data,
+            scratch=self.scratch,
+            open_files=self._open_files,
+            only_new=only_new,
+        )
+
+    def is_free(self, old: Descriptor, may_be_owned: Callable[[], bool]) -> bool:  # noqa: ARG002
+        return not may_be_owned()
+
+    def touch(self) -> None:
+        with contextlib.suppress(OSError):  # the network is cut, or the file was removed
+            if self.is_ours():
+                os.utime(self.path)
+
+    def close(self) -> None:
+        self._open_files.close()
+
+
+class _NewFiles(WeightsFiles):
+    """A version's file is made for it, and goes when nobody needs it any more."""
+
+    def __init__(self, records: Records, reader_timeout_s: float) -> None:
+        super().__init__(records, reader_timeout_s)
+        self._retired = RetiredFiles(
+            records.readers, reader_timeout_s, self.let_go, self._named_versions
+        )
+
+    def reuse(
+        self,
+        buffer: str,  # noqa: ARG002
+        old: Manifest | None,  # noqa: ARG002
+        layout_xxh3: str | None,  # noqa: ARG002
+        file_bytes: int,  # noqa: ARG002
+    ) -> Descriptor | None:
+        """None is written a second time."""
+        return None
+
+    def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
+        """Retire them, and remove those that nobody needs any more."""
+        if old is not None:
+            for path in self.parts_of(buffer, old.file):
+                if _was_never_published(old):
+                    self.let_go(path)
+                    path.unlink(missing_ok=True)
+                else:
+                    self._retired.add(path, old.version)
+        # And what a publish left that failed between its mark and this.
+        self.clear_away(buffer, keep=keep)
+        self._retired.remove_unneeded()
+
+    def make(self, path: Path, num_bytes: int) -> Descriptor:
+        """Of no size yet: what is allocated over a network may not be there."""
+        # Over NFS, a page that is written in part is read first if it may be read at all.
+        file = filesystem.make_file(path, os.O_WRONLY)
+        try:
+            filesystem.check_room(path, num_bytes)
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self.open[path] = file
+        return file
+
+    def clear_away(self, buffer: str, *, keep: str | None) -> None:
+        """Take over what dead writers, or a publish that failed, have left."""
+        kept = self.parts_of(buffer, keep)
+        found = self.all_in(buffer)
+        left = [path for path in found if path not in kept and not self._retired.knows(path)]
+        if left:
+            ages_s = self._ages_s(buffer, found)
+            for path in left:
+                self._retired.add(path, None, age_s=ages_s.get(version_file(path.name), 0.0))
+
+    def note_published(self, read_back: Callable[[], None]) -> None:
+        """See what other hosts see, and remove what nobody needs."""
+        self._retired.note_newest()
+        read_back()
+        self._retired.remove_unneeded()
+
+    def _ages_s(self, buffer: str, files: list[Path]) -> dict[str, float]:
+        """For how long, at least, each file of a buffer has not been named, by its name.
+
+        It is its own, however often writers die: on the filesystem's clock, and no host's. A
+        buffer's manifest lets go of one file before the next is made.
+        """
+        root = self.records.root
+        directory = root / buffer
+        with os_errors("look at old versions", directory):
+            filesystem.refresh(directory)
+            marked_at = _changed_at(directory / MANIFEST_FILE)
+            # Whichever this writer has just written.
+            now = max(marked_at, _changed_at(root / WRITER_FILE))
+            written: dict[str, float] = {}
+            for path in files:
+                name = version_file(path.name)
+                written[name] = max(written.get(name, 0.0), _changed_at(path))
+        ages = {}
+        for name, written_at in written.items():
+            later = [at for at in (*written.values(), marked_at) if at > written_at]
+            ages[name] = now - min(later, default=now)
+        return ages
+
+    def _named_versions(self) -> set[int]:
+        manifests = map(self.records.undamaged_manifest, BUFFERS)
+        return {found.version for found in manifests if found is not None}
+
+
+def _changed_at(path: Path) -> float:
+    """When a file was last written, on the filesystem's clock; 0 if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _was_never_published(manifest: Manifest) -> bool:
+    """Whether the file that a manifest names was made for a version that did not come about."""
+    own = f"weights-{manifest.run}-{manifest.generation}.td"
+    return manifest.state == "writing" and manifest.file == own

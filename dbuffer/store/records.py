@@ -1,0 +1,285 @@
+"""`RecordFile`: what one receiver says of itself in the store.
+
+A record has one living owner. By what sign others know that it lives, a lock or a file that is
+touched now and then, is the medium's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dbuffer.errors import (
+    ReceiverActiveError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreInsecureError,
+    StoreNotFoundError,
+)
+from dbuffer.format.manifest import (
+    RECEIVERS_DIRECTORY,
+    SCRATCH_DIRECTORY,
+    ReceiverRecord,
+    encode,
+)
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import Descriptor
+from dbuffer.store.liveness import HEARTBEAT_S, Process, owner_fields
+from dbuffer.store.medium import RecordOwner
+
+logger = logging.getLogger(__name__)
+
+_MAX_TRIES = 100
+"""How often a record may be replaced by others while it is claimed."""
+
+_owned: weakref.WeakValueDictionary[str, KeptFile] = weakref.WeakValueDictionary()
+"""What this process owns: a record left behind by a receiver that it has dropped is nobody's."""
+
+
+class Spare(NamedTuple):
+    """The name that a receiver takes if its own is taken."""
+
+    receiver: str
+    part_of: str | None = None
+
+
+class KeptFile:
+    """The file of a record, and the sign that somebody stands behind it."""
+
+    def __init__(self, store: Path, receiver_id: str) -> None:
+        self._store = DoubleBuffer(store, allow_shared_store=True)
+        self._receiver_id = receiver_id
+        self.directory = store / RECEIVERS_DIRECTORY
+        self.path = self.directory / f"{receiver_id}.json"
+        self._scratch = store / SCRATCH_DIRECTORY
+        self._pid = os.getpid()
+
+    @functools.cached_property
+    def _sign(self) -> RecordOwner:
+        return self._store.medium.record_owner(self.path, self._scratch)
+
+    @property
+    def needs_heartbeat(self) -> bool:
+        """Whether :meth:`touch` is to be called now and then."""
+        return self._sign.needs_heartbeat
+
+    def write(self, record: ReceiverRecord) -> None:
+        """Replace the file.
+
+        Raises:
+            ReceiverActiveError: another living receiver has the name.
+            StoreAccessError, StoreNotFoundError: it cannot be written.
+        """
+        if self._sign.is_ours():
+            self._put(record, only_new=False)
+        else:
+            self._claim(record)
+
+    def touch(self) -> None:
+        """Show those who can neither see this process nor trust locks that it lives."""
+        self._sign.touch()
+
+    def let_go(self, record: ReceiverRecord) -> None:
+        """Say, where no lock does, that the name may be taken; the file stays."""
+        with contextlib.suppress(StoreAccessError, StoreNotFoundError):
+            if self._sign.says_goodbye and self._sign.is_ours():
+                self._put(dataclasses.replace(record, owner=None), only_new=False)
+        self.close()
+
+    def close(self) -> None:
+        """Close the file; whoever finds it decides by its time, or its process."""
+        self._sign.close()
+
+    def remove(self) -> None:
+        """Take the file away, if it is ours."""
+        if self._pid != os.getpid():  # a fork's parent is still there
+            return
+        with contextlib.suppress(OSError):
+            if self._sign.is_ours():
+                self.path.unlink()
+        self.close()
+
+    def _put(self, record: ReceiverRecord, *, only_new: bool) -> bool:
+        return self._sign.put(encode(record), only_new=only_new)
+
+    def _claim(self, record: ReceiverRecord) -> None:
+        for _ in range(_MAX_TRIES):
+            with self._old() as old:
+                if old is None:
+                    is_claimed = self._put(record, only_new=True)
+                elif not self._is_free(old, record):
+                    continue
+                else:
+                    is_claimed = self._put(record, only_new=False)
+            if is_claimed:
+                return
+        raise StoreAccessError(f"{self.path} is replaced by others all the time")
+
+    @contextlib.contextmanager
+    def _old(self) -> Any:
+        """The file that has the name now; None if there is none."""
+        try:
+            with filesystem.os_errors("look at", self.path):
+                filesystem.refresh(self.directory)
+                flags = os.O_RDONLY
+                old = Descriptor(filesystem.open_regular(self.path, flags, owner_only=False))
+        except StoreNotFoundError:
+            yield None
+            return
+        try:
+            yield old
+        finally:
+            old.close()
+
+    def _is_free(self, old: Descriptor, record: ReceiverRecord) -> bool:
+        """Whether nobody owns what has the name; False if it changed meanwhile.
+
+        Raises:
+            ReceiverActiveError: somebody does.
+        """
+        found = self._found()
+        is_free = self._sign.is_free(old, lambda: self._may_be_owned(found, record))
+        if not filesystem.is_at(old, self.path):
+            return False
+        if is_free:
+            return True
+        who = "another process" if found is None else f"process {found.pid} on {found.host}"
+        raise ReceiverActiveError(
+            f"{who} has a receiver {self._receiver_id!r} of {self.directory.parent} open; two "
+            "would acknowledge for each other: close that one, or give this one another name"
+        )
+
+    def _found(self) -> ReceiverRecord | None:
+        try:
+            return self._store.receiver(self._receiver_id)
+        except (StoreCorruptError, StoreInsecureError):  # whoever wrote that, it is no receiver
+            return None
+
+    def _may_be_owned(self, found: ReceiverRecord | None, record: ReceiverRecord) -> bool:
+        if found is None or found.owner in (None, record.owner):
+            return False
+        if Process.of(found) == Process.here():
+            return found.owner in _owned
+        return self._store.may_live(found)
+
+
+class RecordFile:
+    """``receivers/ID.json``, for the sender, for ``dbuffer status`` and for who drives an engine.
+
+    A store that cannot be written to takes no record: that is logged once, and weights flow on.
+    """
+
+    def __init__(self, store: Path, receiver_id: str, *, spare: Spare | None = None) -> None:
+        self.spare = spare
+        """Taken, and told of, where the name is another living receiver's."""
+        self._store = store
+        self._lock = threading.Lock()
+        self._can_write = True
+        self._kept = KeptFile(store, receiver_id)
+        self._heartbeat: threading.Event | None = None
+        self._record = ReceiverRecord(
+            receiver=receiver_id,
+            applied_version=None,
+            held_version=None,
+            updated_at=time.time(),
+            owner=secrets.token_hex(8),
+            **owner_fields(),  # type: ignore[arg-type]  # each under its name
+        )
+
+    @property
+    def current(self) -> ReceiverRecord:
+        """What was last set."""
+        return self._record
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the record; :meth:`write` makes them seen."""
+        with self._lock:
+            self._record = dataclasses.replace(self._record, **changes)
+
+    def write(self, **changes: Any) -> None:
+        """Change fields and replace the file; where there is no store yet, a later write does.
+
+        Raises:
+            ReceiverActiveError: the name is another living receiver's, and there is no spare one.
+        """
+        self.set(**changes)
+        # Not Path.is_dir(), which raises what a network mount may answer.
+        if not os.path.isdir(self._kept.directory):  # noqa: PTH112
+            return
+        try:
+            with self._lock:
+                self._record = dataclasses.replace(self._record, updated_at=time.time())
+                self._write()
+        except (StoreAccessError, StoreNotFoundError) as error:
+            if self._can_write:
+                receiver = self._record.receiver
+                logger.warning("receiver %s cannot acknowledge: %s", receiver, error)
+            self._can_write = False
+        else:
+            self._can_write = True
+
+    def _write(self) -> None:
+        _owned[str(self._record.owner)] = self._kept
+        try:
+            self._kept.write(self._record)
+        except ReceiverActiveError as error:
+            if self.spare is None:
+                raise
+            logger.warning("%s; this one goes by %s", error, self.spare.receiver)
+            changes = self.spare._asdict() | {"is_made_up": True}
+            self._record = dataclasses.replace(self._record, **changes)
+            self.spare = None
+            self._kept = KeptFile(self._store, self._record.receiver)
+            self._write()
+            return
+        if self._kept.needs_heartbeat and self._heartbeat is None:
+            self._heartbeat = _start_heartbeat(self._touch)
+
+    def _touch(self) -> None:
+        with self._lock:
+            self._kept.touch()
+
+    def close(self) -> None:
+        """Let go of the name; the file stays, and may be written again."""
+        with self._lock:
+            self._stop()
+            self._kept.let_go(self._record)
+
+    def remove(self) -> None:
+        """Take the file away, where there is one: this receiver is gone, and meant to be."""
+        with self._lock:
+            self._stop()
+            self._kept.remove()
+
+    def _stop(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.set()
+            self._heartbeat = None
+        _owned.pop(str(self._record.owner), None)
+
+
+def _start_heartbeat(touch: Callable[[], None]) -> threading.Event:
+    """Call a method every :data:`HEARTBEAT_S` while its object is in use; what ends that."""
+    stop = threading.Event()
+    method = weakref.WeakMethod(touch)
+
+    def beat() -> None:
+        while not stop.wait(HEARTBEAT_S):
+            if (found := method()) is None:
+                return
+            found()
+            del found
+
+    threading.Thread(target=beat, name="dbuffer-heartbeat", daemon=True).start()
+    return stop

@@ -1,0 +1,121 @@
+"""`RetiredFiles`: weights files on a network mount that no manifest names any more.
+
+One that is removed under a reader on another host is an error in the middle of its read. So it
+stays until no receiver's record says that it is being read; and at least for a moment, for
+readers that cannot write a record; and at most for as long as readers are waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from dbuffer.errors import DBufferError
+from dbuffer.format.manifest import ReceiverRecord
+
+logger = logging.getLogger(__name__)
+
+KEEP_AT_LEAST_S = 2.0
+"""Readers that write no record (a read-only mount, `dbuffer verify`) have this long to finish."""
+
+
+class _Retired(NamedTuple):
+    version: int | None
+    """None: a dead writer's, of which only its age is known."""
+    since: float
+    """When it was no longer named."""
+    superseded_at: float
+    """When there was a newer version, which readers have looked at since."""
+
+
+class RetiredFiles:
+    """What may be removed later, and when.
+
+    Ages are counted on this process's own clock, from when a file was no longer named. For what a
+    dead writer left, :meth:`add` is told its age; clocks of hosts are not compared.
+
+    Args:
+        readers: the receivers' records as they are now; one whose process is known to be dead
+            is left out.
+        reader_timeout_s: a file goes after so long, whoever says that it is being read.
+        let_go: called with a file's path just before it is removed.
+        named_versions: those in files that are named. Who reads another one may read any file whose
+            version is not known.
+    """
+
+    def __init__(
+        self,
+        readers: Callable[[], list[ReceiverRecord]],
+        reader_timeout_s: float,
+        let_go: Callable[[Path], None],
+        named_versions: Callable[[], Collection[int]] = tuple,
+    ) -> None:
+        self._named_versions = named_versions
+        self._let_go = let_go
+        self._readers = readers
+        self._reader_timeout_s = reader_timeout_s
+        self._newest_since: float | None = None
+        self._files: dict[Path, _Retired] = {}
+
+    def note_newest(self) -> None:
+        """A version was published just now: from now on readers begin with that one."""
+        self._newest_since = time.monotonic()
+
+    def knows(self, path: Path) -> bool:
+        """Whether it was added."""
+        return path in self._files
+
+    def add(self, path: Path, version: int | None, *, age_s: float = 0.0) -> None:
+        """No manifest names this file any more, and none has for ``age_s``."""
+        since = time.monotonic() - age_s
+        superseded_at = since
+        if version is not None and self._newest_since is not None:
+            superseded_at = self._newest_since
+        self._files.setdefault(path, _Retired(version, since, superseded_at))
+
+    def remove_unneeded(self) -> None:
+        """Remove what nobody needs. Call it after the manifest was replaced, never before."""
+        if not self._files:
+            return
+        try:
+            readers = {
+                record.held_version: record.receiver
+                for record in self._readers()
+                if record.held_version is not None
+            }
+            unnamed = readers.keys() - set(self._named_versions() if readers else ())
+        except (DBufferError, OSError) as error:
+            # What is published is published, and room is not worth a publish that fails.
+            logger.warning("cannot see who reads old versions, keeping them: %s", error)
+            return
+        for path, retired in list(self._files.items()):
+            held = retired.version if retired.version is not None else min(unnamed, default=None)
+            if not self._is_needed(path, retired, readers.get(held) if held is not None else None):
+                self._let_go(path)
+                _remove(path)
+                del self._files[path]
+
+    def _is_needed(self, path: Path, retired: _Retired, reader: str | None) -> bool:
+        age_s = time.monotonic() - retired.since
+        if age_s < self._reader_timeout_s:
+            is_fresh = time.monotonic() - retired.superseded_at < KEEP_AT_LEAST_S
+            return reader is not None or is_fresh
+        if reader is not None:
+            logger.warning(
+                "removing %s, version %s, which %s has read for more than %g s",
+                path,
+                retired.version,
+                reader,
+                self._reader_timeout_s,
+            )
+        return False
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:  # it takes room, and does no harm: what is published stays so
+        logger.warning("cannot remove the old version %s: %s", path, error)

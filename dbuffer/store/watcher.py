@@ -1,0 +1,132 @@
+"""`Watcher`: wakes whoever waits for the pointer to move.
+
+An event is a hint and nothing more. inotify sees no write from another host, drops events when
+its queue is full and has none to give when the machine's limits are used up, so a waiter always
+wakes by itself after a poll interval, and always looks at the pointer itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from pathlib import Path
+
+from watchdog.events import (
+    FileCreatedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
+from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
+
+from dbuffer.store import media
+
+logger = logging.getLogger(__name__)
+
+_OUT_OF_INOTIFY = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOSYS)
+
+
+class Watcher:
+    """Watches one file's directory for the file being replaced.
+
+    On a network mount, and where inotify is used up, :meth:`wait` sleeps instead. The directory
+    may come later, or be replaced; then it is watched from the first wait after that.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._changed = threading.Event()
+        self._observer: BaseObserver | None = None
+        self._watched: tuple[int, int] | None = None
+        self._can_watch = True
+        self._pid = os.getpid()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return when the file may have been replaced since the last call, or False on time-out."""
+        self._follow_directory()
+        may_have_changed = self._changed.wait(timeout_s)
+        self._changed.clear()
+        return may_have_changed
+
+    def wake(self) -> None:
+        """End a :meth:`wait` in another thread."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop()
+        self._can_watch = False
+        self.wake()
+
+    def _follow_directory(self) -> None:
+        """Watch the directory that has the name now; a removed one takes its watch with it."""
+        try:
+            found = self._file.parent.stat()
+        except FileNotFoundError:
+            return
+        identity = (found.st_dev, found.st_ino)
+        # A new directory may get the number of the one that was removed; the emitter ends with
+        # the old one.
+        if self._can_watch and (identity != self._watched or self._has_ended()):
+            self._stop()
+            self._watched = identity if self._start() else None
+            # What was replaced before the watch stood will send no event.
+            self._changed.set()
+
+    def _start(self) -> bool:
+        """Watch the directory; False if that cannot be, now or at all."""
+        directory = self._file.parent
+        medium = media.medium_of(directory)
+        if not medium.has_events:
+            logger.info("%s is on %s: polling, no inotify", directory, medium.filesystem)
+            self._can_watch = False
+            return False
+        observer: BaseObserver | None = None
+        try:
+            observer = Observer()
+            observer.schedule(
+                _Handler(self._file.name, self._changed),
+                str(directory),
+                event_filter=[FileCreatedEvent, FileMovedEvent],
+            )
+            observer.start()
+        except OSError as error:
+            if observer is not None:
+                observer.stop()  # ends the thread that it began with
+            if error.errno in _OUT_OF_INOTIFY:
+                logger.warning("no inotify for %s (%s): polling", directory, error)
+                self._can_watch = False
+            elif error.errno != errno.ENOENT:  # that: it was removed since we looked
+                raise
+            return False
+        self._observer = observer
+        return True
+
+    def _has_ended(self) -> bool:
+        return self._observer is not None and not all(
+            emitter.is_alive() for emitter in self._observer.emitters
+        )
+
+    def _stop(self) -> None:
+        if self._pid != os.getpid():
+            # The kernel's watch is the parent's as well: removed here, it is removed there.
+            self._observer = self._watched = None
+        if self._observer is not None:
+            self._observer.stop()
+            self._observer.join()
+            self._observer = None
+            self._watched = None
+
+
+class _Handler(FileSystemEventHandler):
+    def __init__(self, name: str, changed: threading.Event) -> None:
+        self._name = name
+        self._changed = changed
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        for path in (event.src_path, event.dest_path):
+            if os.path.basename(os.fsdecode(path)) == self._name:  # noqa: PTH119
+                self._changed.set()

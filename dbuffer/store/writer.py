@@ -1,0 +1,425 @@
+"""`BufferWriter`: the writing side of a `DoubleBuffer`: one writer, claim, commit, recovery.
+
+A publish is: claim the idle buffer (wait for its readers, mark its manifest ``writing``), write
+the weights file, commit (manifest ``complete``, then the pointer). Killed anywhere in between, a
+writer leaves the pointer on the other buffer, which it never touches; the kernel drops its
+locks; the next writer finds the idle buffer marked ``writing`` and starts it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
+    StoreAccessError,
+    StoreNotFoundError,
+    VersionError,
+    WriterActiveError,
+    WriterSupersededError,
+)
+from dbuffer.format.manifest import (
+    BUFFERS,
+    MANIFEST_FILE,
+    MAX_INTEGER,
+    POINTER_FILE,
+    RECEIVERS_DIRECTORY,
+    SCRATCH_DIRECTORY,
+    WRITER_FILE,
+    WRITER_LOCK_FILE,
+    Manifest,
+    Pointer,
+    Record,
+    WriterRecord,
+    encode,
+)
+from dbuffer.runtime import options
+from dbuffer.store import filesystem
+from dbuffer.store.acknowledgements import wait_applied
+from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
+from dbuffer.store.filesystem import Descriptor, os_errors
+from dbuffer.store.liveness import owner_fields
+
+logger = logging.getLogger(__name__)
+
+FORGET_RECEIVERS_AFTER_S = 7 * 24 * 3600.0
+"""Records of dead receivers that somebody gave a name go so long after their last word."""
+
+FORGET_MADE_UP_AFTER_S = 60.0
+"""And those with made-up names, under which nobody comes back. Not at once: who waits for a version
+counts those that have applied it and ended."""
+
+FORGET_EVERY_S = 10.0
+"""How often a writer looks for them, with what it publishes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The idle buffer, locked and marked as being written."""
+
+    buffer: str
+    path: Path
+    file: Descriptor
+    is_new: bool
+    """The file was made for this claim; its layout is yet to be written."""
+    marked: Manifest
+
+
+class _Found(NamedTuple):
+    """What a writer goes by: the records of the versions that are there, as far as undamaged."""
+
+    pointer: Pointer | None
+    manifests: dict[str, Manifest | None]
+
+    @property
+    def all(self) -> list[Pointer | Manifest]:
+        """Those that are there."""
+        records = (self.pointer, *self.manifests.values())
+        return [record for record in records if record is not None]
+
+    @property
+    def last_generation(self) -> int:
+        """0: none is there."""
+        return max((record.generation for record in self.all), default=0)
+
+    def version_in(self, buffer: str) -> int:
+        """Of a whole version; 0: none is there."""
+        manifest = self.manifests[buffer]
+        return manifest.version if manifest and manifest.state == "complete" else 0
+
+
+class BufferWriter:
+    """Holds the writer's lock of a store from construction to :meth:`close`.
+
+    A mirror gives the ``history`` of the store whose versions it writes.
+
+    Raises:
+        OptionError: an option is not what it may be.
+        WriterActiveError: another writer has the store.
+        StoreInsecureError, StoreAccessError: the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        durable: bool,
+        reader_timeout_s: float,
+        allow_shared_store: bool,
+        history: str | None = None,
+    ) -> None:
+        self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
+        self.root = self.store.root
+        self._reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
+        options.flag("durable", durable)
+        filesystem.make_directory(self.root, parents=True, durable=durable)
+        self.store.check()
+        for name in (SCRATCH_DIRECTORY, *BUFFERS, RECEIVERS_DIRECTORY):
+            filesystem.make_directory(self.root / name)
+        self.medium = self.store.medium
+        self._sync = durable or self.medium.is_seen_when_flushed
+        self._open_files = self.medium.open_files()
+        self._files = self.medium.weights_files(self.store, self._reader_timeout_s)
+        self._generation = 0
+        self._forgot_at = time.monotonic()
+        self._lock = self._take_writer_lock()
+        try:
+            self.record = self._recover(history)
+        except BaseException:
+            self._lock.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the lock is held, by this very process."""
+        return self._lock.is_open
+
+    def close(self) -> None:
+        """Give the store up. The last version stays published."""
+        self._files.close()
+        if self._open_files is not None:
+            self._open_files.close()
+        self._lock.close()
+
+    def wait_applied(
+        self, version: int, receivers: int | str | Collection[str], timeout_s: float
+    ) -> None:
+        """Wait until receivers have applied ``version`` or a later one.
+
+        Raises:
+            OptionError, AcknowledgementTimeoutError, ReceiverFailedError: see
+                :func:`~dbuffer.store.acknowledgements.wait_applied`.
+        """
+        self._check_open()
+        since = self.record.started_at
+        wait_applied(self.store, version, receivers, timeout_s=timeout_s, since=since)
+
+    def next_version(self, version: int | None) -> int:
+        """The version to publish: ``version`` if that goes up, else one above the last.
+
+        Raises:
+            VersionError: ``version`` is no version, or not above the last one.
+        """
+        last = self._last_version()
+        if version is None:
+            version = last + 1
+        if isinstance(version, bool) or not isinstance(version, int) or version > MAX_INTEGER:
+            raise VersionError(f"a version is an integer below 2**63, not {version!r:.80}")
+        if version <= last:
+            raise VersionError(
+                f"version {version} is not above version {last}, the last one in {self.root}; "
+                "versions only go up (put a trainer's step in the metadata)"
+            )
+        return version
+
+    def claim(self, version: int, *, layout_xxh3: str | None, file_bytes: int) -> Claim:
+        """Lock the idle buffer and mark it as being written.
+
+        The buffer's file is rewritten if the medium can do that, it has this layout already and
+        nobody reads it; otherwise a new one for ``file_bytes`` is made (0: not known yet).
+
+        Raises:
+            StoreFullError: there is no room for a new file.
+            WriterSupersededError: another writer took the store over.
+        """
+        self._check_open()
+        self._check_not_superseded()
+        found = self._look()
+        buffer = self._idle_buffer(found)
+        old = found.manifests[buffer]
+        file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
+        # Counted on from our own last one too: the record that held it may be damaged by now.
+        self._generation = generation = max(self._generation, found.last_generation) + 2
+        name = f"weights-{self.record.run}-{generation}.td"
+        if file is not None and old is not None:
+            name = old.file
+        marked = Manifest(
+            state="writing",
+            version=version,
+            generation=generation,
+            run=self.record.run,
+            history=self.record.history,
+            file=name,
+        )
+        self._put(self.root / buffer / MANIFEST_FILE, marked)
+        path = self.root / buffer / name
+        is_new = file is None
+        if file is None:
+            self._files.put_away(buffer, old, keep=name)
+            file = self._files.make(path, file_bytes)
+        return Claim(buffer, path, file, is_new, marked)
+
+    def commit(self, claim: Claim, complete: Manifest) -> None:
+        """Make the claimed buffer the newest version, in the one step of moving the pointer.
+
+        ``complete`` describes the file; its state, generation and run are set here.
+
+        Raises:
+            WriterSupersededError: another writer took the store over. Nothing was published.
+            StoreFullError, StoreAccessError: a flush or write failed. Nothing was published.
+            ClosedError: this writer was closed meanwhile. Nothing was published.
+        """
+        self._check_open()
+        if self._sync:
+            filesystem.sync_file(claim.file.number, claim.path)
+        complete = dataclasses.replace(
+            complete,
+            state="complete",
+            generation=claim.marked.generation + 1,
+            run=self.record.run,
+            history=self.record.history,
+            is_final=not self.medium.can_rewrite_in_place,
+        )
+        directory = self.root / claim.buffer
+        # A writer that was paused or cut off learns here that it has a successor, before it
+        # writes over that one's manifest, and once more before the flip. A successor that comes
+        # between a check and the line after it is not seen.
+        self._check_not_superseded()
+        self._put(directory / MANIFEST_FILE, complete)
+        self._check_not_superseded()
+        pointer = pointer_to(claim.buffer, complete)
+        # Unlocked first: a receiver that is woken by the pointer finds the file free.
+        filesystem.unlock(claim.file.number)
+        self._put(self.root / POINTER_FILE, pointer)
+        self._files.note_published(lambda: self._read_back(pointer, complete, claim.path))
+        self._forget_now_and_then()
+
+    def _read_back(self, pointer: Pointer, complete: Manifest, path: Path) -> None:
+        """See what other hosts see: caches and successors may have it otherwise.
+
+        Raises:
+            WriterSupersededError: another writer has published since.
+            StoreAccessError: the filesystem does not give back what was written.
+        """
+        self._check_not_superseded()
+        with os_errors("read back", path):
+            size = path.stat().st_size
+        found = self.store.pointer(), self.store.manifest(pointer.buffer), size
+        if found != (pointer, complete, complete.file_bytes):
+            raise StoreAccessError(
+                f"{self.root} does not give back version {pointer.version} as it was written: "
+                f"{found!r:.400}; is it a mount that all hosts see alike?"
+            )
+
+    def abandon(self, claim: Claim) -> None:
+        """Drop a claim that failed. Its buffer stays marked, and is started over next time."""
+        self._files.forget(claim.file)
+        # Half a version takes room and is of no use. One that failed in the commit is whole, and
+        # may be published already.
+        with contextlib.suppress(DBufferError, OSError):
+            if self.store.manifest(claim.buffer) == claim.marked:
+                for path in self._files.parts_of(claim.buffer, claim.path.name):
+                    path.unlink(missing_ok=True)
+
+    def _take_writer_lock(self) -> Descriptor:
+        lock = _try_writer_lock(self.root)
+        if lock is None:
+            holder = self.store.undamaged_writer()
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            raise WriterActiveError(
+                f"{who} has {self.root} open for writing; a store has one sender at a time: "
+                "close that one, or use another directory"
+            )
+        return lock
+
+    def _recover(self, history: str | None) -> WriterRecord:
+        """Begin an epoch, and clear away what dead writers and receivers left behind."""
+        before = self.store.undamaged_writer()
+        found = self._look()
+        self._generation = found.last_generation
+        run = secrets.token_hex(8)
+        record = WriterRecord(
+            epoch=before.epoch + 1 if before else 1,
+            run=run,
+            history=history or self._history_so_far(found, before) or run,
+            started_at=time.time(),
+            **owner_fields(),  # type: ignore[arg-type]  # each under its name
+        )
+        self._put(self.root / WRITER_FILE, record)
+        filesystem.remove_stale_temporaries(self.root / SCRATCH_DIRECTORY)
+        for buffer in BUFFERS:
+            # Of dead writers; what the manifest names may be the newest version, and one that is
+            # not dead may have published it since we looked: now it knows that it is superseded.
+            manifest = self.store.undamaged_manifest(buffer)
+            self._files.clear_away(buffer, keep=manifest.file if manifest else None)
+        self._forget_dead_receivers()
+        return record
+
+    def _history_so_far(self, found: _Found, before: WriterRecord | None) -> str | None:
+        """The history of the versions that are there; None where there are none, or it is lost.
+
+        A store that was emptied begins another one, also where its writer's record was left.
+        """
+        known = [record for record in found.all if record.history is not None]
+        if known:
+            return max(known, key=lambda record: record.generation).history
+        files = [POINTER_FILE, *(f"{buffer}/{MANIFEST_FILE}" for buffer in BUFFERS)]
+        is_empty = not any((self.root / file).exists() for file in files)
+        return None if is_empty or before is None else before.history
+
+    def _put(self, path: Path, record: Record) -> None:
+        scratch = self.root / SCRATCH_DIRECTORY
+        filesystem.replace_file(
+            path, encode(record), scratch=scratch, durable=self._sync, open_files=self._open_files
+        )
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise ClosedError(f"the writer of {self.root} is closed, or was made before a fork")
+
+    def _check_not_superseded(self) -> None:
+        record = self.store.writer()
+        if record is None:
+            raise StoreNotFoundError(f"the store at {self.root} was removed; make a new sender")
+        if record.run != self.record.run:
+            raise WriterSupersededError(
+                f"process {record.pid} on {record.host} took {self.root} over; this sender must "
+                "stop (was writer.lock removed by hand, or this host cut off?)"
+            )
+
+    def _look(self) -> _Found:
+        manifests = {buffer: self.store.undamaged_manifest(buffer) for buffer in BUFFERS}
+        return _Found(self.store.undamaged_pointer(), manifests)
+
+    def _idle_buffer(self, found: _Found) -> str:
+        if found.pointer is not None:
+            return other_buffer(found.pointer.buffer)
+        if self._was_nothing_published():
+            # What a dead writer began: it must not come to light as the older of two versions.
+            return BUFFERS[1]
+        # With no pointer to go by, spare the buffer that may hold the newest version.
+        newest = max(BUFFERS, key=found.version_in)
+        return other_buffer(newest)
+
+    def _last_version(self) -> int:
+        pointer = self.store.undamaged_pointer()
+        if pointer is not None:
+            return pointer.version
+        manifests = [self.store.undamaged_manifest(buffer) for buffer in BUFFERS]
+        complete = [found.version for found in manifests if found and found.state == "complete"]
+        if None in manifests and not (self.root / POINTER_FILE).exists():
+            # The first version of all: its writer died before it moved the pointer.
+            return max(complete, default=1) - 1
+        return max(complete, default=0)
+
+    def _was_nothing_published(self) -> bool:
+        first, second = (self.root / buffer / MANIFEST_FILE for buffer in BUFFERS)
+        return not (self.root / POINTER_FILE).exists() and not (first.exists() and second.exists())
+
+    def _forget_dead_receivers(self) -> None:
+        """Remove records that nobody needs any more; there is no end of names that are made up."""
+        self._forgot_at = time.monotonic()
+        now = self.store.medium.now()
+        for record in self.store.receivers():
+            keep_s = FORGET_MADE_UP_AFTER_S if record.is_made_up else FORGET_RECEIVERS_AFTER_S
+            path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
+            with contextlib.suppress(StoreNotFoundError):
+                if now - record.updated_at > keep_s and not self.store.may_live(record):
+                    path.unlink(missing_ok=True)
+
+    def _forget_now_and_then(self) -> None:
+        if time.monotonic() - self._forgot_at < FORGET_EVERY_S:
+            return
+        try:
+            self._forget_dead_receivers()
+        except (DBufferError, OSError) as error:
+            # What is published is published, and tidiness is not worth a publish that fails.
+            logger.warning("cannot remove records of dead receivers: %s", error)
+            self._forgot_at = time.monotonic()
+
+
+@contextlib.contextmanager
+def writer_lock(root: Path) -> Iterator[None]:
+    """Keep senders out of a store for a ``with`` block.
+
+    Raises:
+        WriterActiveError: one has it open.
+    """
+    lock = _try_writer_lock(root)
+    if lock is None:
+        raise WriterActiveError(f"a sender has {root} open for writing; give another directory")
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def _try_writer_lock(root: Path) -> Descriptor | None:
+    path = root / WRITER_LOCK_FILE
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os_errors("open the writer's lock", path):
+        lock = Descriptor(os.open(path, flags, 0o600))
+        if filesystem.try_lock_if_any(lock.number, path):
+            return lock
+    lock.close()
+    return None

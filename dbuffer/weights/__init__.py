@@ -1,0 +1,1 @@
+"""What is published and what it is loaded into: names, sources, targets, checkpoints."""

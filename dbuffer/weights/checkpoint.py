@@ -1,0 +1,130 @@
+"""HuggingFace checkpoints as a source: safetensors files, read one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dbuffer.errors import InvalidWeightsError
+from dbuffer.io.tensors import DTYPES
+
+SAFETENSORS_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F4": "float4_e2m1fn_x2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is fetched when its turn comes to be published, and dropped after.
+
+    A mapping, or a list of pairs, may hold some: weights that are made as they are written.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+    """Makes it, of just this dtype and shape. Called once a publish, maybe in another thread."""
+    identity: int = 0
+    """A negative number shared by all names of one tensor; 0 if unknown."""
+    sharded: Any = None
+    """The tensor itself, where each rank of a trainer holds a part of it and `fetch` gathers it."""
+
+
+def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+    """Names and tensors of a HuggingFace checkpoint directory, or of one safetensors file.
+
+    Raises:
+        InvalidWeightsError: there is none, or it cannot be read.
+    """
+    names: list[str] = []
+    tensors: list[torch.Tensor | LazyTensor] = []
+    for file, wanted in _checkpoint_files(path).items():
+        for name, tensor in _open_safetensors(file, wanted):
+            names.append(name)
+            tensors.append(tensor)
+    return names, tensors
+
+
+def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:
+    """The files of a checkpoint, and which tensors to take from each (None: all)."""
+    if path.is_file():
+        return {path: None}
+    if not path.is_dir():
+        raise InvalidWeightsError(f"there is no checkpoint at {path}")
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        if files := sorted(path.glob("*.safetensors")):
+            return dict.fromkeys(files)
+        raise InvalidWeightsError(
+            f"{path} has no *.safetensors file (pickled checkpoints are never read: save with "
+            "model.save_pretrained(path, safe_serialization=True))"
+        )
+    try:
+        shards = json.loads(index.read_bytes())["weight_map"]
+        files_of: dict[Path, list[str] | None] = {}
+        for name, file in shards.items():
+            if Path(file).name != file:
+                raise InvalidWeightsError(f"{index} names {file!r}, outside its directory")
+            wanted = files_of.setdefault(path / file, [])
+            if wanted is not None:
+                wanted.append(name)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise InvalidWeightsError(f"{index} is not the index of a checkpoint ({error})") from None
+    return files_of
+
+
+def _open_safetensors(
+    file: Path, wanted: list[str] | None
+) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise InvalidWeightsError(
+            f"reading {file} needs safetensors: pip install safetensors"
+        ) from None
+    try:
+        handle: Any = safe_open(file, framework="pt")
+        for name in wanted if wanted is not None else handle.keys():
+            part = handle.get_slice(name)
+            dtype = SAFETENSORS_DTYPES[part.get_dtype()]
+            shape = list(part.get_shape())
+            if dtype == "float4_e2m1fn_x2":
+                shape[-1] //= 2  # safetensors counts numbers, torch the bytes that hold two
+            # Each reader keeps the file open; it is closed when the last of them is dropped.
+            yield name, LazyTensor(DTYPES[dtype], tuple(shape), _reader(handle, name))
+    except (SafetensorError, OSError) as error:
+        raise InvalidWeightsError(f"cannot read {file}: {error}") from None
+    except KeyError as error:
+        raise InvalidWeightsError(f"{file} holds a tensor of unknown type {error}") from None
+
+
+def _reader(handle: Any, name: str) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        tensor: torch.Tensor = handle.get_tensor(name)
+        return tensor
+
+    return read

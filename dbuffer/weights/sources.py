@@ -1,0 +1,483 @@
+"""Weights of any kind in one form: names, specs, and tensors or functions that make them.
+
+A module, a state dict, a TensorDict, a list or iterator of ``(name, tensor)``, or a HuggingFace
+checkpoint directory; some of a mapping's or list's tensors may be lazy ones. Everything is checked
+before a byte is written, except what an iterator or a lazy tensor has not yet produced.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeGuard, TypeVar
+
+import torch
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDictBase,
+    is_non_tensor,
+    is_tensor_collection,
+)
+from torch import nn
+from torch.nn.parameter import is_lazy as has_no_shape
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dbuffer.errors import InvalidWeightsError
+from dbuffer.format.layout import TensorSpec
+from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
+from dbuffer.runtime import options
+from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
+from dbuffer.weights.names import Rename, renamed
+
+WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Parts that torch.compile, FSDP and activation checkpointing insert into names."""
+
+_wrapper_parts = re.compile(rf"(?:(?<=\.)|^)(?:{'|'.join(WRAPPER_PARTS)})\.")
+
+WRAPPER_PREFIX = "module."
+"""The prefix that DDP, DataParallel and DeepSpeed add to every name."""
+
+TORCH_EXTRA_STATE = "_extra_state"
+"""What PyTorch calls it, at the end of a key of a state dict."""
+
+_Value = TypeVar("_Value")
+
+_get_shape = operator.attrgetter("shape")
+_get_dtype = operator.attrgetter("dtype")
+
+Weights: TypeAlias = (
+    nn.Module
+    | TensorDictBase
+    | Mapping[str, torch.Tensor | LazyTensor]
+    | Iterable[tuple[str, torch.Tensor | LazyTensor]]
+    | str
+    | os.PathLike[str]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """Weights without their values: enough to see that the next ones are like them.
+
+    Checking 18,000 names one by one takes as long as copying 18,000 tensors. It is done for the
+    first version; for one that has the same names, shapes and dtypes it need not be done again.
+    """
+
+    names: list[str]
+    """As they were given, with wrappers' prefixes."""
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    """Before they were cast."""
+
+    @classmethod
+    def of(cls, named: Mapping[str, torch.Tensor]) -> Outline:
+        return cls(
+            list(named),
+            [tensor.shape for tensor in named.values()],
+            [tensor.dtype for tensor in named.values()],
+        )
+
+    def fits(self, named: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are plain tensors of just this outline, in this order."""
+        tensors = named.values()
+        # Shapes are compared as they are made: a list of 18,000 of them sets the garbage
+        # collector going, which takes longer than all the rest.
+        return (
+            list(named) == self.names
+            and {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
+            and {tensor.layout for tensor in tensors} == {torch.strided}
+            and all(map(operator.eq, map(_get_shape, tensors), self.shapes))
+            and all(map(operator.is_, map(_get_dtype, tensors), self.dtypes))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Weights whose layout is known before any of them is fetched."""
+
+    specs: tuple[TensorSpec, ...]
+    tensors: list[torch.Tensor] | list[torch.Tensor | LazyTensor]
+    aliases: dict[str, str]
+    """Other names of tied tensors."""
+    is_lazy: bool
+    """Whether there are lazy ones among the tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of one version's weights, to check the next one's faster."""
+
+    outline: Outline
+    specs: tuple[TensorSpec, ...]
+
+
+class Describer:
+    """Brings weights of a known layout into one form.
+
+    Args:
+        dtype: floating-point tensors are published in this dtype.
+        rename: a mapping of whole names, or a function of a name; wrappers' prefixes are stripped
+            before.
+        sharded: accept tensors of which each rank of a trainer holds a part. To gather them, all
+            ranks must take part: a sender of one rank would wait forever.
+
+    Raises:
+        OptionError: an option is not what it may be.
+    """
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+        sharded: bool = False,
+    ) -> None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and can_cast_to(dtype)):
+            options.refuse("dtype", dtype, "a floating-point dtype that weights can be cast to")
+        if rename is not None and not (callable(rename) or isinstance(rename, Mapping)):
+            options.refuse("rename", rename, "a NameMap, a mapping of names, or a function")
+        self.dtype = dtype
+        self.rename = rename
+        self.sharded = sharded
+        self._known: Known | None = None
+
+    def describe(self, weights: Weights) -> Source:
+        """Specs and tensors of anything but an iterator; see :func:`is_stream`.
+
+        Raises:
+            InvalidWeightsError: something in it cannot be published; the message names it.
+        """
+        named = _as_mapping(weights)
+        if named is None:
+            return self._describe_pairs(*self._collect(weights))
+        if self._known is not None and self._known.outline.fits(named):
+            tensors = list(named.values())
+            addresses = {tensor.data_ptr() for tensor in tensors}
+            if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
+                return Source(self._known.specs, tensors, {}, is_lazy=False)
+        source = self._describe_pairs(*self._checked_pairs(named.items()))
+        self._known = None
+        if not source.aliases and not source.is_lazy:
+            self._known = Known(Outline.of(named), source.specs)
+        return source
+
+    def stream(
+        self, weights: Iterator[tuple[str, torch.Tensor | LazyTensor]]
+    ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+        """Yield the tensors of an iterator one at a time, checked, with their specs.
+
+        Ties are not detected: an earlier tensor, since freed, may have had the same address.
+        A wrapper's leading ``module.`` is stripped if the first name has it.
+        """
+        prefix: str | None = None
+        seen = set()
+        for position, pair in enumerate(weights):
+            name, tensor = _checked_pair(pair, position)
+            name = without_wrappers(name)
+            if prefix is None:
+                prefix = name.removesuffix(clean_names([name])[0])
+            name = renamed(name.removeprefix(prefix), self.rename)
+            _check_name(name)
+            if name in seen:
+                raise InvalidWeightsError(f"the name {name!r} occurs twice")
+            seen.add(name)
+            checked = _gatherable(name, tensor, sharded=self.sharded)
+            yield spec_of(name, checked, self.dtype), fetch(checked)
+
+    def _describe_pairs(self, names: list[str], tensors: list[torch.Tensor | LazyTensor]) -> Source:
+        names = [renamed(name, self.rename) for name in clean_names(names)]
+        _check_names(names)
+        names, tensors, aliases = _without_ties(names, tensors)
+        if not names:
+            raise InvalidWeightsError("the weights hold no tensor to publish")
+        pairs = zip(names, tensors, strict=True)
+        return Source(
+            specs=tuple(spec_of(*pair, self.dtype) for pair in pairs),
+            tensors=tensors,
+            aliases=aliases,
+            is_lazy=any(isinstance(tensor, LazyTensor) for tensor in tensors),
+        )
+
+    def _collect(self, weights: Any) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+        if isinstance(weights, str | os.PathLike):
+            return read_checkpoint(Path(weights))
+        if isinstance(weights, Iterable) and not isinstance(weights, torch.Tensor | bytes):
+            return self._checked_pairs(weights)
+        raise InvalidWeightsError(
+            f"cannot publish a {type(weights).__name__}: give a module, a state dict, a "
+            "TensorDict, (name, tensor) pairs or the path of a checkpoint directory"
+        )
+
+    def _checked_pairs(
+        self, pairs: Iterable[Any]
+    ) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
+        names: list[str] = []
+        tensors: list[torch.Tensor | LazyTensor] = []
+        for position, pair in enumerate(pairs):
+            name, tensor = _checked_pair(pair, position)
+            names.append(name)
+            tensors.append(_gatherable(name, tensor, sharded=self.sharded))
+        return names, tensors
+
+
+def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor | LazyTensor]]]:
+    """Whether weights can be iterated only once, so that their layout is known at the end."""
+    return isinstance(weights, Iterator)
+
+
+def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
+    """The tensor itself, gathered, read from its file or made if need be.
+
+    Raises:
+        InvalidWeightsError: it is not what was promised.
+    """
+    if not isinstance(tensor, LazyTensor):
+        return tensor
+    fetched = tensor.fetch()
+    found, promised = (fetched.dtype, tuple(fetched.shape)), (tensor.dtype, tuple(tensor.shape))
+    if found != promised:
+        raise InvalidWeightsError(f"a lazy tensor was declared as {promised}, but is {found}")
+    return fetched
+
+
+def clean_names(names: Iterable[str]) -> list[str]:
+    """Names without wrappers' parts; a leading ``module.`` is stripped only if all have it."""
+    names = [without_wrappers(name) for name in names]
+    while names and all(name.startswith(WRAPPER_PREFIX) for name in names):
+        names = [name.removeprefix(WRAPPER_PREFIX) for name in names]
+    return names
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """All that the module would save, by clean name, non-tensors included."""
+    state = module.state_dict(keep_vars=True)
+    # None is what a module returns that has no extra state just now.
+    kept = {n: v for n, v in state.items() if not (v is None and is_extra_state(n))}
+    return _by_name(clean_names(kept), kept.values())
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a module's ``get_extra_state`` has made what a state dict has under this name."""
+    return name.rpartition(".")[2] == TORCH_EXTRA_STATE
+
+
+def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """A module's state, if all of it can be published.
+
+    Raises:
+        InvalidWeightsError: some of it is not a tensor, and would be lost.
+    """
+    lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if lost:
+        listed = ", ".join(f"{name!r} ({type(state[name]).__name__})" for name in lost[:5])
+        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+        raise InvalidWeightsError(
+            f"the module's state has more than tensors, which would be lost: {listed}{more}; give "
+            "a dictionary of the tensors that are to be published, and the rest as metadata"
+        )
+    return dict(state)
+
+
+def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by clean name, tied ones under each of their names.
+
+    Raises:
+        InvalidWeightsError: the module's state has more than tensors.
+    """
+    return only_tensors(module_state(module))
+
+
+def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Those that the module computes with: parameters and buffers, each once."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
+    """The leaves of a TensorDict, nested keys joined by dots.
+
+    Raises:
+        InvalidWeightsError: it holds a non-tensor, or a stack hides some of its tensors.
+    """
+    _check_stack(weights, "the TensorDict")
+    names, tensors = [], []
+    for key, value in weights.items(include_nested=True):
+        name = key if isinstance(key, str) else ".".join(key)
+        if is_non_tensor(value):
+            raise InvalidWeightsError(f"{name!r} is not a tensor; put it into the metadata")
+        if isinstance(value, torch.Tensor):
+            names.append(name)
+            tensors.append(value)
+        else:
+            _check_stack(value, repr(name))
+    return _by_name(names, tensors)
+
+
+def _check_stack(weights: Any, where: str) -> None:
+    """Refuse a lazy stack that hides tensors: those that differ between its members."""
+    if not isinstance(weights, LazyStackedTensorDict):
+        return
+    first, *others = [
+        {name: tensor.shape for name, tensor in tensordict_tensors(member).items()}
+        for member in weights.tensordicts
+    ]
+    unlike = {name for other in others for name, _ in first.items() ^ other.items()}
+    if unlike:
+        listed = ", ".join(sorted(map(repr, unlike))[:5])
+        raise InvalidWeightsError(
+            f"{where} is a lazy stack whose members differ in {listed}, which it does not show: "
+            "publish its members, each under a name of its own"
+        )
+
+
+def spec_of(
+    name: str, tensor: torch.Tensor | LazyTensor, dtype: torch.dtype | None = None
+) -> TensorSpec:
+    """A tensor's spec as it will be published, with floating-point tensors in ``dtype``."""
+    kept = tensor.dtype
+    if dtype is not None and can_cast_to(kept):
+        kept = dtype
+    try:
+        return TensorSpec(name, DTYPE_NAMES[kept], tuple(tensor.shape))
+    except KeyError:
+        raise InvalidWeightsError(f"unsupported dtype {kept} of tensor {name!r}") from None
+
+
+def _by_name(names: list[str], tensors: Iterable[_Value]) -> dict[str, _Value]:
+    _check_names(names)
+    return dict(zip(names, tensors, strict=True))
+
+
+def _check_names(names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})[:5]
+        raise InvalidWeightsError(f"several tensors have the same name after cleaning: {twice}")
+    for name in names:
+        _check_name(name)
+
+
+def _check_name(name: str) -> None:
+    if not name.isascii() and json.loads(json.dumps(name)) != name:
+        raise InvalidWeightsError(f"the name {name!r:.80} has an invalid character in it")
+
+
+def _as_mapping(weights: Any) -> Mapping[str, Any] | None:
+    """Named tensors, where the weights are of that kind."""
+    # A TensorDictParams is both, and a TensorDict first.
+    if isinstance(weights, TensorDictBase):
+        return tensordict_tensors(weights)
+    if isinstance(weights, nn.Module):
+        return module_tensors(weights)
+    return weights if isinstance(weights, Mapping) else None
+
+
+def _checked_pair(pair: Any, position: int) -> tuple[str, torch.Tensor | LazyTensor]:
+    match pair:
+        case (str(name), torch.Tensor() as tensor) if not is_tensor_collection(tensor):
+            return name, tensor
+        case (str(name), LazyTensor() as lazy):
+            return name, lazy
+        case (str(name), value):
+            raise InvalidWeightsError(f"{name!r} is a {type(value).__name__}, not a tensor")
+    raise InvalidWeightsError(f"item {position} is {pair!r:.80}, not a (name, tensor) pair")
+
+
+def _gatherable(
+    name: str, tensor: torch.Tensor | LazyTensor, *, sharded: bool
+) -> torch.Tensor | LazyTensor:
+    """The tensor, or for one of which each rank holds a part a promise to gather it."""
+    if isinstance(tensor, LazyTensor):
+        return tensor
+    if has_no_shape(tensor):
+        raise InvalidWeightsError(
+            f"tensor {name!r} has no shape yet: it is in a lazy module; run the module once first"
+        )
+    if tensor.is_meta:
+        raise InvalidWeightsError(
+            f"tensor {name!r} is on the meta device and has no values; load the weights first"
+        )
+    whole: Any = tensor
+    is_zero3 = hasattr(tensor, "ds_shape")  # what DeepSpeed puts on what it partitions
+    if is_zero3 or hasattr(tensor, "full_tensor"):
+        if not sharded and (is_zero3 or not _is_whole(whole)):
+            raise InvalidWeightsError(
+                f"each rank holds only a part of tensor {name!r}: let all of them publish "
+                "together, with dbuffer.ShardedWeightSender"
+            )
+        shape = tuple(whole.ds_shape if is_zero3 else whole.shape)
+        fetch = _fetch_zero3 if is_zero3 else whole.detach().full_tensor
+        # Ties are told by the object, on all ranks alike: a rank's own part may be empty. The sign
+        # keeps it apart from addresses.
+        return LazyTensor(tensor.dtype, shape, fetch, -id(tensor), sharded=tensor)
+    is_odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+    if is_odd or is_made_of_others(tensor):
+        raise InvalidWeightsError(
+            f"tensor {name!r} is sparse, nested, quantized or composed of other tensors; "
+            "publish its parts as plain tensors"
+        )
+    return tensor
+
+
+def is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is composed of others, as torchao's quantised ones are."""
+    return type(tensor) not in (torch.Tensor, nn.Parameter) and is_traceable_wrapper_subclass(
+        tensor
+    )
+
+
+def _fetch_zero3() -> torch.Tensor:
+    raise NotImplementedError("a parameter of ZeRO-3 is whole inside a block only: see `shards`")
+
+
+def _is_whole(tensor: Any) -> bool:
+    """Whether this rank holds all of a DTensor."""
+    pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return all(placement.is_replicate() or size == 1 for placement, size in pairs)
+
+
+def without_wrappers(name: str) -> str:
+    """A tensor's name without the parts that wrappers insert."""
+    return _wrapper_parts.sub("", name)
+
+
+def _without_ties(
+    names: list[str], tensors: list[torch.Tensor | LazyTensor]
+) -> tuple[list[str], list[torch.Tensor | LazyTensor], dict[str, str]]:
+    """Keep the first of several names of one tensor; the others become aliases of it."""
+    seen_at: dict[int, list[int]] = {}
+    tied: dict[int, int] = {}
+    for index, tensor in enumerate(tensors):
+        is_lazy = isinstance(tensor, LazyTensor)
+        address = tensor.identity if isinstance(tensor, LazyTensor) else tensor.data_ptr()
+        if not address:  # empty, or read from a file: nothing to share
+            continue
+        others = seen_at.setdefault(address, [])
+        for other in others:
+            if is_lazy or is_same_memory(tensors[other], tensor):
+                tied[index] = other
+                break
+        else:
+            others.append(index)
+    if not tied:
+        return names, tensors, {}
+    kept = [index for index in range(len(names)) if index not in tied]
+    aliases = {names[index]: names[first] for index, first in tied.items()}
+    return [names[index] for index in kept], [tensors[index] for index in kept], aliases
+
+
+def is_same_memory(one: Any, other: Any) -> bool:
+    """Whether two tensors are one and the same elements, seen in the same way."""
+    return bool(
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )

@@ -1,0 +1,462 @@
+"""Where weights go: matching the tensors of a target with those of a layout, all or nothing.
+
+With ``partial=True`` a layout may hold a part of a target's tensors. To prevent a mix of two
+versions, :class:`LoadedNames` remembers which tensors versions contained, and refuses a later
+version that lacks some of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torch.nn.parameter import is_lazy as has_no_shape
+
+from dbuffer.errors import InvalidWeightsError, TargetTypeError, WeightsMismatchError
+from dbuffer.format.layout import Layout
+from dbuffer.weights.comparison import Comparison, compare
+from dbuffer.weights.sources import (
+    Outline,
+    clean_names,
+    is_extra_state,
+    is_made_of_others,
+    is_same_memory,
+    module_state,
+    own_tensors,
+    spec_of,
+    tensordict_tensors,
+)
+
+ADAPTER_KEY = "adapter_config"
+"""In the metadata of a version that holds an adapter: its configuration, as peft saves it."""
+
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A target's tensors, in the order of a layout."""
+
+    targets: list[torch.Tensor]
+    aliases: list[tuple[torch.Tensor, int]]
+    """Further tensors that the source had tied, and the index of the tensor each is filled from."""
+    ties: list[Tie] = field(default_factory=list)
+    """Pairs that the target has tied, and the source has not."""
+
+    def require_ties(self, published: Callable[[int], torch.Tensor]) -> None:
+        """Refuse values that differ where the target has room for one of them only.
+
+        Args:
+            published: gives a tensor by its index in the layout.
+
+        Raises:
+            WeightsMismatchError: they do; the message names them.
+        """
+        problems = [
+            f"{tie.name!r} and {tie.other!r} are one tensor in the target, but two in the store, "
+            "with different values"
+            for tie in self.ties
+            if not _same_bytes(published(tie.index), published(tie.other_index))
+        ]
+        if problems:
+            raise WeightsMismatchError(_describe_problems(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Two names of one tensor in the target, filled from two of the store."""
+
+    name: str
+    other: str
+    index: int
+    other_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A match, and what tells whether the next one is like it."""
+
+    layout: Layout
+    outline: Outline
+    addresses: list[int]
+    order: list[int]
+    is_all: bool
+
+
+def refuse_adapter(metadata: Mapping[str, Any]) -> None:
+    """Refuse a version that holds no model, by its metadata.
+
+    Raises:
+        WeightsMismatchError: it holds an adapter.
+    """
+    if ADAPTER_KEY in metadata:
+        raise WeightsMismatchError(
+            "the store holds an adapter, not a model: use load_adapter or save_adapter of "
+            "dbuffer.integrations.peft, or publish the merged model (merged_weights); nothing was "
+            "touched"
+        )
+
+
+class Matcher:
+    """Finds the tensor that each of a layout's tensors is to be copied into."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+
+    def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
+        """Match all of a target's tensors with all of a layout's.
+
+        Args:
+            target: a module or a dictionary of tensors.
+            layout: what was published.
+            partial: leave out tensors of the target that the layout lacks.
+
+        Returns:
+            What to copy, once :meth:`Match.require_ties` has seen the values.
+
+        Raises:
+            TargetTypeError: the target holds no named tensors.
+            WeightsMismatchError: a name is missing or left over, a shape or dtype differs, or a
+                tensor of the target cannot be written, or shares memory with another one. All
+                differences are listed.
+        """
+        named = dict(_named_in(target))
+        if (targets := self._match_like_before(target, named, layout, partial)) is not None:
+            return Match(targets, [])
+        match, order = _match_each(target, named, layout, partial=partial)
+        self._known = None
+        is_all = len(named) == len(order)
+        is_plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in named.values())
+        if is_plain and not match.aliases and not match.ties and (is_all or partial):
+            addresses = [tensor.data_ptr() for tensor in named.values()]
+            self._known = _Known(layout, Outline.of(named), addresses, order, is_all)
+        return match
+
+    def _match_like_before(
+        self, target: Any, named: Mapping[str, torch.Tensor], layout: Layout, partial: bool
+    ) -> list[torch.Tensor] | None:
+        known = self._known
+        if known is None or not (known.is_all or partial):
+            return None
+        if known.layout.specs is not layout.specs and known.layout != layout:
+            return None
+        if not known.outline.fits(named):
+            return None
+        tensors = list(named.values())
+        if not all(tensor.is_contiguous() and not tensor.is_meta for tensor in tensors):
+            return None
+        # At the same addresses they overlap as little as before, and are as much the target's own.
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if addresses != known.addresses:
+            if _may_overlap(addresses, tensors) or _not_kept(target, named):
+                return None
+            self._known = replace(known, addresses=addresses)
+        return [tensors[index] for index in known.order]
+
+
+class LoadedNames:
+    """Names of all tensors that versions contained so far, and the first version of each.
+
+    With partial versions, one that has less than an earlier one would leave a mix of both in the
+    target: what it lacks would stay the earlier one's.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}
+
+    def add(self, names: Set[str], version: int) -> None:
+        """Record a version before it is loaded: it may fail half-way, with some tensors written."""
+        self._first |= dict.fromkeys(names - self._first.keys(), version)
+
+    def forget(self) -> None:
+        """Start over: the target is as it was before any version was loaded."""
+        self._first = {}
+
+    def require_all(self, names: Set[str], version: int) -> None:
+        """Refuse a version that lacks some of them.
+
+        Raises:
+            WeightsMismatchError: it does; the message names them, and the versions with them.
+        """
+        if lacking := sorted(self._first.keys() - names):
+            listed = _listed([f"{name!r} of version {self._first[name]}" for name in lacking])
+            raise WeightsMismatchError(
+                f"version {version} lacks tensors that earlier versions contained, and would leave "
+                f"a mix of versions: {listed}; nothing was touched; publish at least what was "
+                "published before"
+            )
+
+
+def _match_each(
+    target: Any, named: Mapping[str, Any], layout: Layout, *, partial: bool
+) -> tuple[Match, list[int]]:
+    """The match, and for each of its tensors its index in the target."""
+    tensors = dict(zip(clean_names(named), named.values(), strict=True))
+    unfit = _unfit(target, tensors)
+    specs = [spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
+    comparison = compare(layout, specs)
+    fills: dict[int, list[str]] = {}
+    for name, index in comparison.sources.items():
+        fills.setdefault(index, []).append(name)
+    ties, problems = _overlaps({name: tensors[name] for name in comparison.sources}, comparison)
+    wanted = unfit if not partial else unfit.keys() & layout.all_names
+    problems = [
+        *(unfit[name] for name in unfit if name in wanted),
+        *_differences(comparison, layout, unfit),
+        *([] if partial else _unpublished(comparison, tensors)),
+        *problems,
+    ]
+    if problems:
+        raise WeightsMismatchError(_describe_problems(problems))
+    index_in_target = {name: index for index, name in enumerate(tensors)}
+    firsts = [fills[index][0] for index in range(len(layout.specs))]
+    aliases = [(tensors[name], index) for index, names in fills.items() for name in names[1:]]
+    match = Match([tensors[name] for name in firsts], aliases, ties)
+    return match, [index_in_target[name] for name in firsts]
+
+
+def _differences(comparison: Comparison, layout: Layout, unfit: Mapping[str, str]) -> Iterator[str]:
+    """Tensors of the store that the target lacks, or has with another shape or dtype."""
+    for published, found in comparison.differing + comparison.recast:
+        yield f"published {published}, target {found}"
+    told = {layout.aliases.get(name, name) for name in unfit}
+    for spec in comparison.left_over:
+        if layout.aliases.get(spec.name, spec.name) not in told:
+            yield f"the target has no {spec}"
+
+
+def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator[str]:
+    """Tensors of the target that the store lacks, under all of a tied tensor's names."""
+    filled = [tensors[name] for name in comparison.sources]
+    for spec in comparison.missing:
+        if not any(_shares_memory(tensors[spec.name], other) for other in filled):
+            yield f"the store has no {spec.name!r}"
+
+
+def _overlaps(
+    tensors: Mapping[str, torch.Tensor], comparison: Comparison
+) -> tuple[list[Tie], list[str]]:
+    """Targets that are the same memory, and problems with those that overlap in part."""
+    ties: list[Tie] = []
+    problems: list[str] = []
+    for group in _overlap_groups(tensors):
+        apart: dict[str, torch.Tensor] = {}
+        for name in group:
+            twin = next((n for n in apart if is_same_memory(apart[n], tensors[name])), None)
+            if twin is None:
+                apart[name] = tensors[name]
+                continue
+            index, other_index = comparison.sources[twin], comparison.sources[name]
+            if index != other_index:
+                ties.append(Tie(twin, name, index, other_index))
+        if pair := _overlapping_pair(apart):
+            problems.append(
+                f"{pair[0]!r} and {pair[1]!r} of the target overlap in memory, but are separate "
+                "tensors in the store"
+            )
+    return ties, problems
+
+
+def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Groups of tensors whose address ranges overlap."""
+    ranges = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
+        for name, tensor in tensors.items()
+        if tensor.numel() and tensor.data_ptr()  # 0: on a device that tells no addresses
+    )
+    group: list[str] = []
+    group_device, group_end = "", 0
+    for device, start, end, name in ranges:
+        if device == group_device and start < group_end:
+            group.append(name)
+            group_end = max(group_end, end)
+            continue
+        if len(group) > 1:
+            yield group
+        group, group_device, group_end = [name], device, end
+    if len(group) > 1:
+        yield group
+
+
+def _may_overlap(addresses: list[int], tensors: list[torch.Tensor]) -> bool:
+    """Whether contiguous tensors may overlap; addresses of two devices may be equal by chance."""
+    ends = (address + tensor.nbytes for address, tensor in zip(addresses, tensors, strict=True))
+    ranges = sorted(zip(addresses, ends, strict=True))
+    return any(start < end for (_, end), (start, _) in itertools.pairwise(ranges))
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the beginning of a tensor's first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor.element_size() * (1 + sum(stride * (size - 1) for stride, size in steps))
+
+
+def _overlapping_pair(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """The first two of which some elements share memory; None if there are none."""
+    if not _do_overlap(list(tensors.values())):
+        return None
+    pairs = itertools.combinations(tensors, 2)
+    return next((one, two) for one, two in pairs if _do_overlap([tensors[one], tensors[two]]))
+
+
+def _do_overlap(tensors: list[torch.Tensor]) -> bool:
+    """Whether they cover less memory than they have elements for.
+
+    The address ranges of a matrix's columns overlap, and its columns do not. So the memory that
+    tensors cover is marked in a mask, in units of the common divisor of all strides.
+    """
+    start = min(tensor.data_ptr() for tensor in tensors)
+    end = max(tensor.data_ptr() + _extent_bytes(tensor) for tensor in tensors)
+    sizes = [tensor.element_size() for tensor in tensors]
+    unit = math.gcd(*sizes, *(tensor.data_ptr() - start for tensor in tensors))
+    marks = torch.zeros((end - start) // unit, dtype=torch.bool)
+    for tensor, size in zip(tensors, sizes, strict=True):
+        units = size // unit
+        steps = [stride * units for stride in tensor.stride()]
+        place = (tensor.data_ptr() - start) // unit
+        marks.as_strided((*tensor.shape, units), (*steps, 1), place).fill_(True)
+    return int(marks.count_nonzero()) * unit < sum(tensor.nbytes for tensor in tensors)
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+
+
+def _describe_problems(problems: list[str]) -> str:
+    return (
+        f"the published weights do not fit the target, which was not touched: {_listed(problems)}"
+    )
+
+
+def _listed(problems: list[str]) -> str:
+    more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
+    return "; ".join(problems[:_MAX_LISTED]) + more
+
+
+def _shares_memory(one: Any, other: Any) -> bool:
+    """Whether these are two names of one tied tensor."""
+    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return are_tensors and one.numel() > 0 and is_same_memory(one, other)
+
+
+def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
+    """The leaves of a TensorDict that is to be filled.
+
+    Raises:
+        WeightsMismatchError: it recomputes some at each access.
+    """
+    named = dict(_named_in(target))
+    if problems := list(_not_kept(target, named).values()):
+        raise WeightsMismatchError(_describe_problems(problems))
+    return named
+
+
+def _named_in(target: Any) -> Mapping[str, Any]:
+    if isinstance(target, TensorDictBase):
+        try:
+            return tensordict_tensors(target)
+        except InvalidWeightsError as error:
+            raise WeightsMismatchError(f"this target cannot be filled: {error}") from error
+    if isinstance(target, nn.Module):
+        return module_state(target)
+    if isinstance(target, Mapping):
+        return target
+    raise TargetTypeError(
+        f"cannot load into a {type(target).__name__}: give a module, a dictionary of tensors or "
+        "a function that takes (name, tensor) pairs"
+    )
+
+
+def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Tensors of a target that cannot be filled, whatever was published, and why."""
+    not_kept = _not_kept(target, tensors)
+    found = {}
+    for name, tensor in tensors.items():
+        if reason := _reason_not_to_fill(name, tensor) or not_kept.get(name):
+            found[name] = reason
+    return found
+
+
+def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Tensors that the target makes at each access and does not keep, and why."""
+    if isinstance(target, nn.Module) and not isinstance(target, TensorDictBase):
+        own = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
+        ids, places = set(map(id, own)), {_storage_address(tensor) for tensor in own} - {0}
+        return {
+            name: _why_not_kept(target, name)
+            for name, tensor in tensors.items()
+            if _has_elements(tensor)
+            if (id(tensor) not in ids and _storage_address(tensor) not in places)
+            or is_extra_state(name)
+        }
+    again = _named_in(target)
+    return {
+        name: _why_not_kept(target, name)
+        for name, one, other in zip(tensors, tensors.values(), again.values(), strict=True)
+        if one is not other and _has_elements(one)
+        if not is_same_memory(one, other)
+    }
+
+
+def _why_not_kept(target: Any, name: str) -> str:
+    if isinstance(target, nn.Module) and is_extra_state(name):
+        return (
+            f"{name!r} of the target is extra state, which only set_extra_state of its module can "
+            "load: publish it as metadata, or load with a function"
+        )
+    return (
+        f"{name!r} of the target is recomputed at each access to the {type(target).__name__}, "
+        "so weights loaded into it would be lost"
+    )
+
+
+def _has_elements(tensor: Any) -> bool:
+    is_shaped = isinstance(tensor, torch.Tensor) and not has_no_shape(tensor)
+    return is_shaped and tensor.numel() > 0
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor is a view of; 0 if unknown."""
+    is_plain = tensor.layout is torch.strided and not is_made_of_others(tensor)
+    return tensor.untyped_storage().data_ptr() if is_plain else 0
+
+
+def _reason_not_to_fill(name: str, tensor: Any) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return f"{name!r} of the target is a {type(tensor).__name__}"
+    if has_no_shape(tensor):
+        return f"{name!r} of the target is in a lazy module, and has no shape yet"
+    if tensor.is_meta:
+        return f"{name!r} of the target is on the meta device"
+    if hasattr(tensor, "full_tensor"):
+        return f"{name!r} of the target is sharded"
+    if tensor.layout is not torch.strided or tensor.is_nested or is_made_of_others(tensor):
+        return f"{name!r} of the target is sparse, nested or composed of other tensors"
+    try:
+        spec_of(name, tensor)
+    except InvalidWeightsError as error:
+        return str(error)
+    if tensor.is_conj() or tensor.is_neg():
+        return f"{name!r} of the target is a lazily conjugated or negated view"
+    if _overlaps_itself(tensor):
+        return f"{name!r} of the target is an expanded or overlapping view"
+    return ""
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether several elements may share memory, so that a copy into it has no meaning."""
+    reach = 0
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(step for step in steps if step[1] > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
