@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dbuffer.mirror import Mirror
+from dbuffer.mirror.mirror import Mirror
 
 
 def register(mirror: Mirror, registry: CollectorRegistry = REGISTRY) -> None:

@@ -7,12 +7,18 @@ returns when the server, or with several nodes every server, answers with them.
 
 from __future__ import annotations
 
+from dbuffer.integrations.atropos.addresses import get_inference_urls, get_local_hostname
 from dbuffer.integrations.atropos.bridge import (
     VLLMWeightBridge,
     create_bridge_from_training_config,
 )
 from dbuffer.integrations.atropos.config import BridgeConfig
-from dbuffer.integrations.atropos.rotary import permute_for_rotary, unpermute_for_rotary
+from dbuffer.integrations.atropos.mapping import get_name_conversions
+from dbuffer.integrations.atropos.rotary import (
+    permute_for_rotary,
+    permute_for_rotary_1d,
+    unpermute_for_rotary,
+)
 from dbuffer.integrations.atropos.slurm import expand_hostlist
 
 __all__ = [
@@ -20,6 +26,10 @@ __all__ = [
     "VLLMWeightBridge",
     "create_bridge_from_training_config",
     "expand_hostlist",
+    "get_inference_urls",
+    "get_local_hostname",
+    "get_name_conversions",
     "permute_for_rotary",
+    "permute_for_rotary_1d",
     "unpermute_for_rotary",
 ]

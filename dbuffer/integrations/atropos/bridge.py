@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -17,30 +16,40 @@ from torch import distributed, nn
 
 from dbuffer.errors import (
     AcknowledgementTimeoutError,
-    ClosedError,
-    DBufferError,
+    BridgeSetupError,
+    BridgeStateError,
     OptionError,
+    RankFailedError,
     ResidencyError,
 )
+from dbuffer.integrations.atropos.attached import take_over
 from dbuffer.integrations.atropos.config import BridgeConfig
-from dbuffer.integrations.atropos.mapping import ParameterMapping
+from dbuffer.integrations.atropos.mapping import (
+    PATH_VARIABLE,
+    ParameterMapping,
+    get_name_conversions,
+    mapping_path,
+    stamp_of,
+)
 from dbuffer.integrations.atropos.server import BridgeServer
 from dbuffer.integrations.atropos.slurm import inference_nodes
-from dbuffer.names import NameMap
-from dbuffer.resident import ResidentModel
-from dbuffer.sender import WeightSender
-from dbuffer.sharded import ShardedWeightSender
-from dbuffer.sources import Describer, module_tensors
+from dbuffer.publish.resident import ResidentModel
+from dbuffer.publish.sender import WeightSender
+from dbuffer.publish.sharded import ShardedWeightSender
+from dbuffer.ranks.agreement import Agreement
+from dbuffer.ranks.rendezvous import join
+from dbuffer.runtime import options as checks
+from dbuffer.weights.names import NameMap
+from dbuffer.weights.sources import Describer, module_tensors
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a store there belongs to one user, and is checked
 STORE_NAME = "dbuffer-atropos"
 
-_RANKS_LAG_S = 60.0
-"""Ranks wait for one that waits for the servers, and for so long in addition."""
+T = TypeVar("T")
 
-Publisher: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel
+Sender: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel
 
 
 def default_store(config: BridgeConfig) -> Path:
@@ -48,10 +57,10 @@ def default_store(config: BridgeConfig) -> Path:
 
     Local mode: in shared memory, because nobody else need see it, and there a model can live in it;
     with the user, the SLURM job if any, and the server's port in its name, so that a trainer that
-    starts again finds it. Several nodes: in ``log_dir``, which all of them see.
+    starts again finds it. Several nodes: in ``log_dir`` or ``LOGDIR``, which all of them see.
 
     Raises:
-        OptionError: (a ``ValueError``) several nodes, and no ``log_dir``.
+        BridgeSetupError: (a ``ValueError``) several nodes, and neither ``log_dir`` nor ``LOGDIR``.
     """
     if config.is_local_mode:
         directory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
@@ -59,12 +68,12 @@ def default_store(config: BridgeConfig) -> Path:
         url = urlsplit(config.vllm_api_url)
         parts = [STORE_NAME, str(os.getuid()), *([f"job{job}"] if job else []), f"{url.port or 80}"]
         return directory / "-".join(parts)
-    if not config.log_dir:
-        raise OptionError(
+    if config.directory is None:
+        raise BridgeSetupError(
             "several nodes need a directory that all of them see: set log_dir (or LOGDIR), or give "
             "the bridge a store"
         )
-    return Path(config.log_dir) / STORE_NAME
+    return Path(config.directory).absolute() / STORE_NAME
 
 
 class VLLMWeightBridge:
@@ -84,42 +93,85 @@ class VLLMWeightBridge:
     Args:
         config: see :class:`BridgeConfig`.
         store: the store's directory. Default: see :func:`default_store`.
+        rank_timeout_s: with several processes, how long they wait for one that does not come; and
+            for one that hangs, after an update's ``timeout_seconds``.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be.
     """
 
     def __init__(
-        self, config: BridgeConfig, *, store: str | os.PathLike[str] | None = None
+        self,
+        config: BridgeConfig,
+        *,
+        store: str | os.PathLike[str] | None = None,
+        rank_timeout_s: float = 300.0,
     ) -> None:
         self.config = config
+        self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
         self.store = Path(store).absolute() if store is not None else default_store(config)
         """The store's directory; what servers that follow by themselves are to be given."""
         self.inference_nodes: list[str] = []
         """With several nodes: those whose engines are waited for."""
-        self._publisher: Publisher | None = None
+        self.device = torch.device(config.device)
+        """Where the model of :meth:`get_trainable_model` is."""
+        self.shared_state_dict: Mapping[str, torch.Tensor] = {}
+        """What was attached."""
+        self.nccl_group: None = None
+        """Always None, as is ``gloo_group``: no process group is joined with engines."""
+        self.gloo_group: None = None
+        self._sender: Sender | None = None
         self._server: BridgeServer | None = None
         self._mapping: ParameterMapping | None = None
-        self._weights: nn.Module | Mapping[str, torch.Tensor] | None = None
+        self._mapping_stamp: object = None
         self._made: nn.Module | None = None
         self._owns_group = False
+        self._agreement: Agreement | None = None
         self._update_count = 0
         self._version: int | None = None
+        self._served: int | None = None
+        """The version that the server of local mode is known to answer with."""
+
+    @property
+    def param_mappings(self) -> dict[str, Any]:
+        """What the servers say of each parameter; empty without a mapping."""
+        return {} if self._mapping is None else self._mapping.entries
+
+    @property
+    def name_conversions(self) -> dict[str, list[str]]:
+        """The trainer's names of each of the servers' names; see :func:`get_name_conversions`."""
+        return get_name_conversions(self.param_mappings)
 
     def initialize(self) -> None:
-        """Open the store, and read the parameter mapping, if there is one. The servers may be away.
+        """Open the store, and read the parameter mapping. The servers may be away.
+
+        A mapping is waited for, up to ``timeout_seconds``, where ``log_dir``, ``LOGDIR`` or
+        ``VLLM_BRIDGE_CONFIG_PATH`` says where one is to be; without them, one in the working
+        directory is read if it is there. With several nodes, and where the file itself is named,
+        one that does not come is an error. In local mode it is logged, and the trainer's names are
+        taken; for a stock vLLM server that answers, which writes none, nobody waits.
 
         Raises:
-            OptionError: (a ``ValueError``) too few nodes, or a mapping that cannot be read.
+            BridgeSetupError: (a ``ValueError`` and ``RuntimeError``) too few nodes, or a mapping
+                that did not come.
+            OptionError: (a ``ValueError``) a mapping that cannot be read, or is not for what was
+                attached, or an ``init_method`` that ranks cannot meet at.
+            RankTimeoutError: (a ``TimeoutError`` and ``RuntimeError``) a rank of the trainer did
+                not come within ``rank_timeout_s``.
             WriterActiveError, StoreInsecureError, StoreAccessError: see `WeightSender`.
         """
-        if self._publisher is not None:
+        if self._sender is not None:
             return
         if not self.config.is_local_mode:
             self.inference_nodes = inference_nodes(self.config.num_inference_nodes)
-        self._mapping = ParameterMapping.find(self.config.log_dir)
         try:
             self._join_ranks()
-            self._publisher = self._open_sender()
             if self.config.is_local_mode and self.config.trainer_rank == 0:
                 self._server = BridgeServer(self.config.vllm_api_url, self.store)
+            self._mapping = self._on_first_rank("read the parameter mapping", self._await_mapping)
+            if self._weights is not None:
+                self._check_mapping(_named(self._weights))
+            self._sender = self._open_sender()
         except BaseException:
             self.cleanup()
             raise
@@ -141,28 +193,34 @@ class VLLMWeightBridge:
             raise OptionError("this bridge publishes the model of get_trainable_model() already")
         Describer(sharded=self.config.world_size > 1).describe(vllm_state_dict)
         self._check_mapping(vllm_state_dict)
-        self._weights = vllm_state_dict
+        self.shared_state_dict = vllm_state_dict
 
     def get_trainable_model(self) -> nn.Module:
         """The model ``config.model_name``, to be trained; each update publishes it as it is then.
 
-        On the CPU, with one process, and a store on a local mount, its parameters live in the
-        store, so that publishing copies nothing (see `ResidentModel`). Elsewhere it is an ordinary
-        model, and the reason is logged.
+        If tensors were attached, its parameters are those, not the checkpoint's: values, dtypes
+        and, on the same device, memory. Buffers that were not attached are the checkpoint's.
+
+        Else, on the CPU, with one process, and a store on a local mount, its parameters live in
+        the store, so that publishing copies nothing (see `ResidentModel`). Elsewhere it is an
+        ordinary model, and the reason is logged.
 
         Returns:
             The same one each time.
 
         Raises:
-            ClosedError: the bridge was not initialised.
-            OptionError: (a ``ValueError``) the parameter mapping is not for it.
+            BridgeStateError: (a ``RuntimeError``) the bridge was not initialised.
+            OptionError: (a ``ValueError``) the parameter mapping is not for it, or what was
+                attached is not just its parameters.
         """
         if self._made is None:
             self._opened()
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_pretrained(self.config.model_name, dtype="auto")
-            self._made = self._weights = self._settle(model.to(self.config.device).train())
+            if self.shared_state_dict:
+                take_over(model, self.shared_state_dict)
+            self._made = self._settle(model.to(self.device).train())
         return self._made
 
     def notify_update(self) -> None:
@@ -171,65 +229,63 @@ class VLLMWeightBridge:
         With several nodes, when the engines of all inference nodes do.
 
         Raises:
-            ClosedError: the bridge was not initialised, or has nothing to publish.
+            BridgeStateError: (a ``RuntimeError``) the bridge was not initialised, or has nothing
+                to publish.
             EngineUnreachableError, EngineUpdateError, VersionTimeoutError,
                 AcknowledgementTimeoutError: a server does not serve them within
                 ``timeout_seconds``, or cannot; the message says why. They are published.
             DBufferError: they could not be published; see `WeightSender.send`.
         """
-        version = self._publish()
-        if not self.config.is_local_mode:
-            self.barrier()
-            return
-
-        def bring() -> None:
-            if self._server is not None:
-                notification = {
-                    "update_count": self._update_count,
-                    "trainer_rank": self.config.trainer_rank,
-                    "timestamp": time.time(),
-                }
-                self._server.bring_to(version, notification, self.config.timeout_seconds)
-
-        self._on_first_rank(bring)
+        self._publish()
+        self.barrier()
 
     def broadcast_weights_to_inference(self) -> None:
         """Publish the weights, and do not wait for anybody; see :meth:`barrier`.
 
         Raises:
-            ClosedError, DBufferError: as :meth:`notify_update`.
+            BridgeStateError, DBufferError: as :meth:`notify_update`.
         """
         self._publish()
 
     def barrier(self) -> None:
         """Wait until the engines of all inference nodes have applied what was published last.
 
-        In local mode, until the one engine has.
+        In local mode, tell the one server of it, unless it was, and wait until it answers with it.
 
         Raises:
-            AcknowledgementTimeoutError: they have not, within ``timeout_seconds``.
-            ClosedError: the bridge was not initialised.
+            AcknowledgementTimeoutError: they did not, within ``timeout_seconds``.
+            EngineUnreachableError, EngineUpdateError, VersionTimeoutError: (local mode) as
+                :meth:`notify_update`.
+            BridgeStateError: (a ``RuntimeError``) the bridge was not initialised.
         """
-        publisher = self._opened()
+        sender = self._opened()
         if self._version is None:
             return
-        engines = max(1, self.config.num_inference_nodes)
+        if self.config.is_local_mode:
+            if self._served != self._version:
+                self._on_first_rank("update the server", self._update_server)
+                self._served = self._version
+            return
+        engines = self.config.num_inference_nodes
         try:
-            publisher.wait_applied(
+            sender.wait_applied(
                 self._version, receivers=engines, timeout_s=self.config.timeout_seconds
             )
         except AcknowledgementTimeoutError as error:
-            nodes = ", ".join(self.inference_nodes) or self.config.vllm_api_url
+            nodes = ", ".join(self.inference_nodes)
             raise AcknowledgementTimeoutError(f"{error}; engines are expected on {nodes}") from None
 
     def cleanup(self) -> None:
-        """Give the store and the server up. The last version stays; the model keeps its values."""
+        """Close the store and the server. The last version stays; the model keeps its values."""
         server, self._server = self._server, None
-        publisher, self._publisher = self._publisher, None
+        sender, self._sender = self._sender, None
         if server is not None:
             server.close()
-        if publisher is not None:
-            publisher.close()
+        if sender is not None:
+            sender.close()
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
         if self._owns_group:
             distributed.destroy_process_group()
             self._owns_group = False
@@ -241,26 +297,75 @@ class VLLMWeightBridge:
     def __exit__(self, *exception: object) -> None:
         self.cleanup()
 
-    def _opened(self) -> Publisher:
-        if self._publisher is None:
-            raise ClosedError("this bridge is not open: call initialize()")
-        return self._publisher
+    def _opened(self) -> Sender:
+        if self._sender is None:
+            raise BridgeStateError("this bridge is not open: call initialize()")
+        return self._sender
+
+    @property
+    def _rank_patience_s(self) -> float:
+        """How long ranks wait for one that waits for the servers."""
+        return self.config.timeout_seconds + self._rank_timeout_s
+
+    @property
+    def _weights(self) -> nn.Module | Mapping[str, torch.Tensor] | None:
+        return self._made if self._made is not None else self.shared_state_dict or None
 
     def _join_ranks(self) -> None:
-        if self.config.world_size > 1 and not distributed.is_initialized():
-            distributed.init_process_group(
-                "gloo",
-                init_method=self.config.init_method,
-                rank=self.config.trainer_rank,
-                world_size=self.config.world_size,
-                timeout=datetime.timedelta(seconds=self.config.timeout_seconds + _RANKS_LAG_S),
+        if self.config.world_size == 1:
+            return
+        if not distributed.is_initialized():
+            join(
+                self.config.init_method,
+                self.config.trainer_rank,
+                self.config.world_size,
+                meet_s=self._rank_timeout_s,
+                timeout_s=self._rank_patience_s,
             )
             self._owns_group = True
+        self._agreement = Agreement(None, timeout_s=self._rank_patience_s)
+
+    def _await_mapping(self) -> ParameterMapping | None:
+        """The run's mapping; None if it has none, which is logged where one was to be."""
+        config, is_named = self.config, bool(os.environ.get(PATH_VARIABLE))
+        if config.directory is None and not is_named:
+            return ParameterMapping.find(None)
+        server, is_needed = self._server, is_named or not config.is_local_mode
+        mapping = ParameterMapping.wait(
+            config.directory,
+            config.timeout_seconds,
+            lambda: not is_needed and server is not None and server.is_stock(),
+        )
+        if mapping is not None:
+            return mapping
+        path = mapping_path(config.directory)
+        if is_needed:
+            raise BridgeSetupError(
+                f"{path} was not written within {config.timeout_seconds:g} s: Atropos' servers "
+                "write it into their LOGDIR as they start. For servers that take the trainer's "
+                'names as they are, write {"param_mappings": {}} there'
+            )
+        logger.warning("no %s: weights are published under the trainer's names", path)
+        return None
+
+    def _refuse_late_mapping(self) -> None:
+        """Refuse to publish under old names when a mapping was written after it was read."""
+        stamp = stamp_of(mapping_path(self.config.directory))
+        if stamp == self._mapping_stamp:
+            return
+        late = ParameterMapping.find(self.config.directory)
+        # A server that starts again writes an empty one first.
+        if late is not None and late.changes_anything and not late.does_as(self._mapping):
+            raise BridgeSetupError(
+                f"{late.path} was written after initialize(), and gives tensors other names or "
+                "layouts: call cleanup() and initialize() to use it"
+            )
+        self._mapping_stamp = stamp
 
     def _open_sender(self) -> WeightSender | ShardedWeightSender:
         if self.config.world_size == 1:
             return WeightSender(self.store, rename=self._rename)
-        wait_s = self.config.timeout_seconds + _RANKS_LAG_S
+        wait_s = self._rank_patience_s
         return ShardedWeightSender(self.store, rename=self._rename, rank_timeout_s=wait_s)
 
     @property
@@ -273,37 +378,40 @@ class VLLMWeightBridge:
 
     def _settle(self, model: nn.Module) -> nn.Module:
         """Let a model live in the store, if it can."""
-        self._check_mapping(module_tensors(model))
+        self._check_mapping(_named(model))
         if reason := self._reason_not_to_reside():
             logger.info("an ordinary model, copied at each update: %s", reason)
             return model
         self._opened().close()
         try:
-            self._publisher = ResidentModel(model, self.store, rename=self._rename)
+            self._sender = ResidentModel(model, self.store, rename=self._rename)
         except ResidencyError as error:
             logger.info("an ordinary model, copied at each update: %s", error)
-            self._publisher = self._open_sender()
+            self._sender = self._open_sender()
         return model
 
     def _reason_not_to_reside(self) -> str | None:
         if self.config.world_size > 1:
             return f"the trainer has {self.config.world_size} processes"
+        if self.shared_state_dict:
+            return "its parameters are tensors that were attached"
         if self._mapping is not None and self._mapping.permuted:
-            return f"{self._mapping.path} wants tensors in another layout than the trainer's"
+            return f"{self._mapping.path} requires tensors in another layout than the trainer's"
         return None
 
     def _publish(self) -> int:
-        publisher = self._opened()
-        if self._weights is None:
-            raise ClosedError(
+        sender, weights = self._opened(), self._weights
+        if weights is None:
+            raise BridgeStateError(
                 "this bridge has nothing to publish: train the model of get_trainable_model(), or "
                 "give your own with attach_to_vllm_weights(dict(model.named_parameters()))"
             )
+        self._on_first_rank("look for another mapping", self._refuse_late_mapping)
         metadata = {"update_count": self._update_count + 1}
-        if isinstance(publisher, ResidentModel):
-            publication = publisher.publish(metadata=metadata)
+        if isinstance(sender, ResidentModel):
+            publication = sender.publish(metadata=metadata)
         else:
-            publication = publisher.send(self._laid_out(self._weights), metadata=metadata)
+            publication = sender.send(self._laid_out(weights), metadata=metadata)
         self._update_count += 1
         self._version = publication.version
         return publication.version
@@ -311,27 +419,37 @@ class VLLMWeightBridge:
     def _laid_out(
         self, weights: nn.Module | Mapping[str, torch.Tensor]
     ) -> nn.Module | Mapping[str, torch.Tensor]:
-        """The weights as the servers want them."""
+        """The weights in the servers' layout."""
         if self._mapping is None or not self._mapping.permuted:
             return weights
         from transformers import AutoConfig
 
         shape = AutoConfig.from_pretrained(self.config.model_name).get_text_config()
-        tensors = module_tensors(weights) if isinstance(weights, nn.Module) else weights
-        return self._mapping.permute(tensors, shape.num_attention_heads, shape.num_key_value_heads)
+        heads = shape.num_attention_heads, shape.num_key_value_heads
+        return self._mapping.permute(_named(weights), *heads)
 
-    def _on_first_rank(self, action: Callable[[], None]) -> None:
-        """Do something on rank 0; what it raises is raised on all."""
-        outcome: list[DBufferError | None] = [None]
-        if self.config.trainer_rank == 0:
-            try:
-                action()
-            except DBufferError as error:
-                outcome = [error]
-        if self.config.world_size > 1:
-            distributed.broadcast_object_list(outcome, src=0)
-        if outcome[0] is not None:
-            raise outcome[0]
+    def _update_server(self) -> None:
+        """Notify the server of local mode, and wait until it has switched."""
+        assert self._server is not None  # noqa: S101 - this is its rank
+        assert self._version is not None  # noqa: S101 - something was published
+        notification = {
+            "update_count": self._update_count,
+            "trainer_rank": self.config.trainer_rank,
+            "timestamp": time.time(),
+        }
+        self._server.bring_to(self._version, notification, self.config.timeout_seconds)
+
+    def _on_first_rank(self, what: str, action: Callable[[], T]) -> T:
+        """Run ``action`` on rank 0; return or raise its outcome on all ranks."""
+        if self.config.world_size == 1:
+            return action()
+        if self._agreement is None or not self._agreement.is_open:
+            raise RankFailedError("a rank of the trainer was lost; start the trainer again")
+        return self._agreement.first(what, action)
+
+
+def _named(weights: nn.Module | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    return module_tensors(weights) if isinstance(weights, nn.Module) else weights
 
 
 def create_bridge_from_training_config(config: Any) -> VLLMWeightBridge:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
+import torch
+
 from dbuffer.errors import EngineUnsupportedError, OptionError
+from dbuffer.runtime import options as checks
 
 
-@dataclass(kw_only=True)
+@dataclass
 class BridgeConfig:
     """How the bridge reaches the inference servers.
 
@@ -23,7 +26,7 @@ class BridgeConfig:
     world_size: int = 1
     """Processes of the trainer. Above 1, all of them make a bridge, and all its calls."""
     init_method: str = "env://"
-    """Where they meet, if ``torch.distributed`` has not been initialised when the bridge is."""
+    """Where they meet, if ``torch.distributed`` is not initialised before the bridge."""
     num_inference_nodes: int = 0
     """Nodes of a SLURM job that run engines, one engine a node; 0: one server on this machine."""
     model_name: str = ""
@@ -33,38 +36,44 @@ class BridgeConfig:
     timeout_seconds: float = 300.0
     """For how long an update may take, until the servers serve it."""
     log_dir: str | None = None
-    """A directory that trainer and servers see. ``vllm_bridge_config.json`` is read there, and with
-    several nodes the store lies there."""
+    """A directory that trainer and servers see; None: see :attr:`directory`."""
     vllm_api_url: str = "http://localhost:9001"
     """The server; local mode only."""
     use_cuda_ipc: bool = False
     """Must stay False: GPU memory is not shared through files."""
+    num_gpus_per_node: int = field(default_factory=torch.cuda.device_count)
+    """Taken because Atropos' has it. Nothing here depends on it: nobody joins a process group."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.use_cuda_ipc:
             raise EngineUnsupportedError(
                 "use_cuda_ipc: a transport over files shares no GPU memory. Leave it off: "
                 "notify_update() then publishes into a store in shared memory, from which the "
                 "server loads. To share one copy on one GPU, keep Atropos' own single_copy mode"
             )
-        if self.world_size < 1 or not 0 <= self.trainer_rank < self.world_size:
+        checks.whole_number("world_size", self.world_size)
+        checks.whole_number("trainer_rank", self.trainer_rank, at_least=0)
+        checks.whole_number("num_inference_nodes", self.num_inference_nodes, at_least=0)
+        checks.positive_seconds("timeout_seconds", self.timeout_seconds)
+        if self.trainer_rank >= self.world_size:
             raise OptionError(
-                f"trainer_rank is {self.trainer_rank} and world_size {self.world_size}: a rank is "
-                "0 or above, and below the world's size"
+                f"invalid trainer_rank {self.trainer_rank}: use one below world_size, which is "
+                f"{self.world_size}"
             )
-        if self.num_inference_nodes < 0:
-            raise OptionError(
-                f"num_inference_nodes is {self.num_inference_nodes}, and may be 0 (one server on "
-                "this machine) or above"
-            )
-        if self.timeout_seconds <= 0:
-            raise OptionError(f"timeout_seconds is {self.timeout_seconds}, and must be above 0")
 
     @property
     def is_local_mode(self) -> bool:
-        """Whether there is one server, on this machine, told of updates over HTTP."""
+        """Whether there is one server, on this machine, notified of updates over HTTP."""
         return self.num_inference_nodes == 0
+
+    @property
+    def directory(self) -> str | None:
+        """``log_dir``, or else the environment's ``LOGDIR``; None where neither names one.
+
+        ``vllm_bridge_config.json`` is searched there (else in the working directory), and with
+        several nodes the store lies there.
+        """
+        return self.log_dir or os.environ.get("LOGDIR") or None
 
     @classmethod
     def from_training_config(cls, config: Any) -> Self:

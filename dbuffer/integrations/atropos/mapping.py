@@ -7,12 +7,13 @@ names, because the model's own loader fuses them.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +21,9 @@ import torch
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.atropos.rotary import permute_for_rotary
-from dbuffer.names import Exact, NameMap, read_mapping_file
+from dbuffer.weights.names import Exact, NameMap, read_mapping_file
+
+logger = logging.getLogger(__name__)
 
 MAPPING_FILE = "vllm_bridge_config.json"
 PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
@@ -33,6 +36,32 @@ _QUERY = re.compile(r"(?:^|\.)(?:wq|q_proj)\.")
 _KEY = re.compile(r"(?:^|\.)(?:wk|k_proj)\.")
 
 
+def mapping_path(directory: str | None) -> Path:
+    """Where the mapping of a run is, if it has one; ``directory`` as in `BridgeConfig`."""
+    named = os.environ.get(PATH_VARIABLE)
+    return Path(named) if named else Path(directory or ".") / MAPPING_FILE
+
+
+def stamp_of(path: Path) -> object:
+    """What tells one writing of a file from the next; None: it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The trainer's names of each of the servers' names, from the ``param_mappings`` of a file.
+
+    An entry without ``vllm_name`` keeps its name.
+    """
+    conversions: dict[str, list[str]] = {}
+    for name, entry in param_mappings.items():
+        conversions.setdefault(entry.get("vllm_name", name), []).append(name)
+    return conversions
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterMapping:
     """The servers' names for the trainer's tensors, and which of these are to be permuted."""
@@ -41,26 +70,46 @@ class ParameterMapping:
     names: NameMap
     permuted: frozenset[str]
     """The trainer's names of those with ``needs_permute``; see `rotary`."""
+    entries: dict[str, Any] = field(default_factory=dict)
+    """The file's ``param_mappings``."""
 
     @classmethod
-    def find(cls, log_dir: str | None) -> Self | None:
+    def find(cls, directory: str | None) -> Self | None:
         """Read the mapping of a run; None if it has none.
 
         Raises:
-            OptionError: (a ``ValueError``) it is there, and is no mapping.
+            OptionError: (a ``ValueError``) it exists, and is not a mapping.
         """
-        named = os.environ.get(PATH_VARIABLE)
-        if not named and log_dir is None:
-            return None
-        path = Path(named) if named else Path(log_dir or ".") / MAPPING_FILE
+        path = mapping_path(directory)
         return cls.read(path) if path.exists() else None
+
+    @classmethod
+    def wait(
+        cls, directory: str | None, timeout_s: float, is_in_vain: Callable[[], bool]
+    ) -> Self | None:
+        """Wait for the mapping of a run; None after ``timeout_s``, or when ``is_in_vain()``.
+
+        Raises:
+            OptionError: (a ``ValueError``) as :meth:`find`.
+        """
+        deadline = time.monotonic() + timeout_s
+        is_told = False
+        while (mapping := cls.find(directory)) is None:
+            if time.monotonic() > deadline or is_in_vain():
+                return None
+            if not is_told:
+                path = mapping_path(directory)
+                logger.warning("waiting up to %g s for %s, which a server writes", timeout_s, path)
+                is_told = True
+            time.sleep(_RETRY_S)
+        return mapping
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a mapping file.
 
         Raises:
-            OptionError: (a ``ValueError``) it is no mapping.
+            OptionError: (a ``ValueError``) it is not a mapping.
         """
         content, names = _read(path)
         rules = names.rules
@@ -70,26 +119,38 @@ class ParameterMapping:
             for rule in rules
             if not isinstance(rule, Exact) or (rule.name != rule.to and targets[rule.to] == 1)
         ]
-        return cls(path, NameMap(kept), _names_to_permute(content))
+        return cls(
+            path, NameMap(kept), _names_to_permute(content), content.get("param_mappings", {})
+        )
+
+    @property
+    def changes_anything(self) -> bool:
+        """Whether it changes how any tensor is published."""
+        return bool(self.names.rules or self.permuted)
+
+    def does_as(self, other: Self | None) -> bool:
+        """Whether it publishes tensors in the same way as another one."""
+        mine = self.names.rules, self.permuted
+        return other is not None and mine == (other.names.rules, other.permuted)
 
     def check(self, names: Iterable[str]) -> None:
         """Refuse a mapping that is not for these tensors of the trainer's.
 
         Raises:
-            OptionError: (a ``ValueError``) it maps what they have not, or two of them to one name.
+            OptionError: (a ``ValueError``) it maps names that they lack, or two to one name.
         """
         names = list(names)
         unknown = [str(rule) for rule in self.names.unused_rules(names)]
         unknown += sorted(self.permuted.difference(names))
         if unknown:
             raise OptionError(
-                f"{self.path} maps names that the trainer's model does not have, {len(unknown)} in "
-                f"all: {', '.join(unknown[:5])}; is it another model's?"
+                f"{self.path} maps {len(unknown)} names that the trainer's model does not have: "
+                f"{', '.join(unknown[:5])}; is it another model's?"
             )
         counts = Counter(map(self.names, names))
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
-            raise OptionError(f"{self.path} gives several tensors one name: {twice[:5]}")
+            raise OptionError(f"{self.path} gives several tensors the same name: {twice[:5]}")
 
     def permute(
         self, tensors: Mapping[str, torch.Tensor], num_heads: int, num_kv_heads: int

@@ -14,13 +14,13 @@ import torch
 from dbuffer.errors import InvalidWeightsError
 
 
-def permute_for_rotary(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
     """From interleaved pairs to halves.
 
     Args:
-        tensor: weight ``[num_heads * head_dim, in_features]`` or bias ``[num_heads * head_dim]`` of
-            a query or key projection.
-        num_heads: heads of just this projection: keys may have fewer.
+        w: weight ``[n_heads * head_dim, in_features]`` or bias ``[n_heads * head_dim]`` of a query
+            or key projection.
+        n_heads: heads of just this projection: keys may have fewer.
 
     Returns:
         A new tensor of the same shape.
@@ -28,21 +28,26 @@ def permute_for_rotary(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
     Raises:
         InvalidWeightsError: (a ``ValueError``) its rows are not so many heads of even size.
     """
-    _check(tensor, num_heads)
-    pairs = tensor.reshape(num_heads, -1, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+    _check(w, n_heads)
+    pairs = w.reshape(n_heads, -1, 2, *w.shape[1:])
+    return pairs.transpose(1, 2).reshape(w.shape)
 
 
-def unpermute_for_rotary(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def permute_for_rotary_1d(w: torch.Tensor, n_heads: int) -> torch.Tensor:
+    """:func:`permute_for_rotary`, under the name that Atropos has for biases."""
+    return permute_for_rotary(w, n_heads)
+
+
+def unpermute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
     """From halves to interleaved pairs: the inverse of :func:`permute_for_rotary`."""
-    _check(tensor, num_heads)
-    halves = tensor.reshape(num_heads, 2, -1, *tensor.shape[1:])
-    return halves.transpose(1, 2).reshape(tensor.shape)
+    _check(w, n_heads)
+    halves = w.reshape(n_heads, 2, -1, *w.shape[1:])
+    return halves.transpose(1, 2).reshape(w.shape)
 
 
-def _check(tensor: torch.Tensor, num_heads: int) -> None:
-    if num_heads < 1 or not tensor.ndim or not tensor.shape[0] or tensor.shape[0] % (2 * num_heads):
+def _check(w: torch.Tensor, n_heads: int) -> None:
+    if n_heads < 1 or not w.ndim or not w.shape[0] or w.shape[0] % (2 * n_heads):
         raise InvalidWeightsError(
-            f"a tensor of shape {list(tensor.shape)} has no {num_heads} heads of even size in its "
-            "rows: give the projection's own number of heads"
+            f"a tensor of shape {list(w.shape)} cannot be split into {n_heads} heads of an even "
+            "number of rows: give the projection's own number of heads"
         )

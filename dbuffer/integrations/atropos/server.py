@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dbuffer.acknowledgements import wait_applied
-from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
     AcknowledgementTimeoutError,
     DBufferError,
@@ -22,8 +20,10 @@ from dbuffer.errors import (
     EngineUpdateError,
     VersionTimeoutError,
 )
-from dbuffer.integrations.engine.follower import BackgroundFollower
-from dbuffer.integrations.vllm.follower import follow
+from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.vllm.following import follow
+from dbuffer.store.acknowledgements import wait_applied
+from dbuffer.store.buffer import DoubleBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,12 @@ NOTIFY_ROUTE = "/bridge/notify_update"
 
 DEVELOPMENT_ROUTE = "/server_info"
 
+_STOCK_ROUTE = "/version"
+"""Every vLLM server has it, Atropos' does not."""
+_INFO_ROUTE = "/bridge/info"
+
 _CALL_S = 30.0
+_PROBE_S = 2.0
 _RETRY_S = 0.25
 _ERROR_CHECK_S = 0.1
 
@@ -59,7 +64,7 @@ class BridgeServer:
 
         Raises:
             EngineUnreachableError: it does not answer, in time.
-            AcknowledgementTimeoutError, VersionTimeoutError: it has not switched, in time.
+            AcknowledgementTimeoutError, VersionTimeoutError: it did not switch in time.
             DBufferError: it cannot switch; of the follower, see `follow`.
         """
         deadline = time.monotonic() + timeout_s
@@ -78,8 +83,17 @@ class BridgeServer:
                 "vLLM with VLLM_SERVER_DEV_MODE=1, which is driven from here"
             ) from None
 
+    def is_stock(self) -> bool:
+        """Whether it answers, and is a vLLM without Atropos' routes, which writes no mapping."""
+        try:
+            if not self._client.get(_STOCK_ROUTE, timeout=_PROBE_S).is_success:
+                return False
+            return self._client.get(_INFO_ROUTE, timeout=_PROBE_S).status_code in (404, 405)
+        except self._httpx.HTTPError:
+            return False
+
     def close(self) -> None:
-        """Let the server go; it keeps its weights."""
+        """Stop following. The server keeps its weights."""
         if self._follower is not None:
             self._follower.close()
             self._follower = None
@@ -100,7 +114,7 @@ class BridgeServer:
         return not self._request("GET", DEVELOPMENT_ROUTE, deadline, params=query).is_error
 
     def _request(self, method: str, path: str, deadline: float, **more: Any) -> Any:
-        """Its answer; who is not there yet, or starts again, is waited for."""
+        """The server's response; retried while it starts or restarts."""
         while True:
             try:
                 return self._client.request(method, path, **more)

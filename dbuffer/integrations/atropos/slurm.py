@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import BridgeSetupError, OptionError
 
 NODELIST_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 """The second is the older name of the first."""
@@ -29,7 +29,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
     """The hosts of a list as SLURM writes it, in its order.
 
     Raises:
-        OptionError: (a ``ValueError``) it is no such list.
+        OptionError: (a ``ValueError``) it is not such a list.
     """
     hosts: list[str] = []
     for entry in _entries(hostlist):
@@ -49,18 +49,19 @@ def inference_nodes(
     """The nodes of this job that run engines: its last ones, as Atropos has it.
 
     Raises:
-        OptionError: (a ``ValueError``) this is no SLURM job, or one of too few nodes.
+        BridgeSetupError: (a ``ValueError`` and ``RuntimeError``) this is no SLURM job, or one of
+            too few nodes.
     """
     variable = next((name for name in NODELIST_VARIABLES if environment.get(name)), None)
     if variable is None:
-        raise OptionError(
-            f"num_inference_nodes is {num_inference_nodes}, and {NODELIST_VARIABLES[0]} is not "
+        raise BridgeSetupError(
+            f"num_inference_nodes is {num_inference_nodes}, but {NODELIST_VARIABLES[0]} is not "
             "set: run in a SLURM job, or set it to the job's nodes, those with engines last"
         )
     nodes = expand_hostlist(environment[variable])
     if num_inference_nodes > len(nodes):
-        raise OptionError(
-            f"num_inference_nodes is {num_inference_nodes}, and the job has {len(nodes)} nodes: "
+        raise BridgeSetupError(
+            f"num_inference_nodes is {num_inference_nodes}, but the job has {len(nodes)} nodes: "
             f"{variable}={environment[variable]!r:.200}"
         )
     return nodes[-num_inference_nodes:]
@@ -77,8 +78,8 @@ def _entries(hostlist: str) -> Iterator[str]:
         position += 1
     if position != len(hostlist) or not hostlist or hostlist.endswith(","):
         raise OptionError(
-            f"{hostlist!r:.200} is no list of hosts as SLURM writes it, from character "
-            f"{position + 1} on"
+            f"{hostlist!r:.200} is not a host list of SLURM: unexpected text at character "
+            f"{position + 1}"
         )
 
 
@@ -91,6 +92,6 @@ def _expand_piece(piece: re.Match[str], hostlist: str) -> list[str]:
         match = _RANGE.fullmatch(item)
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(first) > int(last) or int(last) - int(first) >= MAX_HOSTS:
-            raise OptionError(f"{hostlist!r:.200}: {item!r:.80} is no range of host numbers")
+            raise OptionError(f"{hostlist!r:.200}: {item!r:.80} is not a range of host numbers")
         numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
     return numbers

@@ -7,22 +7,61 @@ on the newest weights, before the engine is ready.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError
-from dbuffer.manifest import MAX_INTEGER, is_receiver_id
-from dbuffer.mirror import Mirror, start_mirror
-
-HALF_LOADED = "half-loaded weights"
-"""In the message of an engine that refuses to serve, by which it is known in other processes."""
-
-SERVES_ON = "the engine serves on with version"
-"""In the message of an engine that could not switch, and has what it had."""
+from dbuffer.format.layout import digest
+from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, ReceiverRecord, is_history, is_receiver_id
+from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.receive.stager import NEW_HISTORIES, NewHistory
+from dbuffer.runtime import options as checks
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import Spare
 
 PAUSE_MODES = ("keep", "wait", "abort")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineNames:
+    """What an engine and its ranks go by among a store's receivers.
+
+    Replicas from one command line have one ``engine_id``. The first of them that comes has the
+    name; each other one has a name of its own, told by a warning. Which record is whose is not for
+    the name to say: it holds a digest of what tells this start of an engine from all others.
+    """
+
+    engine_id: str
+    instance_id: str
+    """As in :class:`~dbuffer.integrations.engine.protocol.EngineFacts`."""
+
+    @property
+    def instance(self) -> str:
+        """The digest."""
+        return digest(self.instance_id.encode())
+
+    def of_rank(self, rank: int) -> str:
+        """A rank's name."""
+        return f"{self.engine_id}.rank-{rank}"
+
+    def spare(self, receiver_id: str) -> Spare:
+        """What goes by another name, if the engine or its rank finds this one taken."""
+        own = f"{self.engine_id:.{_ID_CHARACTERS - 9}}-{self.instance[:8]}"
+        tail = receiver_id.removeprefix(self.engine_id)
+        return Spare(own + tail, own if tail else None)
+
+    def record(self, store: DoubleBuffer, receiver_id: str) -> ReceiverRecord | None:
+        """What the engine or its rank says of itself; nothing that another one says."""
+        for name in (receiver_id, self.spare(receiver_id).receiver):
+            record = store.receiver(name)
+            if record is not None and record.instance == self.instance:
+                return record
+        return None
+
+
+_ID_CHARACTERS = 118
+"""Of an engine's name; its ranks' have a little more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +69,7 @@ class EngineOptions:
     """How the workers of an engine receive. Made from JSON, so every type is checked.
 
     Raises:
-        OptionError: (a ``ValueError``) a value is not what it may be.
+        OptionError: (a ``ValueError``) a value is invalid.
     """
 
     store: str
@@ -39,7 +78,8 @@ class EngineOptions:
     """A directory in shared memory, to which one process of the node copies each version once, and
     from which all ranks map it. For a store on a network mount; all ranks must be on one node."""
     engine_id: str | None = None
-    """The engine's name among the store's receivers. Default: one from vLLM's own instance id."""
+    """The engine's name among the store's receivers. Default: one from what
+    the engine calls itself, or from its address."""
     staging: Literal["auto", "map", "copy"] = "auto"
     """Hold a version mapped, or copied into memory (pinned, with a GPU). ``"auto"``: map without
     a GPU on a local mount, copy else."""
@@ -55,23 +95,35 @@ class EngineOptions:
     """Accept a directory that belongs to someone else, or that others can write to."""
     partial: bool = False
     """Accept versions that hold a part of the model, layer by layer: other layers keep what they
-    have. A version that lacks what an earlier one has brought is refused."""
+    have. A version that lacks tensors that an earlier one contained is refused."""
+    new_history: NewHistory = "follow"
+    """What to do when the store was emptied or replaced, and begun anew: ``"follow"`` what it holds
+    now, with a warning; or ``"refuse"`` it, and serve on with the weights of the run before, until
+    the engine is told to follow again with ``"follow"``."""
+    instance_id: str | None = None
+    """What tells this start of the engine from all others; its follower sets it. Default: what the
+    worker knows, which vLLM changes in some processes once the engine is started."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        _require(self, "store", isinstance(self.store, str) and self.store != "")
-        local = self.local_store
-        _require(self, "local_store", local is None or (isinstance(local, str) and local != ""))
+        _require(self, "store", isinstance(self.store, str))
+        checks.directory("store", self.store)
+        if self.local_store is not None:
+            _require(self, "local_store", isinstance(self.local_store, str))
+            checks.directory("local_store", self.local_store)
         is_name = isinstance(self.engine_id, str) and is_receiver_id(self.engine_id + ".rank-0000")
         _require(self, "engine_id", self.engine_id is None or is_name)
-        _require(self, "staging", self.staging in ("auto", "map", "copy"))
-        _require(self, "verify", isinstance(self.verify, bool) or self.verify == "auto")
-        _require(self, "poll_interval_s", _is_positive(self.poll_interval_s))
-        _require(self, "timeout_s", _is_positive(self.timeout_s))
-        threads = self.num_threads
-        _require(self, "num_threads", threads is None or (type(threads) is int and threads > 0))
-        _require(self, "allow_shared_store", isinstance(self.allow_shared_store, bool))
-        _require(self, "partial", isinstance(self.partial, bool))
+        checks.choice("staging", self.staging, ("auto", "map", "copy"))
+        checks.choice("verify", self.verify, (True, False, "auto"))
+        checks.positive_seconds("poll_interval_s", self.poll_interval_s)
+        checks.positive_seconds("timeout_s", self.timeout_s)
+        if self.num_threads is not None:
+            checks.whole_number("num_threads", self.num_threads)
+        checks.flag("allow_shared_store", self.allow_shared_store)
+        checks.flag("partial", self.partial)
+        checks.choice("new_history", self.new_history, NEW_HISTORIES)
+        is_text = isinstance(self.instance_id, str) and self.instance_id != ""
+        _require(self, "instance_id", self.instance_id is None or is_text)
 
     @property
     def read_store(self) -> str:
@@ -117,25 +169,35 @@ class UpdateRequest:
     """Which version to switch to: the store's newest, unless it says more.
 
     Raises:
-        OptionError: (a ``ValueError``) a value is not what it may be.
+        OptionError: (a ``ValueError``) a value is invalid.
     """
 
     version: int | None = None
     """Exactly this one."""
     at_least: int | None = None
     """This one, or a later one that is ready on all ranks."""
-    kind: Literal["dense", "sparse"] = "dense"
-    """Whole tensors, or patches to them."""
+    history: str | None = None
+    """Of this run of versions. Default: of that whose versions are in the store now."""
+    update_kind: Literal["dense", "sparse_flat"] = "dense"
+    """Whole tensors, or patches to them, in vLLM's words."""
+    attempt: str | None = None
+    """What the engine's record is to name as the cause of what it says, when this has been done or
+    has failed: who asked knows by that which weights the engine has."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
         for name in ("version", "at_least"):
-            value = getattr(self, name)
-            _require(self, name, value is None or (type(value) is int and 0 < value <= MAX_INTEGER))
+            if (value := getattr(self, name)) is not None:
+                checks.whole_number(name, value, at_most=MAX_INTEGER)
         _require(self, "at_least", None in (self.version, self.at_least))
-        _require(self, "kind", self.kind in ("dense", "sparse"))
-        if self.kind == "sparse":
-            raise OptionError("kind is 'sparse': a store holds whole tensors so far; use 'dense'")
+        _require(self, "history", self.history is None or is_history(self.history))
+        is_attempt = isinstance(self.attempt, str) and ATTEMPT.fullmatch(self.attempt) is not None
+        _require(self, "attempt", self.attempt is None or is_attempt)
+        checks.choice("update_kind", self.update_kind, ("dense", "sparse_flat"))
+        if self.update_kind == "sparse_flat":
+            raise OptionError(
+                "update_kind is 'sparse_flat': a store holds whole tensors so far; use 'dense'"
+            )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -154,7 +216,7 @@ class UpdateRequest:
 
     @classmethod
     def parse_or_error(cls, values: Mapping[str, Any]) -> Self | OptionError:
-        """The same, with what is wrong returned: all ranks must know before one of them raises."""
+        """As :meth:`parse`, with the error returned: all ranks must know before one raises."""
         try:
             return cls.parse(values)
         except OptionError as error:
@@ -163,25 +225,15 @@ class UpdateRequest:
 
 def _require(options: Any, name: str, is_right: bool) -> None:
     if not is_right:
-        raise OptionError(f"{name} is {getattr(options, name)!r:.200}: {_RULES[name]}")
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value <= threading.TIMEOUT_MAX
+        checks.refuse(name, getattr(options, name), _RULES[name])
 
 
 _RULES = {
     "store": "the store's directory, not empty",
     "local_store": "a directory, not empty",
     "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
-    "staging": "'auto', 'map' or 'copy'",
-    "verify": "True, False or 'auto'",
-    "poll_interval_s": "seconds, above 0 and no more than a thread can wait",
-    "timeout_s": "seconds, above 0 and no more than a thread can wait",
-    "num_threads": "a whole number, at least 1",
-    "allow_shared_store": "True or False",
-    "partial": "True or False",
-    "version": "a whole number, at least 1",
-    "at_least": "a whole number, at least 1, and not together with version",
-    "kind": "'dense' or 'sparse'",
+    "instance_id": "a text, not empty",
+    "history": "16 hexadecimal digits, as a pointer has them",
+    "at_least": "either version or at_least, not both",
+    "attempt": "16 hexadecimal digits",
 }

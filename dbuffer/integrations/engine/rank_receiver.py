@@ -9,31 +9,29 @@ version before; if that fails too, all refuse to serve.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
-import torch
-
-from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
     DBufferError,
     EngineBrokenError,
-    EngineUnsupportedError,
     EngineUpdateError,
     OptionError,
+    RankFailedError,
+    StoreReplacedError,
     VersionError,
 )
-from dbuffer.integrations.engine.options import HALF_LOADED, SERVES_ON, EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.ranks import Ranks
-from dbuffer.layout import Layout, TensorSpec
-from dbuffer.mirror import Mirror
-from dbuffer.records import RecordFile
-from dbuffer.snapshot import Snapshot
-from dbuffer.stager import Staged, Stager
-from dbuffer.targets import Brought, refuse_adapter
+from dbuffer.format.layout import Layout
+from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
+from dbuffer.integrations.engine.serving import EngineRank, Served, Serving
+from dbuffer.mirror.mirror import Mirror
+from dbuffer.receive.snapshot import Snapshot
+from dbuffer.receive.stager import Staged, Stager
+from dbuffer.store.records import RecordFile
+from dbuffer.weights.targets import LoadedNames, refuse_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -41,64 +39,6 @@ T = TypeVar("T")
 
 _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
-
-
-class ServingModel(Protocol):
-    """The model of one rank, as it serves; called between two steps of the engine."""
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once."""
-        ...
-
-    def load_checkpoint(self) -> None:
-        """Swap in the weights that the engine was started with, from where it read them."""
-        ...
-
-    def refuse_to_serve(self, reason: str) -> None:
-        """Let every step of this model fail, and say why, until :meth:`serve_again`."""
-        ...
-
-    def serve_again(self) -> None:
-        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
-        ...
-
-
-class EngineRank(Protocol):
-    """What a receiver needs to know of the rank that it is in."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """All ranks of the engine."""
-        ...
-
-    @property
-    def on_device(self) -> bool:
-        """Its weights are not in main memory."""
-        ...
-
-    def engine_id(self, options: EngineOptions) -> str:
-        """The engine's name among the store's receivers; the same on all of its ranks."""
-        ...
-
-    def make_model(self, before: ServingModel | None) -> ServingModel:
-        """The model, to swap weights in; ``before`` is what an earlier receiver swapped them in."""
-        ...
-
-    def make_check(self, *, partial: bool) -> Callable[[Sequence[TensorSpec]], None]:
-        """What tells, while the model serves, whether weights fit it, all or a part of them."""
-        ...
-
-
-class Serving(NamedTuple):
-    """What one rank's model has, from one receiver to the next."""
-
-    model: ServingModel
-    version: int | None = None
-    """Out of the store; None: what the engine was started with."""
-    broken: str | None = None
-    """Why it refuses to serve."""
-    brought: Brought | None = None
-    """What versions have brought, of whichever store."""
 
 
 class RankReceiver:
@@ -111,19 +51,27 @@ class RankReceiver:
         self, rank: EngineRank, options: EngineOptions, serving: Serving, engine_id: str
     ) -> None:
         self.ranks = rank.ranks
-        self._options = options
+        self.ranks.timeout_s = RANK_TIMEOUT_S + options.timeout_s
+        self.options = options
+        """As they were given."""
         self._model = serving.model
-        self._applied = serving.version
+        self._served = serving.served
         self._broken = serving.broken
-        self._brought = serving.brought or Brought()
+        self._loaded_names = serving.loaded_names or LoadedNames()
+        self._attempt: str | None = None
         self._fits = rank.make_check(partial=options.partial)
         self.engine_id = engine_id
+        instance_id = options.instance_id or rank.instance_id
+        names = EngineNames(engine_id, instance_id)
+        name = names.of_rank(self.ranks.rank)
         # Before anything is read: it puts away what an earlier run may have left there.
         self._mirror = options.start_mirror()
         self._stager = Stager(
             options.read_store,
-            receiver_id=f"{self.engine_id}.rank-{self.ranks.rank}",
+            receiver_id=name,
             part_of=self.engine_id,
+            instance=names.instance,
+            spare=names.spare(name),
             check=self._check,
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
             pin_memory=rank.on_device and options.staging != "map",
@@ -131,24 +79,28 @@ class RankReceiver:
             verify=options.verify,
             num_threads=options.num_threads,
             allow_shared_store=options.allow_shared_store,
+            new_history=options.new_history,
         )
         # The engine's own record: what it serves. Its first rank keeps it.
-        self._record = RecordFile(self._stager.store, self.engine_id)
+        self._record = RecordFile(self._stager.store, engine_id, spare=names.spare(engine_id))
+        self._record.set(instance=names.instance, is_made_up=instance_id in engine_id)
         self._record_engine()
 
     def serving(self, store: str) -> Serving:
         """What the model has, as far as a receiver of ``store`` can go on with it.
 
-        A store that was emptied since knows nothing of it: its record of the engine went too.
+        Whether that store was begun anew since shows when it is read again.
         """
-        view = DoubleBuffer(self._stager.store, allow_shared_store=True)
-        says = None
-        with contextlib.suppress(DBufferError):  # every rank must come to the gather
-            record = view.receiver(self.engine_id)
-            says = None if record is None else record.applied_version
-        is_same = self.ranks.gather(says)[0] == self._applied and store == self._options.store
-        applied = self._applied if is_same else None
-        return Serving(self._model, applied, self._broken, self._brought)
+        served = self._served if store == self.options.store else None
+        return Serving(self._model, served, self._broken, self._loaded_names)
+
+    @property
+    def _applied(self) -> int | None:
+        return None if self._served is None else self._served.version
+
+    @property
+    def _history(self) -> str | None:
+        return None if self._served is None else self._served.history
 
     def catch_up(self) -> None:
         """Switch to the newest version, if there is one; for an engine that is just starting.
@@ -160,7 +112,7 @@ class RankReceiver:
             problem = self._problem_of_mirror(self._mirror)
             problems = self.ranks.gather(problem)
             if any(problems):
-                raise EngineUpdateError(f"the newest weights did not come: {_by_rank(problems)}")
+                raise EngineUpdateError(f"the newest weights did not come: {by_rank(problems)}")
         newest = max(version or 0 for version in self.ranks.gather(self._stager.newest_or_none()))
         if newest:
             self.update(UpdateRequest(at_least=newest))
@@ -176,16 +128,26 @@ class RankReceiver:
             EngineUpdateError: the engine serves on with the weights that it had.
             EngineBrokenError: it refuses to serve, until an update succeeds.
         """
+        self._attempt = request.attempt if isinstance(request, UpdateRequest) else None
         try:
             staged = self._prepare(request)
             if staged is not None:
                 self._commit(staged)
+        except RankFailedError as error:
+            # What it does when it goes on, nobody knows: it may have heard of what was agreed.
+            raise EngineBrokenError(self._refuse(str(error))) from None
+        except (EngineUpdateError, EngineBrokenError, OptionError):
+            # All ranks have agreed on that. After anything else nobody knows what the others have,
+            # and a record that does not name the attempt says so.
+            self._record_engine()
+            raise
         finally:
-            self._stager.give_back(applied=self._applied)
+            self._stager.give_back(applied=self._applied, history=self._history)
 
     def close(self) -> None:
         """Stop following. What the engine acknowledged stays in the store."""
         self._stager.close()
+        self._record.close()
         if self._mirror is not None:
             self._mirror.close()
 
@@ -202,8 +164,8 @@ class RankReceiver:
         self._fits([spec._replace(name=name) for name, spec in offered])
 
     def _require_no_mix(self, layout: Layout, version: int) -> None:
-        if self._options.partial:
-            self._brought.require_all(layout.all_names, version)
+        if self.options.partial:
+            self._loaded_names.require_all(layout.all_names, version)
 
     def _under_all_names(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
         """What a version holds, as it is offered to the model.
@@ -212,50 +174,61 @@ class RankReceiver:
         business. That it skipped what came shows where all must come, and not where less will do.
         """
         yield from stored.items()
-        if self._options.partial:
+        if self.options.partial:
             yield from ((alias, stored[name]) for alias, name in layout.aliases.items())
 
     def _load(self, staged: Staged) -> None:
-        self._brought.note(staged.layout.all_names, staged.version)
-        self._model.load(self._under_all_names(staged.tensors, staged.layout))
+        self._loaded_names.add(staged.layout.all_names, staged.version)
+        tensors = self._under_all_names(staged.tensors, staged.layout)
+        self._model.load(tensors, partial=self.options.partial)
 
     def _problem_of_mirror(self, mirror: Mirror) -> str | None:
         try:
-            mirror.wait_until_current(self._options.timeout_s)
+            mirror.wait_until_current(self.options.timeout_s)
         except (DBufferError, OSError) as error:  # every rank must come to the gather
             return str(error)
         return None
 
     def _prepare(self, request: UpdateRequest | OptionError) -> Staged | None:
         """Take the same version on all ranks, or raise on all; None: the engine has it already."""
-        for _ in range(_MAX_ROUNDS):
-            staged, problem = self._take(request)
+        must_load = False
+        for round_ in range(_MAX_ROUNDS):
+            staged, problem = self._take(request, must_load=must_load)
             version = staged.version if staged else self._applied
-            answers = self.ranks.gather((version, staged.identity if staged else "", problem))
+            answer = version, staged.identity if staged else "", problem
+            answers = self.ranks.gather(answer, begins=round_ == 0)
             self._require_no_problem(request, [problem for _, _, problem in answers])
             if len({(version, identity) for version, identity, _ in answers}) == 1:
                 return staged
             versions = {version or 0 for version, _, _ in answers}
             highest = max(versions)
+            # What one rank has, another one may have to load again, when it was half loaded there.
+            must_load = len(versions) == 1 and any(not identity for _, identity, _ in answers)
             # Some rank holds the highest, so it stays in the store until all do; but a store that
             # was replaced may have two of one number.
             if len(versions) == 1 or version != highest:
                 self._stager.give_back()
             if len(versions) > 1:
-                request = UpdateRequest(version=highest)
+                history = None if isinstance(request, OptionError) else request.history
+                request = UpdateRequest(version=highest, history=history)
         raise EngineUpdateError(
-            f"ranks found different weights {_MAX_ROUNDS} times, versions {versions}; {SERVES_ON} "
-            f"{self._applied}"
+            f"ranks found different weights {_MAX_ROUNDS} times, versions {versions}; "
+            f"{self._serves_on}"
         )
 
-    def _take(self, request: UpdateRequest | OptionError) -> tuple[Staged | None, str | None]:
+    def _take(
+        self, request: UpdateRequest | OptionError, *, must_load: bool
+    ) -> tuple[Staged | None, str | None]:
         try:
             if isinstance(request, OptionError):
                 raise request
-            if self._has_already(request):
+            if self._has_already(request) and not must_load:
                 return None, None
             staged = self._stager.take(
-                request.version, at_least=request.at_least, timeout_s=self._options.timeout_s
+                request.version,
+                at_least=request.at_least,
+                history=request.history,
+                timeout_s=self.options.timeout_s,
             )
             # Once more: it may have been checked before the version before it was loaded.
             self._require_no_mix(staged.layout, staged.version)
@@ -266,17 +239,37 @@ class RankReceiver:
         return staged, None
 
     def _has_already(self, request: UpdateRequest) -> bool:
-        wanted = request.version or request.at_least or self._stager.newest()
+        newest = self._stager.newest_pointer()
+        version, history = (newest.version, newest.history) if newest else (None, None)
+        wanted = request.version or request.at_least or version
         if wanted is None:
-            raise VersionError(f"nothing was published in {self._options.store} yet")
+            raise VersionError(f"nothing was published in {self.options.store} yet")
+        if self._is_of_another_run(request.history or history):
+            return False
         if self._applied is None or wanted > self._applied:
             return False
         if wanted < self._applied and request.version is not None:
             raise VersionError(
-                f"version {wanted} of {self._options.store} is below version {self._applied}, "
+                f"version {wanted} of {self.options.store} is below version {self._applied}, "
                 "which the engine has; versions never go back"
             )
         return self._broken is None
+
+    def _is_of_another_run(self, history: str | None) -> bool:
+        """Whether versions of this history say nothing about the one that the engine has.
+
+        Raises:
+            StoreReplacedError: they do not, and are not to be followed.
+        """
+        if self._served is None or not self._served.is_of_another_run(history):
+            return False
+        if self.options.new_history == "refuse":
+            raise StoreReplacedError(
+                f"{self.options.store} was emptied or replaced, and begun anew; the engine has "
+                f"version {self._served.version} of the run before. To go on with what is there "
+                "now, let it follow the store again with new_history='follow'"
+            )
+        return True
 
     def _commit(self, staged: Staged) -> None:
         started = time.monotonic()
@@ -288,7 +281,7 @@ class RankReceiver:
         if any(failures):
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
-        self._applied = staged.version
+        self._served = Served(staged.version, staged.history)
         self._is_whole_again()
         self._record_engine(
             load_s=time.monotonic() - started,
@@ -304,32 +297,36 @@ class RankReceiver:
             EngineBrokenError: some rank has neither.
         """
         logger.error("%s; going back to version %s", what, self._applied)
-        failures = self._on_all_ranks(lambda: self._load_again(self._applied))
+        failures = self._on_all_ranks(lambda: self._load_again(self._served))
         if not any(failures):
             self._is_whole_again()
-            raise EngineUpdateError(f"{what}; all ranks went back, and {SERVES_ON} {self._applied}")
+            raise EngineUpdateError(f"{what}; all ranks went back, and {self._serves_on}")
         why = self._describe(f"go back to version {self._applied}", failures)
         logger.error("%s; loading version %s once more", why, staged.version)
-        failures = self._on_all_ranks(lambda: self._load_again(staged.version))
+        failures = self._on_all_ranks(
+            lambda: self._load_again(Served(staged.version, staged.history))
+        )
         if not any(failures):
             return staged
         again = self._describe(f"load version {staged.version} once more", failures)
         raise EngineBrokenError(self._refuse(f"{what}; {why}; {again}"))
 
     def _refuse(self, why: str) -> str:
-        self._broken = f"{HALF_LOADED}: {why}; update again, or restart the engine"
+        self._broken = f"half-loaded weights: {why}; update again, or restart the engine"
         self._model.refuse_to_serve(self._broken)
         self._record_engine()
         return self._broken
 
-    def _load_again(self, version: int | None) -> None:
+    def _load_again(self, wanted: Served | None) -> None:
         self._stager.give_back()
-        if version is None or self._options.partial:
-            # A partial version does not say what was under what a later one brought in addition.
+        if wanted is None or self.options.partial:
+            # A partial version does not tell what a later one has overwritten in addition.
             self._model.load_checkpoint()
-            self._brought.forget()
-        if version is not None:
-            self._load(self._stager.take(version, timeout_s=self._options.timeout_s))
+            self._loaded_names.forget()
+        if wanted is not None:
+            version, history = wanted
+            timeout_s = self.options.timeout_s
+            self._load(self._stager.take(version, history=history, timeout_s=timeout_s))
 
     def _is_whole_again(self) -> None:
         self._broken = None
@@ -355,15 +352,14 @@ class RankReceiver:
         what = f"{self._describe('prepare', problems)}; no rank was touched"
         if self._broken is not None:
             raise EngineBrokenError(f"{what}; {self._broken}")
-        raise EngineUpdateError(f"{what}, and {SERVES_ON} {self._applied}")
+        raise EngineUpdateError(f"{what}, and {self._serves_on}")
+
+    @property
+    def _serves_on(self) -> str:
+        return f"the engine serves on with version {self._applied}"
 
     def _describe(self, step: str, problems: list[str | None]) -> str:
-        return f"engine {self.engine_id} could not {step}: {_by_rank(problems)}"
-
-    def record_session(self, is_open: bool) -> None:
-        """Leave word of vLLM's own session: who finds it open, after a crash, can end it."""
-        if self.ranks.rank == 0:
-            self._record.write(in_session=is_open)
+        return f"engine {self.engine_id} could not {step}: {by_rank(problems)}"
 
     def record_problem(self, problem: str) -> None:
         """Leave word of why an update failed, for who cannot be told in another way."""
@@ -372,37 +368,16 @@ class RankReceiver:
 
     def _record_engine(self, **stats: float) -> None:
         if self.ranks.rank == 0:
-            self._record.write(applied_version=self._applied, problem=self._broken, stats=stats)
+            self._record.write(
+                applied_version=self._applied,
+                history=self._history,
+                problem=self._broken,
+                state="serving" if self._broken is None else "broken",
+                attempt=self._attempt,
+                stats=stats or self._record.current.stats,
+            )
 
 
-def start_on_all_ranks(
-    rank: EngineRank, options: EngineOptions, before: RankReceiver | None = None
-) -> RankReceiver:
-    """Begin to follow a store on all ranks, or on none; after what was followed before.
-
-    Raises:
-        EngineUnsupportedError: some rank cannot.
-    """
-    receiver, problem = None, None
-    engine_id = rank.engine_id(options)
-    if before is None:
-        serving = Serving(rank.make_model(None))
-    else:
-        serving = before.serving(options.store)
-        serving = serving._replace(model=rank.make_model(serving.model))
-        before.close()
-    try:
-        receiver = RankReceiver(rank, options, serving, engine_id)
-    except Exception as error:
-        logger.warning("cannot follow %s", options.store, exc_info=True)
-        problem = f"{type(error).__name__}: {error}"
-    problems = rank.ranks.gather(problem)
-    if receiver is not None and not any(problems):
-        return receiver
-    if receiver is not None:
-        receiver.close()
-    raise EngineUnsupportedError(f"the engine cannot follow {options.store}: {_by_rank(problems)}")
-
-
-def _by_rank(problems: list[str | None]) -> str:
+def by_rank(problems: Sequence[str | None]) -> str:
+    """What went wrong on which ranks, in one line."""
     return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(problems) if why)

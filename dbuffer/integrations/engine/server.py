@@ -1,4 +1,4 @@
-"""`EngineServer`: an inference server's address, and calls to it that fail as ours do."""
+"""`EngineServer`: an inference server's address, and calls to it that raise errors of dbuffer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import contextlib
 import ipaddress
 import re
 import socket
+import time
 from typing import Any, ClassVar
 
-from dbuffer.errors import EngineUnreachableError, EngineUpdateError
+from dbuffer.errors import (
+    EngineUnreachableError,
+    EngineUnsupportedError,
+    EngineUpdateError,
+)
+from dbuffer.runtime import options
 
 _CONNECT_S = 5.0
 _CALL_S = 30.0
+_MAX_CALL_S = 2e6
+"""A socket counts milliseconds in 32 bits."""
+_RESUME_TRIES = 5
+_RESUME_RETRY_S = 0.2
 
 
 class EngineServer:
@@ -23,15 +33,17 @@ class EngineServer:
         timeout_s: for calls that may have to wait for requests, or load.
 
     Raises:
-        EngineUnreachableError: (a ``ConnectionError``) from any call: no or no such server.
+        OptionError: ``timeout_s`` is invalid.
+        EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer.
+        EngineUnsupportedError: from any call: it has no such route, and was started without it.
         EngineUpdateError: from any call: it could not do what it was asked to.
     """
 
     is_server: ClassVar = True
     IS_WHAT: ClassVar[str]
-    """Which server it must be, for messages."""
+    """What serves there, for messages."""
     WITHOUT_ROUTE: ClassVar[str]
-    """What to do about a route that is not there."""
+    """What to do about a missing route."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         import httpx
@@ -39,10 +51,14 @@ class EngineServer:
         self._httpx = httpx
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._long = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        timeout_s = options.positive_seconds("timeout_s", timeout_s)
+        self._long = httpx.Timeout(min(timeout_s, _MAX_CALL_S), connect=_CONNECT_S)
         self._client = httpx.Client(
             base_url=self.url, headers=headers, timeout=httpx.Timeout(_CALL_S, connect=_CONNECT_S)
         )
+
+    def require_alive(self) -> None:
+        """A server that does not answer may be restarted."""
 
     def close(self) -> None:
         """Close its connections."""
@@ -69,11 +85,22 @@ class EngineServer:
                 f"{self.url} does not answer: {type(error).__name__} {error}"
             ) from error
         if response.status_code in (404, 405):
-            raise EngineUnreachableError(f"{self.url} has no {path}: {self.WITHOUT_ROUTE}")
+            raise EngineUnsupportedError(f"{self.url} has no {path}: {self.WITHOUT_ROUTE}")
         if response.is_error:
             reason = f"{response.status_code} {response.text:.2000}"
             raise EngineUpdateError(f"{method} {self.url}{path}: {reason}")
         return response
+
+    def _request_resume(self, path: str, **more: Any) -> None:
+        """Ask it to go on; a network that loses one answer must not leave it paused."""
+        for _ in range(_RESUME_TRIES - 1):
+            try:
+                self._request("POST", path, **more)
+            except (EngineUnreachableError, EngineUpdateError):
+                time.sleep(_RESUME_RETRY_S)
+            else:
+                return
+        self._request("POST", path, **more)
 
     def _body(self, response: Any) -> dict[str, Any]:
         with contextlib.suppress(ValueError):

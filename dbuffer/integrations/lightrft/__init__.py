@@ -6,16 +6,13 @@ is to be switched, and ``directory`` is where the weights lie unless the user sa
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dbuffer.integrations.lazy import lazily
 
 if TYPE_CHECKING:
     from dbuffer.integrations.lightrft.manager import BroadcastManager
 
 __all__ = ["BroadcastManager"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.manager"), name)
+__getattr__ = lazily(__name__, {"BroadcastManager": "dbuffer.integrations.lightrft.manager"})

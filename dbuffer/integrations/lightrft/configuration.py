@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dbuffer.errors import EngineUnsupportedError, TrainerUnsupportedError
-from dbuffer.names import NameMap, Prefix, Rename
-from dbuffer.sources import Weights
+from dbuffer.weights.names import NameMap, Pattern, Rename
+from dbuffer.weights.sources import Weights
 
 ENGINE_TYPES = ("vllm", "sglang")
 ZERO_STAGES = (0, 1, 2, 3)
@@ -19,12 +19,18 @@ _SHARDED_STAGE = 3
 
 SGLANG_NAMES = NameMap(
     [
-        Prefix("model.visual.", "visual."),
-        Prefix("model.language_model.lm_head.", "lm_head."),
-        Prefix("model.language_model.", "model."),
+        Pattern(r"(?:model\.)?language_model\.(lm_head.*)", r"\1"),
+        Pattern(r"(?:model\.)?language_model\.(.*)", r"model.\1"),
+        Pattern(r"model\.((?!(?:layers|embed_tokens|norm)\.).*)", r"\1"),
     ]
 )
-"""From a vision-language model of transformers to SGLang's; a language model's names stay."""
+"""From a vision-language model of transformers to SGLang's, whatever its other parts are called.
+
+A language model's names stay, also where nobody has said that it is one.
+"""
+
+DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_only": False}
+"""LightRFT's, for what a strategy does not say."""
 
 _LORA_PART = ".lora_"
 
@@ -43,29 +49,31 @@ class Configuration:
 
     @classmethod
     def of(cls, strategy: Any) -> Configuration:
-        """From a strategy's ``engine_type``, ``args.fsdp``, ``args.zero_stage``, ``args.bf16``.
+        """From a strategy's ``engine_type``, and its ``args``, or what they lack its ``config``.
+
+        Read are ``fsdp``, ``zero_stage``, ``bf16`` and ``text_only``; see :data:`DEFAULTS`.
 
         Raises:
             EngineUnsupportedError, TrainerUnsupportedError: (both ``NotImplementedError``) one of
                 them is not known here.
         """
-        engine_type, args = strategy.engine_type, strategy.args
+        engine_type = strategy.engine_type
         if engine_type not in ENGINE_TYPES:
             raise EngineUnsupportedError(
-                f"strategy.engine_type is {engine_type!r}, and may be {' or '.join(ENGINE_TYPES)}"
+                f"invalid strategy.engine_type {engine_type!r}: use {' or '.join(ENGINE_TYPES)}"
             )
-        is_fsdp = bool(args.fsdp)
-        if not is_fsdp and args.zero_stage not in ZERO_STAGES:
+        is_fsdp, zero_stage = bool(_setting(strategy, "fsdp")), _setting(strategy, "zero_stage")
+        if not is_fsdp and zero_stage not in ZERO_STAGES:
             raise TrainerUnsupportedError(
-                f"strategy.args has no fsdp and zero_stage {args.zero_stage!r}: use FSDP2, or a "
-                f"ZeRO stage of {ZERO_STAGES}"
+                f"invalid zero_stage {zero_stage!r}: use FSDP2, or a ZeRO stage of {ZERO_STAGES}"
             )
+        has_other_names = engine_type == "sglang" and not _setting(strategy, "text_only")
         return cls(
             engine_type=engine_type,
             is_fsdp=is_fsdp,
-            is_sharded=is_fsdp or args.zero_stage == _SHARDED_STAGE,
-            dtype=_dtype(args, is_fsdp=is_fsdp),
-            rename=SGLANG_NAMES if engine_type == "sglang" else None,
+            is_sharded=is_fsdp or zero_stage == _SHARDED_STAGE,
+            dtype=_dtype(is_bf16=bool(_setting(strategy, "bf16")), is_fsdp=is_fsdp),
+            rename=SGLANG_NAMES if has_other_names else None,
         )
 
     def weights(self, actor: Any) -> Weights:
@@ -82,8 +90,8 @@ class Configuration:
             return module
         if self.is_sharded:
             raise TrainerUnsupportedError(
-                f"the actor has adapters in it ({adapted[0]!r} and so on), which are merged into "
-                "weights that are whole on each rank only: use a ZeRO stage below 3"
+                f"the actor has adapters ({adapted[0]!r}, ...), which can be merged only where "
+                "each rank holds whole weights: use a ZeRO stage below 3"
             )
         from dbuffer.integrations.peft import merged_weights
 
@@ -94,21 +102,31 @@ class Configuration:
         module = model if self.is_fsdp else getattr(model, "module", None)
         if not isinstance(module, nn.Module):
             raise TrainerUnsupportedError(
-                f"actor.model is a {type(model).__name__} and no engine of DeepSpeed's, though "
+                f"actor.model is a {type(model).__name__}, not a DeepSpeed engine, although "
                 "strategy.args.fsdp is not set"
             )
         if self.is_fsdp and not any(isinstance(part, FSDPModule) for part in module.modules()):
             raise TrainerUnsupportedError(
-                f"strategy.args.fsdp is set, and nothing in actor.model ({type(model).__name__}) "
+                f"strategy.args.fsdp is set, but nothing in actor.model ({type(model).__name__}) "
                 "was sharded by fully_shard, which is FSDP2"
             )
         if getattr(model, "is_pipe_parallel", False):
-            raise TrainerUnsupportedError("actor.model is a pipeline of DeepSpeed's: use ZeRO")
+            raise TrainerUnsupportedError(
+                "actor.model is a DeepSpeed pipeline, which is not supported: use ZeRO"
+            )
         return module
 
 
-def _dtype(args: Any, *, is_fsdp: bool) -> torch.dtype | None:
+def _setting(strategy: Any, name: str) -> Any:
+    """As LightRFT finds it: its ``config`` is made of ``args``, which may lack it, or be None."""
+    for holder in (getattr(strategy, "args", None), getattr(strategy, "config", None)):
+        if hasattr(holder, name):
+            return getattr(holder, name)
+    return DEFAULTS[name]
+
+
+def _dtype(*, is_bf16: bool, is_fsdp: bool) -> torch.dtype | None:
     """As LightRFT has it: without ``bf16`` its FSDP2 sends float16, its DeepSpeed what it holds."""
-    if args.bf16:
+    if is_bf16:
         return torch.bfloat16
     return torch.float16 if is_fsdp else None

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dbuffer.errors import DBufferError
 
+if TYPE_CHECKING:
+    from dbuffer.integrations.engine.follower import Follower
+    from dbuffer.integrations.vllm.launched import LaunchedFollower
 
-class Follower(Protocol):
-    """What switches an engine."""
-
-    def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> object:
-        """Switch to this version or a later one."""
-        ...
-
-    def stop_workers(self) -> None:
-        """Let the engine look at the store no more."""
-        ...
-
-    def close(self) -> None:
-        """Stop following."""
-        ...
+EngineFollower: TypeAlias = "Follower | LaunchedFollower"
+"""What switches an engine."""
 
 
 def mine_of(inference_engine: Any, rank: int) -> list[Any]:
-    """The engines that this rank has to do with, of one or a list of several.
+    """The engines that this rank switches, of one or a list of several.
 
     Args:
         inference_engine: engines in this process, of which each rank has its own, or its part of
-            one; None, where another rank has it; and servers' URLs, the same on all ranks, of
-            which the first rank takes care.
+            one; None, where another rank has it; and servers' URLs, the same on all ranks, which
+            the first rank switches.
         rank: this one.
     """
     is_several = isinstance(inference_engine, list | tuple)
@@ -41,51 +32,50 @@ def mine_of(inference_engine: Any, rank: int) -> list[Any]:
 
 
 def _without_wrapper(engine: Any) -> Any:
-    """SGLang's engine in LightRFT's wrapper round it; None on ranks whose wrapper holds none."""
+    """SGLang's engine in LightRFT's wrapper; None on ranks whose wrapper holds none."""
     if not hasattr(engine, "tp_group_cpu"):
         return engine
     return engine._engine if engine._tp_rank == 0 else None  # noqa: SLF001 - no other way to it
 
 
-def _follow_vllm(engine: Any, store: Path, api_key: str | None, timeout_s: float) -> Follower:
-    from dbuffer.integrations.engine.follower import Follower as PlainFollower
+def follow(
+    engine_type: str, engine: Any, store: Path, api_key: str | None, timeout_s: float
+) -> EngineFollower:
+    """Let an engine follow a store. It switches when it is told to.
+
+    Args:
+        engine_type: ``"vllm"`` or ``"sglang"``.
+        engine: the engine, or a server's URL.
+        store: the store's directory.
+        api_key: for a server.
+        timeout_s: how long it may take to have a version ready.
+
+    Raises:
+        EngineUnsupportedError: it was not started in a way that lets it follow.
+        EngineUnreachableError: (a server) it does not answer.
+    """
+    from dbuffer.integrations.engine.follower import Follower
     from dbuffer.integrations.engine.options import EngineOptions
-    from dbuffer.integrations.vllm.engines import engine_of, is_one_of_several
 
     options = EngineOptions(store=str(store), timeout_s=timeout_s)
-    if is_one_of_several(engine):
-        from dbuffer.integrations.vllm.launched import LaunchedFollower
+    follower: EngineFollower
+    if engine_type == "sglang":
+        from dbuffer.integrations.sglang.engines import sglang_engine_of
 
-        follower: PlainFollower | LaunchedFollower = LaunchedFollower(engine, options)
+        follower = Follower(sglang_engine_of(engine, api_key=api_key), options)
     else:
-        # Not `follow`: that lets servers switch in the background, whenever they like.
-        follower = PlainFollower(engine_of(engine, api_key=api_key), options)
+        from dbuffer.integrations.vllm import engines, launched
+
+        if engines.is_one_of_several(engine):
+            follower = launched.LaunchedFollower(engine, options)
+        else:
+            # Not `follow` of vLLM: that lets servers switch in the background, at any time.
+            follower = Follower(engines.vllm_engine_of(engine, api_key=api_key), options)
     follower.start()
     return follower
 
 
-def _follow_sglang(engine: Any, store: Path, api_key: str | None, timeout_s: float) -> Follower:
-    from dbuffer.integrations.engine.follower import Follower as PlainFollower
-    from dbuffer.integrations.engine.options import EngineOptions
-    from dbuffer.integrations.sglang.engines import engine_of
-
-    options = EngineOptions(store=str(store), timeout_s=timeout_s)
-    follower = PlainFollower(engine_of(engine, api_key=api_key), options)
-    follower.start()
-    return follower
-
-
-FOLLOW = {"vllm": _follow_vllm, "sglang": _follow_sglang}
-"""How to let an engine of a type follow a store; it switches when told to. Arguments: the engine,
-the store, the key that a server wants, and how long it may take to have a version ready.
-
-Each raises:
-    EngineUnsupportedError: it was not started in a way that lets it follow.
-    EngineUnreachableError: (a server) it does not answer.
-"""
-
-
-def switch_all(followers: Sequence[Follower], version: int, *, timeout_s: float) -> None:
+def switch_all(followers: Sequence[EngineFollower], version: int, *, timeout_s: float) -> None:
     """Switch each to a version or a later one; all are tried, also when one of them fails.
 
     Raises:

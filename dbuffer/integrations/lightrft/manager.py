@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import Any, Self
 
-from dbuffer.agreement import Agreement
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.lightrft.configuration import Configuration
 from dbuffer.integrations.lightrft.directory import JobDirectory
-from dbuffer.integrations.lightrft.engines import FOLLOW, Follower, mine_of, switch_all
-from dbuffer.names import Rename
-from dbuffer.sharded import ShardedWeightSender
-from dbuffer.sources import Weights
+from dbuffer.integrations.lightrft.engines import EngineFollower, follow, mine_of, switch_all
+from dbuffer.publish.sharded import ShardedWeightSender
+from dbuffer.ranks.agreement import Agreement
+from dbuffer.runtime import options
+from dbuffer.weights.names import Rename
+from dbuffer.weights.sources import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -33,23 +36,24 @@ class BroadcastManager:
     Args:
         actor: LightRFT's: its ``model`` is a module sharded by FSDP2's ``fully_shard``, or an
             engine of DeepSpeed's.
-        strategy: LightRFT's; ``engine_type`` and ``args`` (``fsdp``, ``zero_stage``, ``bf16``) are
-            read.
+        strategy: LightRFT's; ``engine_type`` and ``args`` (``fsdp``, ``zero_stage``, ``bf16``,
+            ``text_only``) are read. What ``args`` lacks is as in ``config``, or LightRFT's default.
         inference_engine: this rank's ``vllm.LLM``, or None where it has none; or the URL of a
             server, the same on all ranks; or a list of such.
         store: the store's directory, the same on all ranks, and as the engines see it. Default: a
-            new one in this machine's shared memory, which goes with this manager.
+            new one in this machine's shared memory, which is removed with the last rank's manager
+            or process (see `JobDirectory`: also at ``SIGTERM``).
         rename: a mapping of names, or a function from name to name. Default: none for vLLM, which
-            knows transformers' names; for SGLang, LightRFT's own mapping.
+            knows transformers' names; for SGLang, without ``args.text_only``, LightRFT's mapping.
         api_key: for servers.
         timeout_s: how long an engine may take to have a version ready, while it serves.
-        rank_timeout_s: how long ranks wait for one that hangs; one that dies is noticed at once.
+        rank_timeout_s: how long ranks wait for one that hangs; one that dies is detected at once.
 
     Raises:
         EngineUnsupportedError, TrainerUnsupportedError: (both ``NotImplementedError``) this engine,
             or this trainer, is not known here.
-        OptionError: (a ``ValueError``) no rank has an engine, or torch.distributed is not
-            initialised.
+        OptionError: (a ``ValueError``) an option is not what it may be, no rank has an engine, or
+            torch.distributed is not initialised.
         EngineUnreachableError: (a server) it does not answer.
         RankFailedError: a rank was lost.
     """
@@ -72,26 +76,25 @@ class BroadcastManager:
         self.version: int | None = None
         """The last one that all engines switched to."""
         self._api_key = api_key
-        self._timeout_s = timeout_s
-        self._followers: list[Follower] = []
+        self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
+        options.positive_seconds("rank_timeout_s", rank_timeout_s)
+        if store is not None:
+            store = options.directory("store", store)
+        self._followers: list[EngineFollower] = []
         self._sender: ShardedWeightSender | None = None
         self._directory: JobDirectory | None = None
+        self._opened = contextlib.ExitStack()
+        # Also where nobody calls close(): an engine that still looks at a store that goes says so.
+        self._closing = weakref.finalize(self, _close, self._opened, os.getpid())
+        # Not its own hook, which runs after those of engines.
+        self._closing.atexit = False
+        atexit.register(self._closing)
         num_engines = len(inference_engine) if isinstance(inference_engine, list | tuple) else 1
         engines_s = num_engines * (timeout_s + _LOAD_TIMEOUT_S)
         self._agreement = Agreement(None, timeout_s=rank_timeout_s + engines_s)
+        self._opened.callback(self._agreement.close)
         try:
-            self._weights_on_all_ranks()  # to refuse now what could not be published later
-            self._configuration = Configuration.of(strategy)
-            self._require_an_engine()
-            self.store = self._agreement.first("make a store", lambda: self._find_store(store))
-            """The store's directory."""
-            self._sender = ShardedWeightSender(
-                self.store,
-                dtype=self._configuration.dtype,
-                rename=rename or self._configuration.rename,
-                rank_timeout_s=rank_timeout_s,
-            )
-            self._agreement.each("let its engines follow", self._follow)
+            self._open(store, rename, rank_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -120,22 +123,37 @@ class BroadcastManager:
 
     def close(self) -> None:
         """Stop following, and remove the store if this made it. Engines keep their weights."""
-        for follower in self._followers:
-            with contextlib.suppress(DBufferError):  # an engine that has ended follows no more
-                follower.stop_workers()
-            follower.close()
         self._followers.clear()
-        if self._sender is not None:
-            self._sender.close()
-        self._agreement.close()
-        if self._directory is not None:
-            self._directory.remove()
+        self._closing()
+        atexit.unregister(self._closing)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _open(
+        self,
+        store: str | os.PathLike[str] | None,
+        rename: Rename | None,
+        rank_timeout_s: float,
+    ) -> None:
+        self._weights_on_all_ranks()  # to refuse now what could not be published later
+        self._configuration = Configuration.of(self.strategy)
+        self._require_an_engine()
+        self.store = self._agreement.first("make a store", lambda: self._find_store(store))
+        """The store's directory."""
+        if store is None:
+            self._agreement.each("enter the store's directory", self._enter)
+        self._sender = ShardedWeightSender(
+            self.store,
+            dtype=self._configuration.dtype,
+            rename=rename or self._configuration.rename,
+            rank_timeout_s=rank_timeout_s,
+        )
+        self._opened.callback(self._sender.close)
+        self._agreement.each("let its engines follow", self._follow)
 
     def _weights_on_all_ranks(self) -> Weights:
         """What this rank holds, where every rank holds something that can be published."""
@@ -150,7 +168,7 @@ class BroadcastManager:
     def _require_an_engine(self) -> None:
         mine = mine_of(self.inference_engine, self._agreement.rank)
         if not any(self._agreement.each("count its engines", lambda: len(mine))):
-            raise OptionError("no rank has an inference engine: nothing could follow the weights")
+            raise OptionError("no rank has an inference engine")
 
     def _find_store(self, store: str | os.PathLike[str] | None) -> Path:
         if store is not None:
@@ -158,10 +176,32 @@ class BroadcastManager:
         self._directory = JobDirectory()
         return self._directory.store
 
+    def _enter(self) -> None:
+        """Be in the directory that the first rank has made; from another machine nobody can."""
+        if self._directory is None:
+            with contextlib.suppress(OSError):
+                self._directory = JobDirectory(self.store)
+        if self._directory is not None:
+            self._opened.callback(self._directory.remove)
+
     def _follow(self) -> None:
-        follow = FOLLOW[self._configuration.engine_type]
+        engine_type = self._configuration.engine_type
         for engine in mine_of(self.inference_engine, self._agreement.rank):
-            self._followers.append(follow(engine, self.store, self._api_key, self._timeout_s))
+            follower = follow(engine_type, engine, self.store, self._api_key, self._timeout_s)
+            self._opened.callback(_stop, follower)
+            self._followers.append(follower)
 
     def _switch(self, version: int) -> None:
         switch_all(self._followers, version, timeout_s=self._timeout_s)
+
+
+def _stop(follower: EngineFollower) -> None:
+    with contextlib.suppress(DBufferError):  # an engine that has ended follows no more
+        follower.stop_workers()
+    follower.close()
+
+
+def _close(opened: contextlib.ExitStack, owner: int) -> None:
+    """Close what a manager has opened, the last first."""
+    if os.getpid() == owner:  # and not a child that was forked off it
+        opened.close()

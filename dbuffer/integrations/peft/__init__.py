@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dbuffer.integrations.lazy import lazily
 
 if TYPE_CHECKING:
     from dbuffer.integrations.peft.adapter import (
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
     from dbuffer.integrations.peft.merged import merged_weights
     from dbuffer.integrations.peft.saved import SavedAdapter, save_adapter
 
+_HERE = "dbuffer.integrations.peft"
 _MODULES = {
-    "SavedAdapter": "saved",
-    "adapter_metadata": "adapter",
-    "adapter_weights": "adapter",
-    "load_adapter": "adapter",
-    "merged_weights": "merged",
-    "save_adapter": "saved",
-    "send_adapter": "adapter",
+    "SavedAdapter": f"{_HERE}.saved",
+    "adapter_metadata": f"{_HERE}.adapter",
+    "adapter_weights": f"{_HERE}.adapter",
+    "load_adapter": f"{_HERE}.adapter",
+    "merged_weights": f"{_HERE}.merged",
+    "save_adapter": f"{_HERE}.saved",
+    "send_adapter": f"{_HERE}.adapter",
 }
 
 __all__ = [
@@ -42,8 +44,4 @@ __all__ = [
     "send_adapter",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = lazily(__name__, _MODULES)

@@ -12,10 +12,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.integrations.peft.saved import config_of
-from dbuffer.receiver import WeightReceiver
-from dbuffer.sender import Publication
-from dbuffer.sources import Weights
-from dbuffer.targets import ADAPTER_KEY
+from dbuffer.publish.sender import Publication
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.weights.sources import Weights
+from dbuffer.weights.targets import ADAPTER_KEY
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Beginnings of ``init_lora_weights`` that take something out of the base model's weights."""
@@ -92,7 +92,9 @@ def send_adapter(
     """
     about = adapter_metadata(peft_model, adapter)
     if ADAPTER_KEY in (metadata or {}):
-        raise InvalidWeightsError(f"metadata has a key {ADAPTER_KEY!r}, which is the adapter's own")
+        raise InvalidWeightsError(
+            f"the metadata key {ADAPTER_KEY!r} is reserved for the adapter's configuration"
+        )
     weights = adapter_weights(peft_model, adapter)
     return sender.send(weights, version=version, metadata={**(metadata or {}), **about})
 
@@ -128,7 +130,7 @@ def load_adapter(
     held = {tensor.untyped_storage().data_ptr() for tensor in peft_model.state_dict().values()}
     for name, tensor in target.items():
         if tensor.untyped_storage().data_ptr() not in held:
-            raise InvalidWeightsError(f"peft makes a copy of {name!r}, which cannot be filled")
+            raise InvalidWeightsError(f"{name!r} cannot be loaded: peft returns a copy of it")
     return receiver.load_into(target, check=lambda metadata: _require_match(metadata, mine))
 
 
@@ -157,14 +159,14 @@ def _config(peft_model: Any, adapter: str) -> Any:
     way = str(getattr(config, "init_lora_weights", "")).lower()
     if way.startswith(_CHANGES_BASE):
         raise InvalidWeightsError(
-            f"init_lora_weights={way!r} has changed the base model's weights, so that the adapter "
-            "means nothing without them: publish the merged model (merged_weights)"
+            f"init_lora_weights={way!r} changes the base model's weights, which the adapter needs "
+            "as well: publish the merged model (merged_weights)"
         )
     return config
 
 
 def _as_json(value: Any) -> Any:
-    """Sets, which JSON has not, in an order that is always the same."""
+    """Sets, which JSON lacks, as sorted lists."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     raise InvalidWeightsError(f"{value!r:.200} in an adapter's configuration cannot be published")

@@ -18,8 +18,9 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-from dbuffer.checkpoint import LazyTensor
 from dbuffer.errors import InvalidWeightsError
+from dbuffer.weights.checkpoint import LazyTensor
+from dbuffer.weights.sources import only_tensors
 
 
 def merged_weights(
@@ -31,7 +32,7 @@ def merged_weights(
     the same names. The peft model is left as it is, and no more of it is copied at a time than one
     layer (tied ones count as one). What adapters do not reach is published from where it lies.
 
-    The tensors are merged anew whenever they are sent, so the same dictionary may be sent after
+    The tensors are merged again whenever they are sent, so the same dictionary may be sent after
     each step of training. Nothing may train meanwhile.
 
     Args:
@@ -39,15 +40,15 @@ def merged_weights(
         adapters: names of those to merge, in this order. Default: the active ones.
 
     Raises:
-        InvalidWeightsError: peft cannot merge them, the base model is quantised or sharded,
-            adapters are disabled or others are merged already.
+        InvalidWeightsError: peft cannot merge them, the base model is quantised, sharded or has
+            more than tensors in its state, adapters are disabled or others are merged already.
     """
     _check(peft_model, adapters)
     names = None if adapters is None else list(adapters)
     stand_ins = {id(tensor): _without_data(tensor) for tensor in _tensors_of(peft_model)}
     real_of = {id(stand_ins[id(tensor)]): tensor for tensor in _tensors_of(peft_model)}
     merged = _merge_whole(copy.deepcopy(peft_model, dict(stand_ins)), names)
-    state = merged.state_dict(keep_vars=True)
+    state = only_tensors(merged.state_dict(keep_vars=True))
     published = [real_of[id(tensor)] for tensor in state.values() if id(tensor) in real_of]
     groups = _Groups(peft_model.get_base_model(), published, names)
     return {
@@ -60,17 +61,17 @@ def _check(peft_model: Any, adapters: Collection[str] | None) -> None:
     tuner = peft_model.base_model if isinstance(peft_model, PeftModel) else None
     if not isinstance(tuner, BaseTuner):
         raise InvalidWeightsError(
-            f"a {type(peft_model).__name__} has no adapters that could be merged: give a PeftModel "
+            f"a {type(peft_model).__name__} has no adapters that can be merged: pass a PeftModel "
             "(without wrappers around it) whose method changes weights, as LoRA does"
         )
     unknown = [name for name in adapters or () if name not in peft_model.peft_config]
     if unknown or isinstance(adapters, str) or (adapters is not None and not adapters):
         known = ", ".join(map(repr, peft_model.peft_config))
-        raise InvalidWeightsError(f"adapters is {adapters!r}, and may hold {known}")
+        raise InvalidWeightsError(f"invalid adapters {adapters!r}: use names from {known}")
     if getattr(tuner.model, "quantization_method", None) is not None:
         raise InvalidWeightsError(
-            "the base model is quantised: what its adapters would be merged into is none of its "
-            "weights; publish the adapter (send_adapter), or train on a base that is not quantised"
+            "the base model is quantised, and adapters cannot be merged into quantised "
+            "weights: publish the adapter (send_adapter), or train on a base that is not quantised"
         )
     for name, tensor in (*peft_model.named_parameters(), *peft_model.named_buffers()):
         if type(tensor) not in (torch.Tensor, nn.Parameter) or hasattr(tensor, "ds_shape"):
@@ -88,13 +89,13 @@ def _check(peft_model: Any, adapters: Collection[str] | None) -> None:
 def _check_layer(name: str, layer: Any, adapters: Collection[str] | None) -> None:
     if layer.disable_adapters:
         raise InvalidWeightsError(
-            f"the adapters of {name} are disabled, and would be merged all the same: enable them, "
+            f"the adapters of {name} are disabled, but peft would merge them: enable them, "
             "or publish the base model"
         )
     wanted = layer.active_adapters if adapters is None else adapters
     if others := [one for one in layer.merged_adapters if one not in wanted]:
         raise InvalidWeightsError(
-            f"{name} has {', '.join(map(repr, others))} merged into it, of which nothing was said: "
+            f"{name} has {', '.join(map(repr, others))} merged into it, which were not named: "
             "unmerge_adapter() first, or name all of them"
         )
     is_copy = isinstance(layer, AuxiliaryTrainingWrapper) and adapters is not None
@@ -121,7 +122,9 @@ def _merge_whole(peft_model: PeftModel, adapters: list[str] | None) -> nn.Module
         ) from error
     left = [name for name, module in merged.named_modules() if isinstance(module, BaseTunerLayer)]
     if left:
-        raise InvalidWeightsError(f"peft merges {left[0]} in one of its places only: it is shared")
+        raise InvalidWeightsError(
+            f"{left[0]} is shared, and peft merges only one of its occurrences"
+        )
     return merged
 
 
@@ -244,7 +247,7 @@ class _Group:
         return merged
 
     def _state(self) -> list[tuple[Any, ...]]:
-        """All that decides what merging does, except for values."""
+        """All that determines the result of merging, except for values."""
         return [
             (list(module.active_adapters), list(module.merged_adapters), module.disable_adapters)
             for layer in self._layers.values()

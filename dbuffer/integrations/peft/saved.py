@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dbuffer import filesystem
 from dbuffer.errors import WeightsMismatchError
-from dbuffer.layout import digest
-from dbuffer.receiver import WeightReceiver
-from dbuffer.snapshot import Snapshot
-from dbuffer.targets import ADAPTER_KEY
+from dbuffer.format.layout import digest
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.receive.snapshot import Snapshot
+from dbuffer.store import filesystem
+from dbuffer.weights.targets import ADAPTER_KEY
 
 _NAME = re.compile(r"v[0-9]+-[0-9a-f]{16}-[0-9]{1,19}")
 
@@ -37,7 +37,7 @@ class SavedAdapter:
 
     @property
     def number(self) -> int:
-        """Nothing but this version has it: from 1 to 2**62, for who knows adapters by numbers."""
+        """A number unique to this version, from 1 to 2**62, for engines that number adapters."""
         return (int(digest(self.path.name.encode()), 16) >> 2) + 1
 
 
@@ -86,12 +86,12 @@ def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The adapter's configuration, as peft saves it.
 
     Raises:
-        WeightsMismatchError: the version is no adapter.
+        WeightsMismatchError: the version is not an adapter.
     """
     config = metadata.get(ADAPTER_KEY)
     if not isinstance(config, dict):
         raise WeightsMismatchError(
-            "the store holds a model, and no adapter: publish one with send_adapter of "
+            "the store holds a model, not an adapter: publish one with send_adapter of "
             "dbuffer.integrations.peft, or load the model with load_into"
         )
     return config

@@ -15,34 +15,33 @@ from typing import Any, Self
 import torch
 
 from dbuffer.errors import OptionError
-from dbuffer.names import NameMap
-
-NOTHING = "dbuffer_nothing"
-"""The method that does nothing."""
+from dbuffer.weights.names import NameMap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One call of a method, on all ranks."""
+    """What all ranks are asked, and by whom."""
 
-    method: str
     engine_id: str
     """Under which the engine acknowledges."""
-    arguments: dict[str, Any]
+    instance_id: str
+    """Which start of which engine, as its follower knows it."""
+    request: dict[str, Any] | None = None
+    """See :func:`~dbuffer.integrations.engine.messages.encode_request`; None: nothing is asked."""
     rename: dict[str, Any] | None = None
     """From the store's names to the engine's; see :meth:`NameMap.as_json`."""
 
     @property
     def names(self) -> NameMap | None:
-        """The same as a map."""
+        """`rename` as a map."""
         return None if self.rename is None else NameMap.parse(self.rename, "rename")
 
     def as_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """As what an engine takes."""
+        """As an engine takes it."""
         return [(json.dumps(asdict(self)), torch.empty(0, dtype=torch.uint8))]
 
     def as_payload(self) -> bytes:
-        """The same for a process that has never heard of this one.
+        """As an engine in another process takes it.
 
         Not torch's pickles for other processes: those pass memory on, through a connection.
         """

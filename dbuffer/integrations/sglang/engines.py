@@ -10,35 +10,39 @@ from __future__ import annotations
 import base64
 import json
 import os
-import time
 from collections.abc import Mapping
 from typing import Any
 
-from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
     EngineBusyError,
-    EngineUnreachableError,
     EngineUnsupportedError,
     EngineUpdateError,
 )
-from dbuffer.integrations.engine.options import HALF_LOADED, EngineOptions
-from dbuffer.integrations.engine.protocol import EngineFacts, PauseMode
+from dbuffer.format.manifest import host_in_id
+from dbuffer.integrations.engine.messages import (
+    BeginRequest,
+    CheckRequest,
+    RankAnswer,
+    RankOutcome,
+    RankRequest,
+    encode_request,
+)
+from dbuffer.integrations.engine.options import EngineNames, UpdateRequest
+from dbuffer.integrations.engine.protocol import EngineFacts, PauseMode, RankCalls
 from dbuffer.integrations.engine.server import EngineServer
-from dbuffer.integrations.sglang.commands import NOTHING, Command
-from dbuffer.manifest import host_in_id
-from dbuffer.names import NameMap
+from dbuffer.integrations.sglang.commands import Command
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.weights.names import NameMap
 
 LOADER = "dbuffer.integrations.sglang.load_from_store"
 """For ``custom_weight_loader``, with which an engine must be started."""
 
-PAUSE_MODES: dict[str, str] = {"keep": "retract", "abort": "abort"}
+SGLANG_PAUSES: dict[str, str] = {"keep": "retract", "abort": "abort"}
 """What SGLang calls them. It has no pause that waits for requests."""
 
 # A session that restores no weights when it opens, nor packs any when it closes: what a rank loads
 # it restores and packs itself, in one call, once all ranks have agreed to load.
 _SESSION = "draft"
-
-_RESUME_TRIES = 5
 
 
 def _facts(info: Mapping[str, Any]) -> EngineFacts:
@@ -49,7 +53,7 @@ def _facts(info: Mapping[str, Any]) -> EngineFacts:
     """
     if LOADER not in (info.get("custom_weight_loader") or []):
         raise EngineUnsupportedError(
-            f"this engine takes no weights from a store: start it with custom_weight_loader="
+            f"this engine was not started for dbuffer: start it with custom_weight_loader="
             f"[{LOADER!r}]; a server: --custom-weight-loader {LOADER}"
         )
     for option in ("dp_size", "pp_size"):
@@ -69,49 +73,73 @@ def _facts(info: Mapping[str, Any]) -> EngineFacts:
     )
 
 
-class _Commands:
-    """What both kinds of engine share: telling its ranks something, and learning how it went."""
+class _RankCommands(RankCalls):
+    """Asks an engine's ranks by commands, and learns from the store how it went.
+
+    SGLang returns nothing of what a rank answers.
+    """
 
     def __init__(self, names: NameMap | None) -> None:
         self._rename = None if names is None else names.as_json()
         self._store: DoubleBuffer | None = None
         self._engine_id = ""
+        self._instance_id = ""
 
-    def _command(self, method: str, arguments: dict[str, Any]) -> Command:
-        if "init_info" in arguments:
-            options = EngineOptions.parse(arguments["init_info"])
+    def ask(self, request: RankRequest) -> list[RankAnswer]:
+        """Ask all ranks; what the engine's record answers for them."""
+        if isinstance(request, CheckRequest):
+            raise EngineUnsupportedError("SGLang's ranks cannot be asked whether tensors fit")
+        if isinstance(request, BeginRequest):
+            options = request.options
             self._engine_id = options.engine_id or ""
             self._store = DoubleBuffer(
                 options.read_store, allow_shared_store=options.allow_shared_store
             )
+        self._command_ranks(self._command(request))
+        return [self._outcome_of(request)]
+
+    def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
+        """Let all ranks carry a command out."""
+        raise NotImplementedError
+
+    def _command(self, request: RankRequest | None) -> Command:
         return Command(
-            method=method, engine_id=self._engine_id, arguments=arguments, rename=self._rename
+            engine_id=self._engine_id,
+            instance_id=self._instance_id,
+            request=None if request is None else encode_request(request),
+            rename=self._rename,
         )
 
-    def _nothing(self) -> Command:
-        """An update that changes nothing, for what SGLang does after one: flush its caches.
+    def _flush_caches(self) -> None:
+        """Update nothing, for what SGLang does after an update: flush its caches.
 
         Its route that only flushes collects garbage too, for 0.3 s, or gives memory of a GPU back
         that the next step asks for again.
         """
-        return Command(method=NOTHING, engine_id=self._engine_id, arguments={})
+        self._command_ranks(self._command(None), flush_cache=True)
 
-    def _require_done(self, command: Command) -> None:
-        """Raise what the ranks have to say; they must not raise it themselves."""
+    def _outcome_of(self, request: RankRequest) -> RankAnswer:
+        """What the engine's record says; the ranks themselves must not raise it."""
         if self._store is None or not self._store.exists():
-            return
-        record = self._store.receiver(self._engine_id)
+            return RankAnswer()
+        names = EngineNames(self._engine_id, self._instance_id)
+        record = names.record(self._store, self._engine_id)
         if record is None or record.problem is None:
-            return
-        if command.method == "dbuffer_init":
-            # What was half loaded before is mended by an update.
-            if HALF_LOADED not in record.problem:
-                raise EngineUnsupportedError(record.problem)
-        elif (record.applied_version or 0) < command.arguments["update_info"]["at_least"]:
-            raise EngineUpdateError(record.problem)
+            return RankAnswer()
+        # What was half loaded before following began is repaired by an update.
+        if isinstance(request, BeginRequest) and record.state != "broken":
+            return RankAnswer(RankOutcome.UNSUPPORTED, record.problem)
+        if isinstance(request, UpdateRequest) and not record.has_applied(
+            request.at_least or 0, request.history
+        ):
+            is_broken = record.state == "broken"
+            return RankAnswer(
+                RankOutcome.BROKEN if is_broken else RankOutcome.REFUSED, record.problem
+            )
+        return RankAnswer()
 
 
-class OfflineEngine(_Commands):
+class OfflineSglang(_RankCommands):
     """An ``sglang.Engine``: nothing runs between two calls of it, so there is nothing to pause."""
 
     is_server = False
@@ -121,31 +149,22 @@ class OfflineEngine(_Commands):
         self._engine = engine
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Nothing is held."""
+
+    def require_alive(self) -> None:
+        """This process dies with its schedulers."""
 
     def facts(self) -> EngineFacts:
         """How it was started."""
-        return _facts(self._engine.get_server_info())
+        facts = _facts(self._engine.get_server_info())
+        self._instance_id = facts.instance_id
+        return facts
 
     def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002
         """From this process."""
         return f"sglang-{host_in_id()}-{os.getpid()}"
 
-    def rpc(self, method: str, **arguments: Any) -> list[Any]:
-        """Let all its ranks do something.
-
-        Raises:
-            EngineBusyError: its event loop is running.
-            EngineUnsupportedError, EngineUpdateError: they could not.
-        """
-        command = self._command(method, arguments)
-        success, message = self._send(command)
-        if not success:
-            raise EngineUpdateError(message)
-        self._require_done(command)
-        return []
-
-    def _send(self, command: Command, *, flush_cache: bool = False) -> tuple[bool, str]:
+    def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
         self._require_idle()
         # One that is open is of a follower that was interrupted.
         self._engine.begin_weight_update(selector=_SESSION)
@@ -155,31 +174,33 @@ class OfflineEngine(_Commands):
             )
         finally:
             self._engine.end_weight_update()
-        return success, message
+        if not success:
+            raise EngineUpdateError(message)
 
     def is_paused(self) -> bool:
-        """Nobody can have."""
+        """Nobody can have paused it."""
         return False
 
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
-        """Forget its caches.
+        """Drop its caches.
 
         Raises:
             EngineBusyError: it has unfinished requests.
         """
-        success, message = self._send(self._nothing(), flush_cache=True)
-        if not success:
-            raise EngineBusyError(f"wait for the engine's requests, then sync: {message}")
+        try:
+            self._flush_caches()
+        except EngineUpdateError as error:
+            raise EngineBusyError(f"wait for the engine's requests, then sync: {error}") from error
 
     def resume(self) -> None:
-        """There is nothing to resume."""
+        """It was not stopped."""
 
     def weight_version(self) -> str:
-        """What it reports."""
+        """What it reports with its responses."""
         return str(self._engine.get_model_info()["weight_version"])
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this."""
+        """Let it report this with its responses."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
@@ -194,7 +215,7 @@ class OfflineEngine(_Commands):
             )
 
 
-class ServerEngine(_Commands, EngineServer):
+class SglangServer(_RankCommands, EngineServer):
     """An SGLang server; see :class:`~dbuffer.integrations.engine.server.EngineServer`."""
 
     IS_WHAT = "SGLang"
@@ -208,7 +229,7 @@ class ServerEngine(_Commands, EngineServer):
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        _Commands.__init__(self, names)
+        _RankCommands.__init__(self, names)
         EngineServer.__init__(self, url, api_key=api_key, timeout_s=timeout_s)
         self._num_ranks = 1
         self._has_paused = False
@@ -217,32 +238,25 @@ class ServerEngine(_Commands, EngineServer):
         """How it was started."""
         facts = _facts(self._body(self._request("GET", "/server_info")))
         self._num_ranks = facts.num_ranks
+        self._instance_id = facts.instance_id
         return facts
 
     def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002
         """From its address."""
         return f"sglang-{self._name()}"
 
-    def rpc(self, method: str, **arguments: Any) -> list[Any]:
-        """Let all its ranks do something.
-
-        Raises:
-            EngineUnsupportedError, EngineUpdateError: they could not.
-        """
-        command = self._command(method, arguments)
+    def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
         # Without a pause, SGLang would wait for all requests first. This one ends no request.
         is_ours = not self._has_paused
         if is_ours:
             self._request("POST", "/pause_generation", json={"mode": "in_place"})
         try:
-            self._send(command)
+            self._update_in_session(command, flush_cache=flush_cache)
         finally:
             if is_ours:
                 self.resume()
-        self._require_done(command)
-        return []
 
-    def _send(self, command: Command, *, flush_cache: bool = False) -> None:
+    def _update_in_session(self, command: Command, *, flush_cache: bool) -> None:
         payload = base64.b64encode(command.as_payload()).decode()
         body = {
             "serialized_named_tensors": [payload] * self._num_ranks,
@@ -273,25 +287,16 @@ class ServerEngine(_Commands, EngineServer):
         return False
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and forget whatever was computed with the weights it has."""
+        """Let no step begin, and drop whatever was computed with the weights it has."""
         self._has_paused = True
-        body = {"mode": PAUSE_MODES[mode]}
+        body = {"mode": SGLANG_PAUSES[mode]}
         self._request("POST", "/pause_generation", json=body, timeout=self._long)
-        self._send(self._nothing(), flush_cache=True)
+        self._flush_caches()
 
     def resume(self) -> None:
-        """Let it go on; a network that loses one answer must not leave it paused."""
-        for left in reversed(range(_RESUME_TRIES)):
-            try:
-                body = {"torch_empty_cache": False}
-                self._request("POST", "/continue_generation", json=body)
-            except (EngineUnreachableError, EngineUpdateError):
-                if not left:
-                    raise
-                time.sleep(0.2)
-            else:
-                self._has_paused = False
-                return
+        """Let it go on."""
+        self._request_resume("/continue_generation", json={"torch_empty_cache": False})
+        self._has_paused = False
 
     def weight_version(self) -> str:
         """What it reports with its responses."""
@@ -303,16 +308,16 @@ class ServerEngine(_Commands, EngineServer):
         self._request("POST", "/update_weight_version", json=body)
 
 
-def engine_of(
+def sglang_engine_of(
     target: Any, names: NameMap | None = None, *, api_key: str | None = None
-) -> OfflineEngine | ServerEngine:
+) -> OfflineSglang | SglangServer:
     """The engine behind an ``sglang.Engine``, or a server's URL.
 
     Raises:
         EngineUnsupportedError: it is none of them.
     """
     if isinstance(target, str):
-        return ServerEngine(target, names, api_key=api_key)
+        return SglangServer(target, names, api_key=api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "update_weights_from_tensor"):
-        return OfflineEngine(target, names)
-    raise EngineUnsupportedError(f"a {type(target).__name__} is no engine of SGLang's")
+        return OfflineSglang(target, names)
+    raise EngineUnsupportedError(f"a {type(target).__name__} is not an engine of SGLang")

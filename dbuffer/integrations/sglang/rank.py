@@ -8,10 +8,12 @@ from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import EngineUnsupportedError
 from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.engine.rank_receiver import ServingModel
 from dbuffer.integrations.engine.ranks import Ranks
-from dbuffer.integrations.sglang.model import EngineModel, ShapeCheck
-from dbuffer.names import NameMap
+from dbuffer.integrations.engine.serving import ServingModel
+from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.integrations.sglang.commands import Command
+from dbuffer.integrations.sglang.model import SglangModel
+from dbuffer.integrations.sglang.shape_check import sglang_shape_check
 
 
 def all_ranks() -> Ranks:
@@ -20,12 +22,13 @@ def all_ranks() -> Ranks:
 
 
 class SchedulerRank:
-    """One rank; see :class:`~dbuffer.integrations.engine.rank_receiver.EngineRank`."""
+    """One rank; see :class:`~dbuffer.integrations.engine.serving.EngineRank`."""
 
-    def __init__(self, model: Any, engine_id: str, names: NameMap | None) -> None:
+    def __init__(self, model: Any, command: Command) -> None:
         self._model = model
-        self._engine_id = engine_id
-        self._names = names
+        self._engine_id = command.engine_id
+        self.instance_id = command.instance_id
+        self._names = command.names
         self.on_device: bool = next(model.parameters()).device.type != "cpu"
         self.ranks = all_ranks()
 
@@ -38,9 +41,9 @@ class SchedulerRank:
         """The engine's name among the store's receivers: its follower has chosen it."""
         return self._engine_id
 
-    def make_model(self, before: ServingModel | None) -> EngineModel:  # noqa: ARG002
+    def make_model(self, before: ServingModel | None) -> SglangModel:  # noqa: ARG002
         """The model, to swap weights in, under the names of who follows now."""
-        return EngineModel(self._model, self._names)
+        return SglangModel(self._model, self._names)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         """What tells, while the model serves, whether weights fit it.
@@ -50,4 +53,4 @@ class SchedulerRank:
         """
         if partial:
             raise EngineUnsupportedError("an SGLang engine takes whole models: partial=True")
-        return ShapeCheck(self._model, self._names, tp_size=self.ranks.size)
+        return sglang_shape_check(self._model, self._names, tp_size=self.ranks.size)

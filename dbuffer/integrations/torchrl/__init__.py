@@ -10,8 +10,9 @@ Nothing is imported before it is asked for: collectors need no vLLM.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dbuffer.integrations.lazy import lazily
 
 if TYPE_CHECKING:
     from dbuffer.integrations.torchrl.scheme import DoubleBufferSyncScheme
@@ -29,17 +30,18 @@ if TYPE_CHECKING:
         VLLMDoubleBufferWeightSender,
     )
 
+_HERE = "dbuffer.integrations.torchrl"
 _MODULES = {
-    "DoubleBufferSyncScheme": "scheme",
-    "DoubleBufferTransport": "transport",
-    "VLLMDoubleBufferSyncScheme": "vllm_double_buffer",
-    "VLLMDoubleBufferTransport": "vllm_double_buffer",
-    "VLLMDoubleBufferWeightReceiver": "vllm_double_buffer",
-    "VLLMDoubleBufferWeightSender": "vllm_double_buffer",
-    "VLLMWeightReceiver": "vllm_collective",
-    "VLLMWeightSender": "vllm_collective",
-    "VLLMWeightSyncScheme": "vllm_collective",
-    "get_model_metadata": "vllm_collective",
+    "DoubleBufferSyncScheme": f"{_HERE}.scheme",
+    "DoubleBufferTransport": f"{_HERE}.transport",
+    "VLLMDoubleBufferSyncScheme": f"{_HERE}.vllm_double_buffer",
+    "VLLMDoubleBufferTransport": f"{_HERE}.vllm_double_buffer",
+    "VLLMDoubleBufferWeightReceiver": f"{_HERE}.vllm_double_buffer",
+    "VLLMDoubleBufferWeightSender": f"{_HERE}.vllm_double_buffer",
+    "VLLMWeightReceiver": f"{_HERE}.vllm_collective",
+    "VLLMWeightSender": f"{_HERE}.vllm_collective",
+    "VLLMWeightSyncScheme": f"{_HERE}.vllm_collective",
+    "get_model_metadata": f"{_HERE}.vllm_collective",
 }
 
 __all__ = [
@@ -55,8 +57,4 @@ __all__ = [
     "get_model_metadata",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+__getattr__ = lazily(__name__, _MODULES)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from dbuffer.buffer import POINTER_FILE, DoubleBuffer
+from dbuffer.format.manifest import POINTER_FILE
+from dbuffer.store.buffer import DoubleBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class ModelDirectory:
         return self.address / f"{self.name}~{receiver_id(worker_idx)}"
 
     def mirrored(self, store: Path) -> Path:
-        """The store that one of these mirrors; itself, where it is no mirror's."""
+        """The store that one of these mirrors; the same one, unless it is a mirror's."""
         return store if self.remote is None else self.remote / store.name
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.vllm.engines import engine_of
+from dbuffer.integrations.vllm.engines import vllm_engine_of
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
 
 _HOLDERS = ("llm_instance", "ray_actor", "model")
@@ -33,4 +33,4 @@ def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFoll
         held = getattr(target, name, None)
         if held is not None:
             return followers_of(held, options)
-    return [Follower(engine_of(target), options)]
+    return [Follower(vllm_engine_of(target), options)]

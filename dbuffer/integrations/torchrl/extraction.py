@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
-from dbuffer.sources import tensordict_tensors, without_wrappers
+from dbuffer.weights.sources import own_tensors, tensordict_tensors, without_wrappers
 
 EXTRA_STATE = "__extra_state__"
 """TorchRL's key for it in a TensorDict of weights, and the beginning of our tensors' names."""
@@ -54,6 +54,7 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
     if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
         named = _named_values(extract_weights(weights))
         named = {key: value for key, value in named.items() if not _is_extra_state(key)}
+        _check_complete(weights, named)
         collected = _extra_states_of(weights)
     else:
         named = _named_values(weights)
@@ -68,19 +69,27 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
     return Extracted(tensors, extra_state)
 
 
-def extra_tensor_names(extra_state: Mapping[str, Structure]) -> list[str]:
-    """Names of the tensors that the structures refer to."""
-    names: list[str] = []
-    for structure in extra_state.values():
-        decode(structure, names.append)
-    return names
+def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
+    """Refuse a module whose state has more than what was extracted: parameters and buffers."""
+    own = set(map(id, own_tensors(model)))
+    lost = [
+        f"{name!r} ({type(value).__name__})"
+        for name, value in model.state_dict(keep_vars=True).items()
+        if id(value) not in own and not _is_extra_state(name)
+        if not isinstance(named.get(name), torch.Tensor)
+    ]
+    if lost:
+        raise InvalidWeightsError(
+            "the module's state has more than parameters and buffers, which would be lost: "
+            f"{', '.join(lost[:5])}; return it from get_extra_state, or make buffers of it"
+        )
 
 
 def decode(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
     """What was encoded, with every tensor fetched by name.
 
     Raises:
-        StoreCorruptError: it is no such structure.
+        StoreCorruptError: it is not such a structure.
     """
     match structure:
         case {"tensor": str(name)}:
@@ -96,7 +105,7 @@ def decode(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
         case {"tensordict": dict(items), "batch_size": list(batch_size)}:
             decoded = {key: decode(item, get_tensor) for key, item in items.items()}
             return TensorDict(decoded, batch_size=batch_size)
-    raise StoreCorruptError(f"extra state in the metadata is {structure!r:.200}")
+    raise StoreCorruptError(f"invalid extra state in the metadata: {structure!r:.200}")
 
 
 class _Encoder:

@@ -87,8 +87,8 @@ class ForwardGuard:
                 self._condition.wait_for(lambda: not self._loads)
                 if self._problem is not None:
                     raise WeightsMismatchError(
-                        f"this model is not run: {self._problem}; the next version that loads "
-                        "repairs it"
+                        f"this model refuses to run: {self._problem}; it runs again when the "
+                        "next version is loaded"
                     )
                 self._running += 1
         self._local.depth = depth + 1

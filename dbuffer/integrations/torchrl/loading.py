@@ -12,20 +12,20 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from dbuffer.errors import TargetTypeError, WeightsMismatchError
+from dbuffer.format.layout import Layout
 from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, Structure, decode
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.integrations.torchrl.version_info import VersionInfo
-from dbuffer.layout import Layout
-from dbuffer.snapshot import Snapshot, SnapshotTensors
-from dbuffer.sources import tensordict_tensors, without_wrappers
-from dbuffer.targets import Match, Matcher
-from dbuffer.tensors import copy_one
+from dbuffer.io.tensors import copy_one
+from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
+from dbuffer.weights.sources import without_wrappers
+from dbuffer.weights.targets import Match, Matcher, tensordict_targets
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedVersion:
     """A version in this process's own memory, so that the store is not held while it waits."""
 
     version: int
@@ -35,7 +35,7 @@ class Staged:
 
     @classmethod
     def of(cls, snapshot: Snapshot, info: VersionInfo) -> Self:
-        """Copy a version. It is whole when its snapshot is left without an error."""
+        """Copy a version. The copy is valid once the snapshot was left without an error."""
         return cls(snapshot.version, info, snapshot.layout, snapshot.copy())
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -44,8 +44,8 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What loading one version means, found out before anything is touched."""
+class LoadPlan:
+    """What to load of a version, determined before anything is touched."""
 
     match: Match
     to_install: dict[str, torch.Tensor]
@@ -76,7 +76,7 @@ class ModelLoader:
         if shared:
             logger.info("%d tensors of the model no longer share memory", len(shared))
 
-    def load(self, staged: Staged, model: Any) -> None:
+    def load(self, staged: StagedVersion, model: Any) -> None:
         """Load it.
 
         Raises:
@@ -95,11 +95,13 @@ class ModelLoader:
                 for module, state in plan.states:
                     module.set_extra_state(state)
             except BaseException as error:
-                self.guard.refuse(f"loading version {staged.version} ended half-way with {error!r}")
+                self.guard.refuse(
+                    f"loading version {staged.version} failed half-way with {error!r}"
+                )
                 raise
             self.guard.accept()
 
-    def _plan(self, staged: Staged, model: Any) -> Plan:
+    def _plan(self, staged: StagedVersion, model: Any) -> LoadPlan:
         names = {spec.name for spec in staged.layout.specs} | staged.layout.aliases.keys()
         to_install: dict[str, torch.Tensor] = {}
         targets: dict[str, torch.Tensor] = {}
@@ -110,7 +112,8 @@ class ModelLoader:
         # Matched as well, so that nothing that was published is passed over.
         extra = {name: staged.tensor(name) for name in names if name.startswith(f"{EXTRA_STATE}.")}
         match = self._matcher.match(targets | extra, staged.layout)
-        return Plan(match, to_install, _states_of(staged, model))
+        match.require_ties(lambda index: staged.tensors[staged.layout.specs[index].name])
+        return LoadPlan(match, to_install, _states_of(staged, model))
 
 
 def has_weights(model: Any) -> bool:
@@ -126,7 +129,7 @@ def is_on_meta(model: Any) -> bool:
 def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Tensor]:
     """The tensors that weights are to be loaded into; of those never saved, only the published."""
     if isinstance(model, TensorDictBase):
-        return tensordict_tensors(model)
+        return tensordict_targets(model)
     if isinstance(model, nn.Module):
         tensors: dict[str, torch.Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -139,7 +142,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
     return {}  # a policy without weights, such as a random one
 
 
-def _states_of(staged: Staged, model: Any) -> list[tuple[nn.Module, Any]]:
+def _states_of(staged: StagedVersion, model: Any) -> list[tuple[nn.Module, Any]]:
     """The modules whose extra state was published, and it.
 
     Raises:
@@ -154,7 +157,7 @@ def _states_of(staged: Staged, model: Any) -> list[tuple[nn.Module, Any]]:
             modules[without_wrappers(f"{path}.").removesuffix(".")] = module
     if missing := structures.keys() - modules.keys():
         raise WeightsMismatchError(
-            f"extra state was published for {sorted(missing)}, and the model has no such modules"
+            f"extra state was published for {sorted(missing)}, which the model has no modules for"
         )
     return [
         (modules[path], decode(structure, staged.tensor)) for path, structure in structures.items()

@@ -20,7 +20,7 @@ def find_model(context: Any, model_id: str | None) -> Any:
     get_model = getattr(context, "get_model", None)
     try:
         model = get_model(model_id) if callable(get_model) else _resolve_attr(context, model_id)
-    except (AttributeError, KeyError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):  # a path may have an index
         model = None
     if model is None and model_id == DEFAULT_MODEL_ID:
         return getattr(context, "_fallback_policy", None)

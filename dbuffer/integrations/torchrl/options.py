@@ -10,17 +10,25 @@ from typing import Any, Literal, Self
 import torch
 
 from dbuffer.errors import OptionError
-from dbuffer.mirror import Mirror, start_mirror
-from dbuffer.names import Rename
-from dbuffer.receiver import WeightReceiver
-from dbuffer.sender import WeightSender
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.publish.sender import WeightSender
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime import options as checks
+from dbuffer.weights.names import Rename
+from dbuffer.weights.sources import Describer
+
+_SHARED = ("num_threads", "allow_shared_store")
+_SENDER = (*_SHARED, "durable", "checksum", "dtype", "rename", "reader_timeout_s")
+_RECEIVER = (*_SHARED, "verify", "poll_interval_s")
+_MIRROR = (*_SHARED, "reader_timeout_s", "poll_interval_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportOptions:
     """Options of :class:`dbuffer.WeightSender` and :class:`dbuffer.WeightReceiver`.
 
-    It travels to workers with the scheme, so a ``rename`` that is a function must pickle.
+    They are pickled for workers with the scheme, so a ``rename`` that is a function must pickle.
     """
 
     num_threads: int = 1
@@ -34,12 +42,27 @@ class TransportOptions:
     poll_interval_s: float = 1.0
     allow_shared_store: bool = False
 
+    def __post_init__(self) -> None:
+        """Check here what a worker would refuse in its own process.
+
+        Raises:
+            OptionError: (a ``ValueError``) an option is not what it may be.
+        """
+        checks.whole_number("num_threads", self.num_threads)
+        checks.flag("durable", self.durable)
+        checks.choice("checksum", self.checksum, (True, False, "auto"))
+        Describer(dtype=self.dtype, rename=self.rename)
+        checks.seconds("reader_timeout_s", self.reader_timeout_s)
+        checks.choice("verify", self.verify, (True, False, "auto"))
+        checks.positive_seconds("poll_interval_s", self.poll_interval_s)
+        checks.flag("allow_shared_store", self.allow_shared_store)
+
     @classmethod
     def parse(cls, num_threads: int, options: dict[str, Any]) -> Self:
         """Make them from a scheme's keyword arguments.
 
         Raises:
-            OptionError: (a ``ValueError``) there is no such option.
+            OptionError: (a ``ValueError``) there is no such option, or not of this value.
         """
         known = {item.name for item in fields(cls)}
         if unknown := options.keys() - known:
@@ -49,44 +72,28 @@ class TransportOptions:
         return cls(num_threads=num_threads, **options)
 
     def make_sender(self, store: str | os.PathLike[str]) -> WeightSender:
-        """Open a store for writing; directories above it are made as well."""
+        """Open a store for writing; missing directories above it are made."""
         Path(store).parent.mkdir(parents=True, exist_ok=True)
-        return WeightSender(
-            store,
-            durable=self.durable,
-            checksum=self.checksum,
-            dtype=self.dtype,
-            rename=self.rename,
-            num_threads=self.num_threads,
-            reader_timeout_s=self.reader_timeout_s,
-            allow_shared_store=self.allow_shared_store,
-        )
-
-    def start_mirror(
-        self, remote: str | os.PathLike[str], local: str | os.PathLike[str]
-    ) -> Mirror | None:
-        """Keep ``local`` the same as ``remote``, or stand by while another process does.
-
-        None where both are one store.
-        """
-        return start_mirror(
-            remote,
-            local,
-            poll_interval_s=self.poll_interval_s,
-            num_threads=self.num_threads,
-            reader_timeout_s=self.reader_timeout_s,
-            allow_shared_store=self.allow_shared_store,
-        )
+        return WeightSender(store, **self._only(_SENDER))
 
     def make_receiver(
         self, store: str | os.PathLike[str], receiver_id: str | None = None
     ) -> WeightReceiver:
-        """Open a store, which need not be there yet, for reading."""
-        return WeightReceiver(
-            store,
-            receiver_id=receiver_id,
-            poll_interval_s=self.poll_interval_s,
-            verify=self.verify,
-            num_threads=self.num_threads,
-            allow_shared_store=self.allow_shared_store,
-        )
+        """Open a store, which need not exist yet, for reading."""
+        return WeightReceiver(store, receiver_id=receiver_id, **self._only(_RECEIVER))
+
+    def start_mirror(
+        self, remote: str | os.PathLike[str], local: str | os.PathLike[str]
+    ) -> Mirror | None:
+        """Mirror ``remote`` in ``local``, or stand by while another process does.
+
+        None where both are one store.
+        """
+        return start_mirror(remote, local, **self._only(_MIRROR))
+
+    def for_engine(self, store: str, local_store: str | None) -> EngineOptions:
+        """Of an engine that follows ``store``, or its mirror ``local_store`` if that is given."""
+        return EngineOptions(store=store, local_store=local_store, **self._only(_RECEIVER))
+
+    def _only(self, names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}

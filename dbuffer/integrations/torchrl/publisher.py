@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dbuffer.errors import OptionError
 from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
 from dbuffer.integrations.torchrl.extraction import Extracted
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.version_info import VersionInfo
-from dbuffer.sender import WeightSender
+from dbuffer.publish.sender import WeightSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +54,12 @@ class Publisher:
         """Publish for all workers, or for those.
 
         Raises:
-            ValueError: there is no such worker.
+            OptionError: (a ``ValueError``) there is no such worker.
         """
         chosen = self._workers if workers is None else tuple(dict.fromkeys(workers))
         if unknown := set(chosen) - set(self._workers):
-            raise ValueError(
-                f"Worker {min(unknown)} not registered: there are {len(self._workers)} workers"
+            raise OptionError(
+                f"unknown worker {min(unknown)}: there are {len(self._workers)} workers"
             )
         if workers is not None and set(chosen) != set(self._workers):
             return [self._publish_for(worker, weights, is_initial) for worker in chosen]
@@ -90,8 +91,8 @@ class Publisher:
                 timeout_s=max(0.0, deadline - time.monotonic()),
             )
 
-    def close(self) -> None:
-        """Give the stores up. What was published stays."""
+    def shutdown(self) -> None:
+        """Close the stores. What was published stays."""
         for sender in (self._for_all, *self._for_one.values()):
             sender.close()
 

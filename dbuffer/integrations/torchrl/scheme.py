@@ -14,26 +14,24 @@ from torchrl.collectors import Collector
 from torchrl.collectors.distributed import DistributedCollector
 from torchrl.weight_update import WeightSyncScheme
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import NotReadyError, OptionError
+from dbuffer.integrations.torchrl.base import StoreScheme, Strategy
 from dbuffer.integrations.torchrl.directories import ModelDirectory, versions_below
 from dbuffer.integrations.torchrl.extraction import extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
 from dbuffer.integrations.torchrl.models import DEFAULT_MODEL_ID, find_model, make_model
-from dbuffer.integrations.torchrl.older_names import OlderNames
-from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.publisher import Published, Publisher
 from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
 from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
+from dbuffer.runtime import options as checks
 
 logger = logging.getLogger(__name__)
 
 WorkerIds = int | Iterable[int] | None
 
-_BELONGS_TO_ONE_PROCESS = ("_publisher", "_receiver", "_source", "_made_model")
 
-
-class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
+class DoubleBufferSyncScheme(StoreScheme):
     """Weights of one model, from a collector to its workers, through a store.
 
     ``weight_sync_schemes={"policy": DoubleBufferSyncScheme(directory)}``. One scheme serves one
@@ -61,30 +59,21 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
         remote_addr: str | os.PathLike[str],
         local_addr: str | os.PathLike[str] | None = None,
         num_threads: int = 1,
-        strategy: Literal["tensordict", "state_dict"] = "tensordict",
+        strategy: Strategy = "tensordict",
         *,
         sync: bool = True,
         timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
-        super().__init__(strategy=strategy)
-        if timeout_s <= 0:
-            raise OptionError(f"timeout_s is {timeout_s}, and must be above 0")
-        self.options = TransportOptions.parse(num_threads, options)
-        # Absolute: workers may stand elsewhere.
-        self.remote_addr = Path(remote_addr).absolute()
-        self.local_addr = Path(local_addr or remote_addr).absolute()
-        self.num_threads = num_threads
+        super().__init__(remote_addr, local_addr, num_threads, strategy, options)
         self.sync = sync
-        self.timeout_s = timeout_s
+        self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
         # What workers are told, by pickling: which store their first weights come in, which
         # versions are of earlier runs, and from which number workers are counted.
         self._first: Literal["all", "worker", "none"] = "all"
         self._passed_over: dict[str, int] = {}
         self._first_worker_idx = 0
         self._num_received = 0
-        self._publisher: Publisher | None = None
-        self._receiver: WorkerReceiver | None = None
         self._source: Callable[[], Any] | None = None
         self._made_model: Any = None
 
@@ -123,14 +112,14 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
         """Open the store, and see which weights the workers begin with.
 
         Raises:
-            ValueError: arguments exclude each other.
+            OptionError: (a ``ValueError``) arguments exclude each other.
             WriterActiveError: another sender has the store.
         """
         others = [value for value in (weights, model, context) if value is not None]
         if params_map is not None and others:
-            raise ValueError("params_map goes without weights, model and context")
+            raise OptionError("params_map excludes weights, model and context")
         if weights is not None and model is not None:
-            raise ValueError("weights and model exclude each other")
+            raise OptionError("weights and model exclude each other")
         self.model_id = model_id or DEFAULT_MODEL_ID
         self.context = context
         self.model = model
@@ -141,7 +130,7 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
         self._passed_over = self._versions_there()
         directory = self._directory(self.remote_addr)
         last_version = self._passed_over.get(directory.for_all.name, 0)
-        self._publisher = Publisher(directory, num_workers, self.options, last_version=last_version)
+        self._sender = Publisher(directory, num_workers, self.options, last_version=last_version)
         try:
             self._find_source(weights, model, params_map)
             if device_map_fn is not None and self._source is not None:
@@ -186,7 +175,9 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
         """Publish the first weights, without waiting: workers may only be starting."""
         published: list[Published] = []
         if weights is not None or self._first != "none":
-            published = self._publish(self._resolve(weights), None, is_initial=True)
+            published = self._publish(
+                self._find_weights(weights, self.context), None, is_initial=True
+            )
         if isinstance(self.context, DistributedCollector):
             # It gives its nodes 10 s for their first answer from here on, whatever state they are
             # in; TorchRL's own scheme returns from this when they are there.
@@ -203,44 +194,25 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
             worker_ids: for these workers only. None: for all.
 
         Raises:
-            RuntimeError: ``init_on_sender`` or ``connect`` was not called.
-            ValueError: there is no such worker.
+            NotReadyError: (a ``RuntimeError``) ``init_on_sender`` or ``connect`` was not called.
+            OptionError: (a ``ValueError``) there is no such worker, or no such model.
             InvalidWeightsError: (a ``ValueError``) something in the weights cannot be published.
             AcknowledgementTimeoutError: (a ``TimeoutError``) some worker has not applied them.
             ReceiverFailedError: a worker cannot apply them, or has ended; the message says why.
         """
         if not self.initialized_on_sender:
-            raise RuntimeError("call init_on_sender() before sending weights")
+            raise NotReadyError("call init_on_sender() before sending weights")
         if not self.synchronized_on_sender:
-            raise RuntimeError("call connect() before sending weights")
-        published = self._publish(self._resolve(weights), worker_ids)
+            raise NotReadyError("call connect() before sending weights")
+        published = self._publish(self._find_weights(weights, self.context), worker_ids)
         if self.sync:
             self._open_publisher().wait(published, self.timeout_s)
 
     def update_weights(self, weights: Any = None) -> None:
-        """The same as :meth:`send`, for all workers."""
         self.send(weights)
 
-    def prepare_weights(
-        self, weights: Any, model_id: str | None = None, strategy: Any = None, context: Any = None
-    ) -> Any:
-        """What TorchRL's strategy extracts from whatever ``send`` takes."""
-        if weights is None or isinstance(weights, str):
-            name = weights or model_id or self._model_id
-            found = find_model(self.context if context is None else context, name)
-            weights = self._resolve(None) if found is None and not weights else found
-        if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
-            return (strategy or self._strategy).extract_weights(weights)
-        return weights
-
-    def _resolve(self, weights: Any) -> Any:
-        if weights is None:
-            return self._source() if self._source is not None else self.model
-        if not isinstance(weights, str):
-            return weights
-        if (model := find_model(self.context, weights)) is None:
-            raise ValueError(f"there is no model {weights!r} to send weights of")
-        return model
+    def _own_weights(self) -> Any:
+        return self._source() if self._source is not None else self.model
 
     def _publish(
         self, weights: Any, worker_ids: WorkerIds, *, is_initial: bool = False
@@ -248,7 +220,11 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
         workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         parts: list[tuple[Any, Iterable[int] | None]] = [(weights, workers)]
         if _is_by_worker(weights):
-            chosen = weights if workers is None else workers
+            chosen = weights if workers is None else list(workers)
+            if missing := set(chosen) - weights.keys():
+                raise OptionError(
+                    f"there are no weights for worker {min(missing)} among those given"
+                )
             parts = [(weights[worker], [worker]) for worker in chosen]
         published = []
         for part, for_workers in parts:
@@ -265,9 +241,10 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
         return extract(weights, self._strategy.extract_weights)
 
     def _open_publisher(self) -> Publisher:
-        if self._publisher is None:
-            raise RuntimeError("this scheme was shut down, and sends no more")
-        return self._publisher
+        publisher: Publisher | None = self._sender
+        if publisher is None:
+            raise NotReadyError("this scheme was shut down")
+        return publisher
 
     # The worker's side.
 
@@ -280,7 +257,6 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
         worker_idx: int | None = None,
         **kwargs: Any,  # noqa: ARG002 - of other schemes
     ) -> None:
-        """Find the model and open the stores."""
         self.model_id = model_id or DEFAULT_MODEL_ID
         self.context = context
         if worker_idx is None:
@@ -329,21 +305,22 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
             timeout: seconds to wait for newer ones. None: the scheme's ``timeout_s``.
 
         Raises:
-            RuntimeError: ``init_on_receiver`` or ``connect`` was not called.
+            NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` or ``connect`` was not called.
         """
         receiver = self._open_receiver()
         if not self.synchronized_on_receiver:
-            raise RuntimeError("call connect() before receiving weights")
-        wait_s = self.timeout_s if timeout is None else timeout
+            raise NotReadyError("call connect() before receiving weights")
+        wait_s = self.timeout_s if timeout is None else checks.seconds("timeout", timeout)
         if not receiver.take_now() and not receiver.wait_for_load(self._num_received, wait_s):
             return None
         self._num_received = receiver.num_loads
         return self._current_weights()
 
     def _open_receiver(self) -> WorkerReceiver:
-        if self._receiver is None:
-            raise RuntimeError("call init_on_receiver() before receiving weights")
-        return self._receiver
+        receiver: WorkerReceiver | None = self._receiver
+        if receiver is None:
+            raise NotReadyError("call init_on_receiver() before receiving weights")
+        return receiver
 
     def _weights_applied(self, info: VersionInfo) -> None:
         """Hand new weights on to a collector's own workers; count the policy's versions."""
@@ -381,34 +358,23 @@ class DoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc
             options=self.options,
         )
 
-    def shutdown(self) -> None:
-        """Stop following and give the store up. Again does nothing."""
-        super().shutdown()
-        self._close()
-
-    def _close(self) -> None:
-        # __del__ comes here as well, also of a scheme whose __init__ has raised.
-        for name in ("_publisher", "_receiver"):
-            part = self.__dict__.get(name)
-            if part is not None:
-                part.close()
-                setattr(self, name, None)
-
-    def _directory(self, address: Path, remote: Path | None = None) -> ModelDirectory:
-        return ModelDirectory(address, self._model_id or DEFAULT_MODEL_ID, remote)
+    def _directory(self, address: str | Path, remote: str | Path | None = None) -> ModelDirectory:
+        mirrored = None if remote is None else Path(remote)
+        return ModelDirectory(Path(address), self._model_id or DEFAULT_MODEL_ID, mirrored)
 
     def _versions_there(self) -> dict[str, int]:
-        return versions_below(self.remote_addr, allow_shared_store=self.options.allow_shared_store)
+        is_shared = self.options.allow_shared_store
+        return versions_below(Path(self.remote_addr), allow_shared_store=is_shared)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to a worker: the options, and what is there of earlier runs."""
+        """What is pickled for a worker: the options, and versions of earlier runs."""
         state: dict[str, Any] = super().__getstate__()
         if not self.initialized_on_sender and not self.initialized_on_receiver:
             # It goes to a worker before there is a sender, as an RPC collector's does. That one
             # begins to send when all workers have connected: a worker must not wait for it.
             state["_first"] = "none"
             state["_passed_over"] = self._versions_there()
-        return state | dict.fromkeys(_BELONGS_TO_ONE_PROCESS)
+        return state | {"_source": None, "_made_model": None}
 
 
 def _count_workers(context: Any, *given: Mapping[int, Any] | list[Any] | None) -> int:

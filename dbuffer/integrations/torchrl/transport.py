@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
 
-from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import DBufferError, StoreNotFoundError, VersionTimeoutError
+from dbuffer.integrations.torchrl.addresses import Addresses
 from dbuffer.integrations.torchrl.extraction import Extracted, extract
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.version_info import VersionInfo
-from dbuffer.mirror import Mirror
-from dbuffer.receiver import WeightReceiver
-from dbuffer.sender import Publication, WeightSender
-from dbuffer.snapshot import Snapshot
-from dbuffer.targets import Matcher
+from dbuffer.mirror.mirror import Mirror
+from dbuffer.publish.sender import Publication, WeightSender
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.receive.snapshot import Snapshot
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.weights.targets import Matcher
 
 
 class DoubleBufferTransport:
@@ -43,6 +45,7 @@ class DoubleBufferTransport:
         self._receiver: WeightReceiver | None = None
         self._mirror: Mirror | None = None
         self._received: int | None = None
+        self._has_told = False
         self._matcher = Matcher()
 
     def send_weights(self, weights: Any) -> Publication:
@@ -96,6 +99,8 @@ class DoubleBufferTransport:
                     snapshot.fill(self._matcher.match(weights, snapshot.layout))
                     received = weights
         except VersionTimeoutError:
+            if self._received is None:
+                self.log_if_nothing_is_there()
             return None
         self._received = snapshot.version
         if model is not None and strategy is not None:
@@ -103,8 +108,22 @@ class DoubleBufferTransport:
             strategy.apply_weights(model, applied)
         return received
 
+    @property
+    def addresses(self) -> Addresses:
+        """Both addresses, to determine which of them holds the store."""
+        return Addresses(
+            Path(self.remote_addr).absolute(),
+            Path(self.local_addr).absolute(),
+            self._options.allow_shared_store,
+        )
+
+    def log_if_nothing_is_there(self) -> None:
+        """Log once where weights were looked for, if there are none."""
+        if not self._has_told:
+            self._has_told = self.addresses.log_if_nothing_is_there()
+
     def _open_receiver(self) -> WeightReceiver:
-        """Open the store that is read, and have all in it that there is to read."""
+        """Open the store that is read; wait until its mirror, if any, is up to date."""
         if self._receiver is None:
             self._mirror = self._options.start_mirror(self.remote_addr, self.local_addr)
             self._receiver = self._options.make_receiver(self.local_addr)
@@ -126,17 +145,15 @@ class DoubleBufferTransport:
             return False
         return True
 
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing to set up."""
+    def setup_connection_and_weights_on_sender(self) -> None: ...
 
-    def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None:
-        """Nothing to set up."""
+    def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None: ...
 
     def _extract(self, weights: Any) -> Extracted:
         return extract(weights, TensorDict.from_module)
 
     def close(self) -> None:
-        """Give the store up. What was published stays."""
+        """Close the store. What was published stays."""
         for part in (self._sender, self._receiver, self._mirror):
             if part is not None:
                 part.close()

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.integrations.torchrl.extraction import Structure
-from dbuffer.snapshot import Snapshot
+from dbuffer.receive.snapshot import Snapshot
 
 KEY = "torchrl"
 
@@ -24,7 +24,6 @@ class VersionInfo:
     """For one worker: the newest version for all workers at that time."""
 
     def to_metadata(self) -> dict[str, Any]:
-        """Put it into metadata."""
         return {KEY: asdict(self)}
 
     @classmethod
@@ -41,5 +40,7 @@ class VersionInfo:
             raise StoreCorruptError(f"{snapshot.path}: {KEY!r} in its metadata: {error}") from None
         types = (type(info.extra_state), type(info.is_initial), type(info.after_version))
         if types != (dict, bool, int):
-            raise StoreCorruptError(f"{snapshot.path}: {KEY!r} in its metadata is {values!r:.200}")
+            raise StoreCorruptError(
+                f"{snapshot.path}: invalid {KEY!r} in its metadata: {values!r:.200}"
+            )
         return info

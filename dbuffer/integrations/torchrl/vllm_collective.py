@@ -1,23 +1,23 @@
 """In the place of TorchRL's ``torchrl.weight_update.llm.vllm_nccl``: its methods, over a store.
 
-There is no process group to set up, so nobody has to call anything at the same time as anybody
-else, and no Ray is needed to coordinate.
+There is no process group to set up, so no calls must be made at the same time on both sides, and no
+Ray is needed to coordinate.
 """
 
 from __future__ import annotations
 
-import copy
 import os
+import socket
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import OptionError, VersionTimeoutError, WeightsMismatchError
-from dbuffer.integrations.torchrl.models import find_model
-from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
+from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.torchrl.base import Strategy
 from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferWeightReceiver,
@@ -25,10 +25,9 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
     extract_for_vllm,
     without_torchrl_wrapper,
 )
-from dbuffer.layout import TensorSpec
-from dbuffer.receiver import WeightReceiver
-from dbuffer.sources import clean_names
-from dbuffer.tensors import DTYPE_NAMES
+from dbuffer.io.tensors import DTYPE_NAMES
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.weights.sources import clean_names
 
 ModelMetadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Dtype and shape by name, as :func:`get_model_metadata` returns them."""
@@ -41,7 +40,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
 
     Args:
         master_address, master_port, gpus_per_replica, num_replicas, device: as TorchRL's takes
-            them. A store needs none of them.
+            them, attributes as there. A store needs none of them: nobody listens on that port.
         strategy: how TorchRL extracts weights.
         remote_addr: the store, as the trainer sees it.
         local_addr: where the engine's workers read; see `VLLMDoubleBufferSyncScheme`.
@@ -54,12 +53,12 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
 
     def __init__(
         self,
-        master_address: str | None = None,  # noqa: ARG002
-        master_port: int | None = None,  # noqa: ARG002
-        gpus_per_replica: int = 1,  # noqa: ARG002
-        num_replicas: int = 1,  # noqa: ARG002
-        strategy: Literal["tensordict", "state_dict"] = "tensordict",
-        device: torch.device | str | int = 0,  # noqa: ARG002
+        master_address: str | None = None,
+        master_port: int | None = None,
+        gpus_per_replica: int = 1,
+        num_replicas: int = 1,
+        strategy: Strategy = "tensordict",
+        device: torch.device | str | int = 0,
         *,
         remote_addr: str | os.PathLike[str] | None = None,
         local_addr: str | os.PathLike[str] | None = None,
@@ -67,9 +66,14 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         **options: Any,
     ) -> None:
         if remote_addr is None:
-            raise OptionError("which store? Give remote_addr, a directory that both sides see")
+            raise OptionError("no store given: pass remote_addr, a directory that both sides see")
         local = None if local_addr is None else os.fspath(local_addr)
         super().__init__(os.fspath(remote_addr), local, num_threads, strategy, **options)
+        self.master_address = "localhost" if master_address is None else master_address
+        self.master_port = _free_port() if master_port is None else master_port
+        self.gpus_per_replica = gpus_per_replica
+        self.num_replicas = num_replicas
+        self.device = device
 
     def create_sender(self) -> VLLMWeightSender:
         """The trainer's part."""
@@ -119,7 +123,7 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
             self._receiver.apply_weights(None)
 
     def shutdown(self) -> None:
-        """Give the store up, and stop following. Again does nothing."""
+        """Close the store, and stop following. A second call does nothing."""
         super().shutdown()
         if self._receiver is not None:
             self._receiver.shutdown()
@@ -134,44 +138,6 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any = None) -> None:
         super().__init__(scheme, vllm_engine)
-        self._context: Any = None
-
-    def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Where a model that is registered by its path is looked for: a collector, mostly.
-
-        Args:
-            context: the object that the path begins at.
-            model_id: a path to register at once.
-        """
-        self._context = context
-        if model_id is not None:
-            self.register_model(model_id)
-
-    def register_model(self, model: Any) -> None:
-        """The engine, or what holds it; or the path of that, such as ``"policy"``."""
-        self.shutdown()
-        self._vllm_engine = model
-
-    def register_worker_transport(self, transport: Any) -> None:
-        """Read the store of this transport from now on.
-
-        Anything else, such as a pipe, is what other schemes need: then it is the scheme's own.
-        """
-        self.shutdown()
-        self._seen = None
-        if isinstance(transport, DoubleBufferTransport):
-            self._scheme = copy.copy(self._scheme)
-            self._scheme.remote_addr = transport.remote_addr
-            self._scheme.local_addr = transport.local_addr
-
-    def _engine(self) -> Any:
-        engine = self._vllm_engine
-        if not isinstance(engine, str) or "://" in engine:
-            return engine
-        found = find_model(self._context, engine)
-        if found is None:
-            raise ValueError(f"there is no {engine!r} in {self._context!r}: call set_context()")
-        return found
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
         """Check early that what is, or will be, published fits the engine.
@@ -220,6 +186,12 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
     extract = WeightStrategy(extract_as=strategy).extract_weights
     tensors = extract_for_vllm(model, extract).tensors
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _published(receiver: WeightReceiver) -> ModelMetadata | None:

@@ -10,32 +10,32 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tensordict import TensorDict
 from torch import nn
-from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
+from dbuffer.errors import NotReadyError, OptionError, StoreReplacedError
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.torchrl.addresses import Stores
+from dbuffer.integrations.torchrl.base import StoreScheme, Strategy
 from dbuffer.integrations.torchrl.engines import followers_of
 from dbuffer.integrations.torchrl.extraction import Extracted, extract
 from dbuffer.integrations.torchrl.models import find_model
-from dbuffer.integrations.torchrl.older_names import OlderNames
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
 from dbuffer.integrations.vllm.ray_follower import RayFollower
-from dbuffer.receiver import WeightReceiver
-from dbuffer.sender import Publication
+from dbuffer.publish.sender import Publication
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime import options as checks
 
 logger = logging.getLogger(__name__)
-
-Strategy = Literal["tensordict", "state_dict"]
 
 
 class VLLMDoubleBufferTransport(DoubleBufferTransport):
@@ -50,8 +50,8 @@ class VLLMDoubleBufferTransport(DoubleBufferTransport):
 
     def __init__(
         self,
-        remote_addr: str,
-        local_addr: str | None = None,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None = None,
         num_threads: int = 1,
         *,
         options: TransportOptions | None = None,
@@ -79,14 +79,14 @@ class VLLMDoubleBufferTransport(DoubleBufferTransport):
         return extract_for_vllm(weights, TensorDict.from_module)
 
 
-class VLLMDoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
+class VLLMDoubleBufferSyncScheme(StoreScheme):
     """Weights from a trainer to vLLM engines, through a store.
 
     Args:
         remote_addr: the store, as the trainer sees it.
         local_addr: where the engine's workers read: a directory in shared memory, to which one of
-            them copies every version once; or the same directory under another name. Default:
-            ``remote_addr`` itself.
+            them copies every version once; or the same directory under another name, on a host
+            that does not see ``remote_addr``. Default: ``remote_addr`` itself.
         num_threads: threads that copy, on either side.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``; the latter
             merges LoRA adapters.
@@ -106,14 +106,11 @@ class VLLMDoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[
         strategy: Strategy = "tensordict",
         **options: Any,
     ) -> None:
-        super().__init__(strategy=strategy)
-        self.options = TransportOptions.parse(num_threads, options)
+        super().__init__(remote_addr, local_addr, num_threads, strategy, options)
+        # As they were given: TorchRL's own scheme has them as text.
         self.remote_addr = os.fspath(remote_addr)
         self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
-        self.num_threads = num_threads
         self.strategy_name = strategy
-        self._sender: VLLMDoubleBufferWeightSender | None = None
-        self._receiver: VLLMDoubleBufferWeightReceiver | None = None
 
     def create_transport(
         self,
@@ -174,15 +171,24 @@ class VLLMDoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[
         *,
         worker_idx: int | None = None,
     ) -> None:
-        """Nothing to wait for: :meth:`receive` looks at the store."""
+        pass  # nothing to wait for: receive() looks at the store
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
         """Publish weights, where ``init_on_sender`` was called.
 
         Raises:
-            RuntimeError: it was not, or see :meth:`VLLMDoubleBufferWeightSender.update_weights`.
+            NotReadyError: (a ``RuntimeError``) it was not, or see
+                :meth:`VLLMDoubleBufferWeightSender.update_weights`.
         """
         self.get_sender().update_weights(weights)
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply weights to the engine; see :meth:`VLLMDoubleBufferWeightReceiver.apply_weights`.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` was not called.
+        """
+        self.get_receiver().apply_weights(weights, inplace)
 
     def receive(self, timeout: float | None = None) -> Any:
         """Apply what is new, where ``init_on_receiver`` was called.
@@ -191,32 +197,23 @@ class VLLMDoubleBufferSyncScheme(OlderNames, WeightSyncScheme):  # type: ignore[
             True, or None if there was nothing new.
 
         Raises:
-            RuntimeError: it was not called.
+            NotReadyError: (a ``RuntimeError``) it was not called.
         """
         return self.get_receiver().poll_and_apply(timeout or 0.0) or None
 
-    def shutdown(self) -> None:
-        """Give the store up, and stop following. Again does nothing."""
-        super().shutdown()
-        # __del__ comes here as well, also of a scheme whose __init__ has raised.
-        for name in ("_sender", "_receiver"):
-            part = self.__dict__.get(name)
-            if part is not None:
-                part.shutdown()
-                setattr(self, name, None)
+    def get_sender(self) -> VLLMDoubleBufferWeightSender:
+        super().get_sender()
+        sender: VLLMDoubleBufferWeightSender | None = self._sender
+        if sender is None:
+            raise NotReadyError("this scheme was shut down: call init_on_sender() again")
+        return sender
 
-    def _sending_part(self) -> VLLMDoubleBufferWeightSender:
-        assert self._sender is not None  # noqa: S101 - by init_on_sender
-        return self._sender
-
-    def _receiving_part(self) -> VLLMDoubleBufferWeightReceiver:
-        assert self._receiver is not None  # noqa: S101 - by init_on_receiver
-        return self._receiver
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What travels to a worker: where the store is, and the options."""
-        state: dict[str, Any] = super().__getstate__()
-        return state | {"_sender": None, "_receiver": None}
+    def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
+        super().get_receiver()
+        receiver: VLLMDoubleBufferWeightReceiver | None = self._receiver
+        if receiver is None:
+            raise NotReadyError("this scheme was shut down: call init_on_receiver() again")
+        return receiver
 
 
 class VLLMDoubleBufferWeightSender:
@@ -226,7 +223,7 @@ class VLLMDoubleBufferWeightSender:
         self._scheme = scheme
         self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
         self._model_ref: weakref.ref[Any] | None = None
-        self._transport: VLLMDoubleBufferTransport | None = None
+        self._transport = scheme.create_transport()
         self._post_hooks: list[Callable[[], None]] = []
 
     def register_model(self, model: Any) -> None:
@@ -238,22 +235,19 @@ class VLLMDoubleBufferWeightSender:
         self.register_post_hook(collector.increment_version)
 
     def register_post_hook(self, hook: Callable[[], None]) -> None:
-        """Call ``hook()`` after each update."""
         self._post_hooks.append(hook)
 
     def update_weights(self, weights: Any | None = None) -> None:
         """Publish weights: those given, a module's, or the registered model's.
 
         Raises:
-            RuntimeError: none are given and no model is registered, or it is gone.
+            NotReadyError: (a ``RuntimeError``) none are given and no model is registered, or it is
+                gone.
             InvalidWeightsError: (a ``ValueError``) something in them cannot be published.
             WriterActiveError: another sender has the store.
         """
         weights = self._registered_model() if weights is None else weights
-        extracted = extract_for_vllm(weights, self._strategy.extract_weights)
-        if self._transport is None:
-            self._transport = self._scheme.create_transport()
-        self._transport.publish(extracted)
+        self._transport.publish(extract_for_vllm(weights, self._strategy.extract_weights))
         failures = []
         for hook in self._post_hooks:
             try:
@@ -266,18 +260,16 @@ class VLLMDoubleBufferWeightSender:
             raise failures[0]
 
     def shutdown(self) -> None:
-        """Give the store up. Again does nothing."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        """Close the store. A second call does nothing."""
+        self._transport.close()
         self._post_hooks.clear()
 
     def _registered_model(self) -> Any:
         if self._model_ref is None:
-            raise RuntimeError("no weights given and no model registered: call register_model()")
+            raise NotReadyError("no weights given and no model registered: call register_model()")
         model = self._model_ref()
         if model is None:
-            raise RuntimeError("the registered model is gone: keep a reference to it")
+            raise NotReadyError("the registered model is gone: keep a reference to it")
         return model
 
 
@@ -295,12 +287,48 @@ class VLLMDoubleBufferWeightReceiver:
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         self._scheme = scheme
+        self._transport = scheme.create_transport()
         self._vllm_engine = vllm_engine
+        self._context: Any = None
         self._followers: list[Follower | RayFollower] = []
         self._seen: int | None = None
         self._watch: WeightReceiver | None = None
+        self._stores: Stores | None = None
         if vllm_engine is not None:
             self._find_engines()
+
+    def set_context(self, context: Any, model_id: str | None = None) -> None:
+        """Set where a model that is registered by its path is searched: usually a collector.
+
+        Args:
+            context: the object that the path begins at, or that has a ``get_model``.
+            model_id: a path to register at once.
+        """
+        self._context = context
+        if model_id is not None:
+            self.register_model(model_id)
+
+    def register_model(self, model_ref: Any) -> None:
+        """The engine, or what holds it; or the path of that, such as ``"policy"``."""
+        self.shutdown()
+        self._vllm_engine = model_ref
+
+    def register_worker_transport(self, pipe: Any) -> None:
+        """Read the store of this transport from now on.
+
+        Anything else, such as a pipe, is what other schemes need: then it is the scheme's own.
+        """
+        self.shutdown()
+        self._seen = None
+        self._transport = self._scheme.create_transport()
+        if isinstance(pipe, DoubleBufferTransport):
+            self._transport = VLLMDoubleBufferTransport(
+                pipe.remote_addr, pipe.local_addr, options=self._scheme.options
+            )
+
+    def receive(self, timeout: float = 0.001) -> bool:
+        """:meth:`poll_and_apply`, with the default time-out of receivers before TorchRL 0.11."""
+        return self.poll_and_apply(timeout)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Wait for weights that the engine does not have, and apply them.
@@ -312,17 +340,19 @@ class VLLMDoubleBufferWeightReceiver:
             True if they were applied, False if there was nothing new.
 
         Raises:
+            OptionError: (a ``ValueError``) ``timeout`` is not a number of seconds.
             EngineBusyError: (a ``vllm.LLM``) it has unfinished requests; it was not touched.
             EngineUpdateError: it serves on with the weights that it had; the message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             EngineUnsupportedError: it cannot take weights from a store.
             EngineUnreachableError: (a server, or an actor) it does not answer.
         """
-        watch = self._find_engines()
-        if any(follower.has_restarted() for follower in self._followers):
-            self._seen = None  # it has what it was started with
-        version = watch.wait_for_version(self._seen, max(0.0, timeout))
-        return version is not None and self._sync(version)
+        version = self._wait_for_newer(checks.seconds("timeout", timeout))
+        if version is not None:
+            return self._sync(version)
+        if self._seen is None:
+            self._transport.log_if_nothing_is_there()
+        return False
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights to the engine now.
@@ -333,11 +363,11 @@ class VLLMDoubleBufferWeightReceiver:
             inplace: must be True.
 
         Raises:
-            ValueError: ``inplace`` is False.
+            OptionError: (a ``ValueError``) ``inplace`` is False.
             EngineUpdateError, EngineBrokenError: see :meth:`poll_and_apply`.
         """
         if not inplace:
-            raise ValueError("Cannot apply weights out of place for vLLM double-buffer")
+            raise OptionError("weights are applied to an engine in place only: leave inplace=True")
         newest = self._find_engines().wait_for_version(None, 0.0)
         if weights is not None:
             self._apply_by_hand(extract_for_vllm(weights, TensorDict.from_module))
@@ -346,50 +376,74 @@ class VLLMDoubleBufferWeightReceiver:
             self._sync(newest)
 
     def shutdown(self) -> None:
-        """Stop following. The engine keeps its weights. Again does nothing."""
+        """Stop following. The engine keeps its weights. A second call does nothing."""
         for follower in self._followers:
             try:
                 follower.stop_workers()
             # Whatever an engine raises that has ended itself: it follows nothing then.
             except Exception:
-                logger.debug("an engine could not be told to stop following", exc_info=True)
+                logger.debug("could not tell an engine to stop following", exc_info=True)
             follower.close()
         if self._watch is not None:
             self._watch.close()
         self._followers, self._watch = [], None
 
     def _engine(self) -> Any:
-        return self._vllm_engine
+        engine = self._vllm_engine
+        if not isinstance(engine, str) or "://" in engine:
+            return engine
+        found = find_model(self._context, engine)
+        if found is None:
+            raise OptionError(f"there is no {engine!r} in {self._context!r}: call set_context()")
+        return found
 
     def _find_engines(self) -> WeightReceiver:
-        if self._watch is None:
-            options = self._scheme.options
-            store, local_store = self._stores()
-            self._followers = followers_of(
-                self._engine(),
-                EngineOptions(
-                    store=store,
-                    local_store=local_store,
-                    verify=options.verify,
-                    poll_interval_s=options.poll_interval_s,
-                    num_threads=options.num_threads,
-                    allow_shared_store=options.allow_shared_store,
-                ),
-            )
-            self._watch = options.make_receiver(store)
+        """Let the engines follow the store that is found now; the receiver to wait with."""
+        addresses = self._transport.addresses
+        if self._watch is not None and addresses.are_one:
+            return self._watch
+        found = addresses.find()
+        if self._watch is not None and found in (None, self._stores):
+            return self._watch
+        if self._watch is not None:
+            logger.info("now following %s instead of %s", found, self._stores)
+            self.shutdown()
+            self._seen = None
+        options = self._scheme.options
+        self._stores = stores = found or addresses.expected
+        self._followers = followers_of(
+            self._engine(),
+            options.for_engine(stores.store, stores.local_store),
+        )
+        self._watch = options.make_receiver(stores.store)
         return self._watch
 
-    def _stores(self) -> tuple[str, str | None]:
-        """The store to follow, and the one that mirrors it for the engine, if any does."""
-        remote = Path(self._scheme.remote_addr).absolute()
-        local = Path(self._scheme.local_addr).absolute()
-        # Seen here under the other name only, it is one store with two names.
-        if remote.resolve() == local.resolve() or not remote.parent.exists():
-            return str(local), None
-        return str(remote), str(local)
+    def _wait_for_newer(self, timeout_s: float) -> int | None:
+        deadline = time.monotonic() + timeout_s
+        watch = self._find_engines()
+        if any(follower.has_restarted() for follower in self._followers):
+            self._seen = None  # it has what it was started with
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            # Only one of two addresses is waited for, and weights may come to the other.
+            wait_s = (
+                left_s
+                if self._transport.addresses.are_one
+                else min(left_s, self._scheme.options.poll_interval_s)
+            )
+            try:
+                version = watch.wait_for_version(self._seen, wait_s)
+            except StoreReplacedError:
+                # The next experiment: the engine's follower tells, and switches to it.
+                watch.start_over()
+                self._seen = None
+                continue
+            if version is not None or wait_s == left_s:
+                return version
+            watch = self._find_engines()
 
     def _sync(self, version: int) -> bool:
-        """Switch all engines; those that can, even if another one cannot."""
+        """Switch all engines; one that fails does not keep the others from switching."""
         # An engine in this process is loaded in the thread that runs it; others, side by side.
         if len(self._followers) == 1:
             switched = [self._followers[0].sync(at_least=version) is not None]
@@ -404,7 +458,7 @@ class VLLMDoubleBufferWeightReceiver:
 
     def _apply_by_hand(self, weights: Extracted) -> None:
         """Apply weights that are in no store, through one that lives as long as that takes."""
-        store = Path(self._stores()[0])
+        store = Path((self._stores or self._transport.addresses.expected).store)
         store.parent.mkdir(parents=True, exist_ok=True)
         # Beside the store, so that workers on other hosts see it as well.
         scratch = Path(tempfile.mkdtemp(prefix=f"{store.name}~", dir=store.parent))

@@ -21,12 +21,16 @@ from dbuffer.errors import (
     VersionTimeoutError,
 )
 from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
-from dbuffer.integrations.torchrl.loading import ModelLoader, Staged
+from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.version_info import VersionInfo
-from dbuffer.receiver import WeightReceiver
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime.trouble import Trouble
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+"""How often it can be logged that trouble with a store is over, while nothing new comes."""
 
 Order = tuple[int, int]
 """A version for all, and after that one, a version for this worker."""
@@ -42,7 +46,7 @@ class Feed:
     """The newest version that was dealt with; those up to it are not looked at."""
 
     def order_of(self, version: int, info: VersionInfo) -> Order:
-        """Where a version of this store stands among those of both."""
+        """The order of a version of this store among those of both."""
         return (version, 0) if self.is_for_all else (info.after_version, version)
 
 
@@ -98,13 +102,13 @@ class WorkerReceiver:
         Raises:
             VersionTimeoutError: they did not come.
         """
-        self._say_hello()
+        self._register()
         self._take(next(feed for feed in self._feeds if feed.is_for_all is for_all), timeout_s)
         self.take_now()
 
     def take_now(self) -> bool:
-        """Load what is there and is newer. Whether there was anything."""
-        self._say_hello()
+        """Load what is newer; whether there was anything."""
+        self._register()
         taken = False
         for feed in self._feeds:
             with contextlib.suppress(VersionTimeoutError):
@@ -112,7 +116,7 @@ class WorkerReceiver:
         return taken
 
     def follow(self) -> None:
-        """Load whatever comes from now on, in the background."""
+        """Load new versions from now on, in the background."""
         for feed in self._feeds:
             thread = threading.Thread(
                 target=self._follow, args=(feed,), name=f"dbuffer-{feed.receiver.store.name}"
@@ -138,7 +142,7 @@ class WorkerReceiver:
                 feed.seen = newest - 1 if newest else feed.seen
             self.take_now()
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Stop following. The model keeps its weights."""
         self._stop_event.set()
         for feed in self._feeds:
@@ -152,31 +156,40 @@ class WorkerReceiver:
             if mirror is not None:
                 mirror.close()
 
-    def _say_hello(self) -> None:
-        """Let the sender see that this worker is there, and who it is."""
+    def _register(self) -> None:
+        """Write this worker's records, by which the sender knows it."""
         for feed in self._feeds:
             feed.receiver.record.write()
 
     def _follow(self, feed: Feed) -> None:
         receiver = feed.receiver
+        trouble = Trouble(logger)
+        while not self._stop_event.is_set():
+            try:
+                version = receiver.wait_for_version(feed.seen, _LOOK_S, self._stop_event)
+            except ClosedError:
+                return
+            # Mostly transient; a store that was recreated is for a new scheme to follow.
+            except (DBufferError, OSError) as error:
+                wait_s = trouble.note(error)
+                receiver.record.write(problem=str(error), problem_version=None)
+                self._stop_event.wait(wait_s)
+                continue
+            if trouble.end(str(receiver.store)):
+                receiver.record.write(problem=None)
+            if version is not None:
+                self._take_or_tell(feed, version)
+
+    def _take_or_tell(self, feed: Feed, version: int) -> None:
         try:
-            while (
-                version := receiver.wait_for_version(feed.seen, None, self._stop_event)
-            ) is not None:
-                try:
-                    self._take(feed, 0.0)
-                # Whatever a model's own code raises; the sender is told, and raises.
-                except Exception as error:
-                    if self._stop_event.is_set():
-                        return
-                    logger.exception("version %d of %s was not applied", version, receiver.store)
-                    feed.seen = max(version, feed.seen or 0)
-                    receiver.record.write(problem=str(error), problem_version=version)
-        except ClosedError:
-            return
-        except DBufferError as error:
-            logger.error("%s is followed no longer: %s", receiver.store, error)
-            receiver.record.write(problem=str(error), problem_version=None)
+            self._take(feed, 0.0)
+        # Whatever a model's own code raises: the record reports it, and the sender raises it.
+        except Exception as error:
+            if self._stop_event.is_set():
+                return
+            logger.exception("could not apply version %d of %s", version, feed.receiver.store)
+            feed.seen = max(version, feed.seen or 0)
+            feed.receiver.record.write(problem=str(error), problem_version=version)
 
     def _take(self, feed: Feed, timeout_s: float) -> bool:
         """Load a store's newest version, unless something later is loaded already."""
@@ -197,7 +210,7 @@ class WorkerReceiver:
             self._has_loaded.notify_all()
             return True
 
-    def _stage(self, feed: Feed, timeout_s: float) -> tuple[int, Staged | None]:
+    def _stage(self, feed: Feed, timeout_s: float) -> tuple[int, StagedVersion | None]:
         """The newest version, and a whole copy if it is to be loaded; the model runs meanwhile."""
         while True:
             try:
@@ -205,7 +218,7 @@ class WorkerReceiver:
                     info = VersionInfo.of(snapshot)
                     order = feed.order_of(snapshot.version, info)
                     is_newer = self._order is None or order > self._order
-                    staged = Staged.of(snapshot, info) if is_newer else None
+                    staged = StagedVersion.of(snapshot, info) if is_newer else None
             except SnapshotEvictedError as error:
                 logger.warning("%s; reading the newest", error)
                 continue

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 
 from dbuffer.integrations.peft.saved import save_adapter
-from dbuffer.receiver import WeightReceiver
+from dbuffer.receive.receiver import WeightReceiver
 
 
 def adapter_request(

@@ -10,12 +10,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
+from dbuffer.errors import OptionError
+from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.messages import BeginRequest
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.rank_receiver import RankReceiver, start_on_all_ranks
 from dbuffer.integrations.vllm.config import options_of
 from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import WorkerRanks, raising_once
+from dbuffer.integrations.vllm.ranks import WorkerRanks
 
 
 class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[misc]
@@ -27,12 +28,13 @@ class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignor
 
 
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """The receiving half, in each worker.
+    """The receiving half, in each worker: vLLM's names for the calls of :class:`RankEndpoint`.
 
     A worker follows its store from ``init_transfer_engine`` on, or, where the engine's
     ``additional_config["dbuffer"]`` names a store, from its own start on the newest version in it.
     Weights change in ``update_weights``, all at once; ``start_weight_update`` and
-    ``finish_weight_update`` have nothing to do, so between them the engine may serve.
+    ``finish_weight_update`` have nothing to do, so between them the engine may serve. A follower
+    needs neither, and is not hindered by a session that a killed trainer has left open.
     """
 
     init_info_cls = DBufferInitInfo
@@ -42,65 +44,64 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self._ranks = WorkerRanks(vllm_config)
-        self._receiver: RankReceiver | None = None
+        self._endpoint = RankEndpoint.of(model)
         options = options_of(vllm_config.additional_config)
         if options is not None:
-            self._receiver = self._follow(options)
-            self._receiver.catch_up()
+            self._begin(options)
+            assert self._endpoint.receiver is not None  # noqa: S101 - it has begun
+            self._endpoint.receiver.catch_up()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> DBufferInitInfo | None:
         """Check ``init_info``; None on ranks that must not raise.
 
         Raises:
-            OptionError: (a ``ValueError``) it is not what it may be.
+            OptionError: (a ``ValueError``) a value is invalid.
         """
-        with raising_once(self._ranks.may_raise):
+        with self._ranks.raising_once():
             return DBufferInitInfo.parse(init_dict)
         return None
 
-    def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo | OptionError:
-        """Check ``update_info``; what is wrong with it is not raised before all ranks know."""
-        return DBufferUpdateInfo.parse_or_error(update_dict)
+    def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo:
+        """Check ``update_info``.
+
+        Raises:
+            OptionError: (a ``ValueError``) a value is invalid.
+        """
+        return DBufferUpdateInfo.parse(update_dict)
 
     def init_transfer_engine(self, init_info: DBufferInitInfo | None) -> None:
         """Begin to follow a store, or another one."""
-        if init_info is None:
-            return
-        before, self._receiver = self._receiver, None
-        with raising_once(self._ranks.may_raise):
-            self._receiver = self._follow(init_info, before)
+        if init_info is not None:
+            with self._ranks.raising_once():
+                self._begin(init_info)
 
     def start_weight_update(self) -> None:
         """Touch nothing: whatever can fail comes first, and it comes with ``update_weights``."""
-        if self._receiver is not None:
-            self._receiver.record_session(True)
 
     def finish_weight_update(self) -> None:
         """Do nothing more: the weights changed in ``update_weights``."""
-        if self._receiver is not None:
-            self._receiver.record_session(False)
 
-    def receive_weights(self, update_info: DBufferUpdateInfo | OptionError) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Switch to a version; see :meth:`RankReceiver.update`.
+
+        A rank that was given an invalid request takes part with the error: the others wait for it.
+        """
+        self._update(DBufferUpdateInfo.parse_or_error(update_info))
+
+    def receive_weights(self, update_info: DBufferUpdateInfo) -> None:
         """Switch to a version; see :meth:`RankReceiver.update`."""
-        with raising_once(self._ranks.may_raise):
-            if self._receiver is None:
-                raise EngineUnsupportedError(
-                    "this engine follows no store yet: call init_weight_transfer_engine with "
-                    "init_info={'store': directory} first"
-                )
-            try:
-                self._receiver.update(update_info)
-            except DBufferError:
-                # Where it is raised, vLLM ends its session.
-                self._receiver.record_session(not self._ranks.may_raise)
-                raise
+        self._update(update_info)
 
     def shutdown(self) -> None:
         """Stop following."""
-        if self._receiver is not None:
-            self._receiver.close()
-            self._receiver = None
+        self._endpoint.end()
 
-    def _follow(self, options: EngineOptions, before: RankReceiver | None = None) -> RankReceiver:
-        rank = WorkerRank(self.vllm_config, self.model, self.device)
-        return start_on_all_ranks(rank, options, before)
+    def _begin(self, options: EngineOptions) -> None:
+        def rank() -> WorkerRank:
+            return WorkerRank(self.vllm_config, self.model, self.device)
+
+        self._endpoint.begin(rank, BeginRequest(options=options))
+
+    def _update(self, request: DBufferUpdateInfo | OptionError) -> None:
+        with self._ranks.raising_once():
+            self._endpoint.update(request)

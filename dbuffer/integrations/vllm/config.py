@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from dbuffer.errors import OptionError
+from dbuffer.format.manifest import host_in_id
 from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.manifest import host_in_id
 
 BACKEND = "dbuffer"
 """The name in vLLM's registries, and the key in ``additional_config``."""
 
-WORKER_METHODS = ("dbuffer_init", "dbuffer_update", "dbuffer_check", "dbuffer_shutdown")
-"""Of :class:`WorkerExtension`, for ``collective_rpc``."""
+CALL = "dbuffer_call"
+"""The method of :class:`WorkerExtension` that followers call, by ``collective_rpc``."""
+
+WORKER_METHODS = (CALL, "dbuffer_init", "dbuffer_update", "dbuffer_check", "dbuffer_shutdown")
+"""All of its methods."""
 
 FOLLOWER_KEYS = ("pause",)
 """Keys of ``additional_config["dbuffer"]`` that are read by who follows, in the front end."""
@@ -36,7 +39,7 @@ def options_of(additional_config: Any) -> EngineOptions | None:
     """Those in ``additional_config["dbuffer"]`` of an engine; None if there are none.
 
     Raises:
-        OptionError: (a ``ValueError``) they are not what they may be.
+        OptionError: (a ``ValueError``) one of them is invalid.
     """
     values = engine_settings(additional_config)
     if not values:
@@ -49,10 +52,12 @@ def engine_settings(additional_config: Any) -> dict[str, Any]:
     """All of ``additional_config["dbuffer"]``, for workers and followers alike.
 
     Raises:
-        OptionError: (a ``ValueError``) it is no object.
+        OptionError: (a ``ValueError``) it is not an object.
     """
     is_mapping = isinstance(additional_config, Mapping)
     settings = additional_config.get(BACKEND, {}) if is_mapping else {}
     if not isinstance(settings, dict):
-        raise OptionError(f"additional_config[{BACKEND!r}] is {settings!r:.200}, and is an object")
+        raise OptionError(
+            f"additional_config[{BACKEND!r}] is {settings!r:.200}: it must be an object"
+        )
     return settings

@@ -1,4 +1,4 @@
-"""The engines that can follow a store, each behind the same few calls.
+"""The engines of vLLM's that can follow a store, each behind the same few calls.
 
 All calls block, whatever the engine: an ``AsyncLLM`` is called in its own event loop from another
 thread, a server over HTTP.
@@ -8,114 +8,62 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import sys
-import time
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import wait
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import InvalidStateError, wait
 from typing import Any, ClassVar, TypeVar
 
 from dbuffer.errors import (
-    ClosedError,
     EngineBusyError,
-    EngineUnreachableError,
+    EngineEndedError,
     EngineUnsupportedError,
     EngineUpdateError,
 )
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
-from dbuffer.integrations.engine.server import EngineServer
-from dbuffer.integrations.vllm.config import (
-    BACKEND,
-    default_engine_id,
-    is_launched,
-    options_of,
+from dbuffer.integrations.engine.messages import (
+    RankAnswer,
+    RankRequest,
+    decode_answer,
+    encode_request,
 )
-from dbuffer.integrations.vllm.plugin import serves_every_worker
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode, RankCalls
+from dbuffer.integrations.engine.server import EngineServer
+from dbuffer.integrations.vllm.config import CALL, default_engine_id, is_launched
+from dbuffer.integrations.vllm.facts import facts_here, facts_of
 
 ResultT = TypeVar("ResultT")
 
-EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
-
-_EXTENSION_CLASS = "dbuffer.integrations.vllm.extension.WorkerExtension"
-_RESUME_TRIES = 5
 _ALIVE_CHECK_S = 1.0
 
 
-def facts_of(config: Any) -> EngineFacts:
-    """From a ``VllmConfig``, or from what one looks like in JSON.
+class _WorkerCalls(RankCalls):
+    """What its ranks are asked goes to vLLM's workers by ``collective_rpc``."""
 
-    Raises:
-        EngineUnsupportedError: it cannot take weights from a store.
-        OptionError: (a ``ValueError``) its ``additional_config`` says something wrong of dbuffer.
-    """
-    parallel = _get(config, "parallel_config")
-    transfer = _get(config, "weight_transfer_config")
-    has_backend = transfer is not None and _get(transfer, "backend") == BACKEND
-    if not (has_backend or has_extension(config)):
-        raise EngineUnsupportedError(
-            "this engine takes no weights from a store: start it with weight_transfer_config="
-            f"WeightTransferConfig(backend={BACKEND!r}), or with worker_extension_cls="
-            f'{EXTENSION!r}; a server: --weight-transfer-config \'{{"backend": '
-            f'"{BACKEND}"}}\', or --worker-extension-cls {EXTENSION}'
-        )
-    if _get(parallel, "data_parallel_size") > 1:
-        raise EngineUnsupportedError(
-            "an engine with data_parallel_size above 1 cannot be followed as one: start one "
-            "engine for each replica, and let each follow the store"
-        )
-    return EngineFacts(
-        instance_id=_get(config, "instance_id"),
-        num_ranks=_get(parallel, "world_size"),
-        configured=options_of(_get(config, "additional_config")),
-        has_backend=has_backend,
-    )
+    def ask(self, request: RankRequest) -> list[RankAnswer]:
+        """Ask all workers; what each answers."""
+        replies = self._call_workers(CALL, {"request": encode_request(request)})
+        return [decode_answer(reply) for reply in replies]
+
+    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+        raise NotImplementedError
 
 
-def has_extension(config: Any) -> bool:
-    """Whether its workers have the methods of `WorkerExtension`, by an option or by our plugin."""
-    # An engine in this process, or started from it, has loaded the plugins that this one has.
-    is_here = not isinstance(config, Mapping)
-    name = _get(_get(config, "parallel_config"), "worker_extension_cls")
-    # What a server says must not decide what is imported here.
-    return (is_here and serves_every_worker()) or _is_extension(name, may_import=is_here)
-
-
-def _get(config: Any, name: str) -> Any:
-    return config.get(name) if isinstance(config, Mapping) else getattr(config, name)
-
-
-def _is_extension(qualified_name: str | None, *, may_import: bool) -> bool:
-    """Whether it is ours, or has ours among its bases."""
-    if not qualified_name or qualified_name == EXTENSION:
-        return qualified_name == EXTENSION
-    module, _, name = qualified_name.rpartition(".")
-    if may_import and module:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(module)
-    found = getattr(sys.modules.get(module), name, None)
-    return isinstance(found, type) and any(
-        f"{base.__module__}.{base.__qualname__}" == _EXTENSION_CLASS for base in found.__mro__
-    )
-
-
-def _facts_here(config: Any) -> EngineFacts:
-    from vllm.plugins import load_general_plugins
-
-    # A front end whose configuration was made in another process has loaded none; its workers have.
-    load_general_plugins()
-    return facts_of(config)
-
-
-class _EngineHere:
+class _EngineHere(_WorkerCalls):
     """An engine that ends with this process."""
 
     is_server: ClassVar = False
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Nothing is held."""
+
+    def require_alive(self) -> None:
+        """Its calls tell."""
+
+    def default_id(self, facts: EngineFacts) -> str:
+        """From vLLM's name for it."""
+        return default_engine_id(facts.instance_id)
 
 
-class OfflineEngine(_EngineHere):
+class OfflineVllm(_EngineHere):
     """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
 
     def __init__(self, llm: Any) -> None:
@@ -124,22 +72,48 @@ class OfflineEngine(_EngineHere):
 
     def facts(self) -> EngineFacts:
         """How it was started."""
-        return _facts_here(self._engine.vllm_config)
+        return facts_here(self._engine.vllm_config)
 
-    def default_id(self, facts: EngineFacts) -> str:
-        """From vLLM's name for it."""
-        return default_engine_id(facts.instance_id)
+    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+        with self._ending_with_the_engine():
+            return list(self._llm.collective_rpc(method, kwargs=arguments))
 
-    def rpc(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of all its workers; what each returned."""
-        return list(self._llm.collective_rpc(method, kwargs=arguments))
+    @contextlib.contextmanager
+    def _ending_with_the_engine(self) -> Iterator[None]:
+        """Let calls that are under way when the engine's process dies end; vLLM lets them wait.
+
+        Raises:
+            EngineEndedError: from the call.
+        """
+        client = self._engine.engine_core
+        pending = getattr(client, "utility_results", None)
+        if pending is None:  # it lives in this process
+            yield
+            return
+        is_done = threading.Event()
+
+        def watch() -> None:
+            while not is_done.wait(_ALIVE_CHECK_S):
+                if client.resources.engine_dead:
+                    for future in list(pending.values()):
+                        with contextlib.suppress(InvalidStateError):  # it was answered just now
+                            future.set_exception(EngineEndedError("the engine died in mid-call"))
+                    return
+
+        watcher = threading.Thread(target=watch, name="dbuffer-engine-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            watcher.join()
 
     def is_paused(self) -> bool:
-        """Nobody else can have."""
+        """Nobody else can have paused it."""
         return False
 
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
-        """Forget its caches.
+        """Drop its caches.
 
         Raises:
             EngineBusyError: it has unfinished requests, or its weights are asleep.
@@ -149,29 +123,32 @@ class OfflineEngine(_EngineHere):
                 "the engine's weights are asleep, and their memory may be gone: wake it up first "
                 "(wake_up(tags=['weights']) is enough), then sync"
             )
-        if self._engine.has_unfinished_requests() or not self._llm.reset_prefix_cache():
-            raise EngineBusyError("the engine is generating: wait for its requests, then sync")
-        self._engine.reset_mm_cache()
-        self._engine.reset_encoder_cache()
+        with self._ending_with_the_engine():
+            if self._engine.has_unfinished_requests() or not self._llm.reset_prefix_cache():
+                raise EngineBusyError("the engine is generating: wait for its requests, then sync")
+            self._engine.reset_mm_cache()
+            self._engine.reset_encoder_cache()
 
     def resume(self) -> None:
-        """There is nothing to resume."""
+        """It was not stopped."""
 
     def weight_version(self) -> str:
-        """What it reports."""
-        return str(self._engine.get_weight_version())
+        """What it reports with its responses."""
+        with self._ending_with_the_engine():
+            return str(self._engine.get_weight_version())
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this."""
-        self._engine.set_weight_version(version)
+        """Let it report this with its responses."""
+        with self._ending_with_the_engine():
+            self._engine.set_weight_version(version)
 
     def _sleeping_tags(self) -> set[str]:
-        """What of it is asleep; nothing, for all that is said of an engine in another process."""
+        """Which parts of it are asleep; of an engine in another process nothing is known."""
         executor = getattr(self._engine, "model_executor", None)
         return set(getattr(executor, "sleeping_tags", ()))
 
 
-class AsyncEngine(_EngineHere):
+class AsyncVllm(_EngineHere):
     """An ``AsyncLLM``, called from any thread but that of its event loop."""
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -197,16 +174,22 @@ class AsyncEngine(_EngineHere):
                 "this AsyncLLM runs in no event loop yet: make it, or this, in a coroutine"
             ) from None
 
+    def require_alive(self) -> None:
+        """Look whether its processes and its event loop are there; nothing is asked of them.
+
+        Raises:
+            EngineEndedError: they are not.
+        """
+        if self._loop.is_closed():
+            raise EngineEndedError("its event loop has ended")
+        if self._engine.errored:
+            raise EngineEndedError("the engine is dead")
+
     def facts(self) -> EngineFacts:
         """How it was started."""
-        return _facts_here(self._engine.vllm_config)
+        return facts_here(self._engine.vllm_config)
 
-    def default_id(self, facts: EngineFacts) -> str:
-        """From vLLM's name for it."""
-        return default_engine_id(facts.instance_id)
-
-    def rpc(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of all its workers; what each returned."""
+    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         return list(self._call(self._engine.collective_rpc(method, kwargs=arguments)))
 
     def is_paused(self) -> bool:
@@ -214,14 +197,14 @@ class AsyncEngine(_EngineHere):
         return bool(self._call(self._engine.is_paused()))
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and forget whatever was computed with the weights it has."""
+        """Let no step begin, and drop whatever was computed with the weights it has."""
         self._call(self._pause(mode))
 
     async def _pause(self, mode: PauseMode) -> None:
         # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
         await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
-        # Requests that are kept lose what was computed with the old weights too: it is computed
-        # anew, so that no token comes from two versions.
+        # Requests that are kept lose what was computed with the old weights too: it is
+        # recomputed, so that no token comes from two versions.
         is_reset, *_ = await asyncio.gather(
             self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
             self._engine.reset_mm_cache(),
@@ -251,18 +234,18 @@ class AsyncEngine(_EngineHere):
             )
         if self._loop.is_closed():
             call.close()
-            raise ClosedError("the engine's event loop has ended, so nobody follows any more")
+            raise EngineEndedError("its event loop has ended")
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         # vLLM never answers a call that was under way when its engine died.
         while not wait([future], _ALIVE_CHECK_S).done:
             if self._engine.errored or not self._loop.is_running():
                 future.cancel()
-                raise ClosedError("the engine, or its event loop, has ended in mid-call")
+                raise EngineEndedError("the engine, or its event loop, has ended in mid-call")
         try:
             return future.result()
         except Exception as error:
             if self._engine.errored:
-                raise ClosedError(f"the engine is dead: {error}") from error
+                raise EngineEndedError(f"the engine is dead: {error}") from error
             raise
 
 
@@ -273,7 +256,7 @@ def _is_in_loop(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class ServerEngine(EngineServer):
+class VllmServer(_WorkerCalls, EngineServer):
     """A vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``); see :class:`EngineServer`."""
 
     IS_WHAT = "vLLM"
@@ -292,8 +275,7 @@ class ServerEngine(EngineServer):
             return default_engine_id(facts.instance_id)
         return f"vllm-{self._name()}"
 
-    def rpc(self, method: str, **arguments: Any) -> list[Any]:
-        """Call a method of all its workers; what each returned."""
+    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         body = {"method": method, "kwargs": arguments}
         response = self._request("POST", "/collective_rpc", json=body, timeout=self._long)
         return list(self._body(response).get("results", [])) if response.content else []
@@ -303,7 +285,7 @@ class ServerEngine(EngineServer):
         return bool(self._get("/is_paused", "is_paused"))
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and forget whatever was computed with the weights it has."""
+        """Let no step begin, and drop whatever was computed with the weights it has."""
         params = {"mode": mode, "clear_cache": "false"}
         self._request("POST", "/pause", params=params, timeout=self._long)
         caches = {"reset_running_requests": "true", "reset_external": "true"}
@@ -315,16 +297,8 @@ class ServerEngine(EngineServer):
         self._request("POST", "/reset_encoder_cache")
 
     def resume(self) -> None:
-        """Let it go on; a network that loses one answer must not leave it paused."""
-        for left in reversed(range(_RESUME_TRIES)):
-            try:
-                self._request("POST", "/resume")
-            except (EngineUnreachableError, EngineUpdateError):
-                if not left:
-                    raise
-                time.sleep(0.2)
-            else:
-                return
+        """Let it go on."""
+        self._request_resume("/resume")
 
     def weight_version(self) -> str:
         """What it reports with its responses."""
@@ -343,21 +317,21 @@ def is_one_of_several(target: Any) -> bool:
     return is_launched(parallel) and parallel.world_size > 1
 
 
-def engine_of(target: Any, *, api_key: str | None = None) -> Engine:
+def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
     """The engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL.
 
     Raises:
         EngineUnsupportedError: it is none of them, or only a part of one.
     """
     if isinstance(target, str):
-        return ServerEngine(target, api_key=api_key)
+        return VllmServer(target, api_key=api_key)
     if is_one_of_several(target):
         raise EngineUnsupportedError(
             "this LLM is one rank of an engine that torchrun started: let every rank call "
             "dbuffer.integrations.vllm.follow with its own"
         )
     if hasattr(target, "llm_engine"):
-        return OfflineEngine(target)
+        return OfflineVllm(target)
     if hasattr(target, "output_handler") and hasattr(target, "engine_core"):
-        return AsyncEngine(target, AsyncEngine.loop_of(target))
-    raise EngineUnsupportedError(f"a {type(target).__name__} is no engine of vLLM's")
+        return AsyncVllm(target, AsyncVllm.loop_of(target))
+    raise EngineUnsupportedError(f"a {type(target).__name__} is not an engine of vLLM")

@@ -1,25 +1,39 @@
-"""`WorkerExtension`: the same for engines that were started without a weight transfer backend."""
+"""`WorkerExtension`: the methods by which vLLM's workers are reached, over ``collective_rpc``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
+from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
+from dbuffer.integrations.engine.messages import (
+    BeginRequest,
+    CheckRequest,
+    EndRequest,
+    RankAnswer,
+    RankOutcome,
+    RankRequest,
+    decode_request,
+    encode_answer,
+)
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.rank_receiver import start_on_all_ranks
-from dbuffer.integrations.vllm.model import ShapeCheck
 from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import WorkerRanks, raising_once
-from dbuffer.layout import TensorSpec
-
-_LAST = "_dbuffer_last_receiver"
+from dbuffer.integrations.vllm.ranks import WorkerRanks
 
 
 class WorkerExtension:
     """Methods for ``collective_rpc``, on all ranks; vLLM adds them to its worker.
 
     Start the engine with ``worker_extension_cls="dbuffer.integrations.vllm.WorkerExtension"``.
+    Where dbuffer is installed beside vLLM, its plugin adds them without that. A follower uses
+    `dbuffer_call` alone; the others are for whoever switches an engine by hand, and raise.
     """
+
+    def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, str]:
+        """Do what a follower asks for; see :mod:`dbuffer.integrations.engine.messages`."""
+        # Nothing may be raised here: vLLM would read the other ranks' answers one call late.
+        return encode_answer(answer_of(lambda: _answer(self, decode_request(request))))
 
     def dbuffer_init(self: Any, init_info: dict[str, Any]) -> None:
         """Begin to follow a store.
@@ -28,15 +42,10 @@ class WorkerExtension:
             init_info: see :class:`EngineOptions`.
 
         Raises:
-            OptionError: (a ``ValueError``) it is not what it may be.
+            OptionError: (a ``ValueError``) a value is invalid.
+            EngineUnsupportedError, EngineUpdateError: the engine cannot follow this store.
         """
-        with raising_once(WorkerRanks(self.vllm_config).may_raise):
-            options = EngineOptions.parse(init_info)
-            # One that was shut down still knows what the model has.
-            before = getattr(self, "_dbuffer_receiver", None) or getattr(self, _LAST, None)
-            self._dbuffer_receiver = None
-            rank = WorkerRank(self.vllm_config, self.get_model(), self.device)
-            self._dbuffer_receiver = start_on_all_ranks(rank, options, before)
+        _do(self, lambda: BeginRequest(options=EngineOptions.parse(init_info)))
 
     def dbuffer_update(self: Any, update_info: dict[str, Any] | None = None) -> None:
         """Switch to a version. Nothing may be generating.
@@ -47,31 +56,34 @@ class WorkerExtension:
         Raises:
             EngineUpdateError, EngineBrokenError: see :meth:`RankReceiver.update`.
         """
-        with raising_once(WorkerRanks(self.vllm_config).may_raise):
-            receiver = getattr(self, "_dbuffer_receiver", None)
-            if receiver is None:
-                raise EngineUnsupportedError("this engine follows no store yet: call dbuffer_init")
-            receiver.update(UpdateRequest.parse_or_error(update_info or {}))
-            self.model_runner.reset_lora_state()
+        _do(self, lambda: UpdateRequest.parse(update_info or {}))
 
     def dbuffer_check(self: Any, tensors: list[tuple[str, str, list[int]]]) -> str | None:
-        """What speaks against loading such tensors; None if they fit. Nothing is touched.
+        """Why such tensors do not fit; None if they do. Nothing is touched.
 
         Args:
             tensors: name, dtype (``"bfloat16"``) and shape of each.
         """
-        try:
-            specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
-            ShapeCheck(self.vllm_config)(specs)
-        # Returned, not raised: every rank finds the same, and only one may raise.
-        except WeightsMismatchError as error:
-            return str(error)
-        return None
+        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
+        return _do(self, lambda: CheckRequest(tensors=specs)).problem or None
 
     def dbuffer_shutdown(self: Any) -> None:
         """Stop following. The model keeps its weights; to follow again, call dbuffer_init."""
-        receiver = getattr(self, "_dbuffer_receiver", None)
-        if receiver is not None:
-            receiver.close()
-            setattr(self, _LAST, receiver)
-            self._dbuffer_receiver = None
+        _do(self, EndRequest)
+
+
+def _answer(worker: Any, request: RankRequest) -> RankAnswer:
+    endpoint = RankEndpoint.of(worker.get_model())
+    answer = endpoint.answer(request, lambda: WorkerRank.of(worker))
+    if isinstance(request, UpdateRequest) and answer.outcome is RankOutcome.DONE:
+        worker.model_runner.reset_lora_state()
+    return answer
+
+
+def _do(worker: Any, make_request: Callable[[], RankRequest]) -> RankAnswer:
+    """Do it, and raise on one rank what went wrong on all."""
+    answer = RankAnswer()
+    with WorkerRanks(worker.vllm_config).raising_once():
+        answer = _answer(worker, make_request())
+        answer.require_done()
+    return answer

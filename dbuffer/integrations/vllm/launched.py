@@ -13,32 +13,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from dbuffer.agreement import Agreement
 from dbuffer.errors import DBufferError, EngineUpdateError
-from dbuffer.integrations.engine.follower import Follower, Switch
+from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.engine.protocol import PauseMode
-from dbuffer.integrations.vllm.engines import OfflineEngine
+from dbuffer.integrations.engine.protocol import PauseMode, RankCalls
+from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
+from dbuffer.integrations.engine.reporting import Switch
+from dbuffer.integrations.vllm.engines import OfflineVllm
 from dbuffer.integrations.vllm.ranks import WorkerRanks
+from dbuffer.ranks.agreement import Agreement
 
 T = TypeVar("T")
-
-_RANK_TIMEOUT_S = 600.0
-"""How long ranks wait for one that hangs, beyond the time in which a version is to be ready. A load
-of a large model must fit; a rank that dies is noticed at once."""
+ArgumentT = TypeVar("ArgumentT")
 
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What all ranks are to do to their part of the engine."""
+    """What all ranks are to do to their part of the engine: one of its methods."""
 
-    method: str
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
+    call: Callable[..., Any]
+    argument: Any
+
+    def carry_out(self, part: OfflineVllm) -> Any:
+        return self.call(part, self.argument)
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _PartOutcome:
     """What came of it on a rank, or of all of it on the first one."""
 
     value: Any = None
@@ -62,16 +64,22 @@ class LaunchedFollower:
     Args:
         llm: this rank's.
         options: the store and so on; the same on all ranks.
+        rank_timeout_s: how long ranks wait for one that does not come, or hangs, beyond the time in
+            which a version is to be ready. A load of a large model must fit; a rank that dies is
+            noticed at once.
 
     Raises:
+        RankTimeoutError: a rank has not made one of these.
         RankFailedError: from any call: a rank was lost. The others must not be used any more
             either: vLLM's own collectives have lost it too.
     """
 
-    def __init__(self, llm: Any, options: EngineOptions | None) -> None:
-        self._mine = OfflineEngine(llm)
+    def __init__(
+        self, llm: Any, options: EngineOptions | None, *, rank_timeout_s: float = RANK_TIMEOUT_S
+    ) -> None:
+        self._mine = OfflineVllm(llm)
         ranks = WorkerRanks(llm.llm_engine.vllm_config)
-        timeout_s = _RANK_TIMEOUT_S + (options.timeout_s if options is not None else 0.0)
+        timeout_s = rank_timeout_s + (options.timeout_s if options is not None else 0.0)
         self._agreement = Agreement(ranks.process_group, timeout_s=timeout_s)
         self._leader: Follower | None = None
         if self._agreement.rank == 0:
@@ -105,8 +113,7 @@ class LaunchedFollower:
 
         Here, and in `close`, no rank waits for another. The engine keeps its weights.
         """
-        if not self._mine.facts().has_backend:
-            self._mine.rpc("dbuffer_shutdown")
+        self._mine.end()
 
     def close(self) -> None:
         """Stop following."""
@@ -127,7 +134,7 @@ class LaunchedFollower:
             outcome = self._do_as_told()
         else:
             try:
-                outcome = _Outcome.of(lambda: (call(leader), leader.applied))
+                outcome = _PartOutcome.of(lambda: (call(leader), leader.applied))
             except BaseException:  # interrupted: the others must not wait for what comes next
                 self._agreement.close()
                 raise
@@ -138,60 +145,61 @@ class LaunchedFollower:
         value, self.applied = outcome.value
         return value  # type: ignore[no-any-return]  # what `call` returned, if on another rank
 
-    def _do_as_told(self) -> _Outcome:
+    def _do_as_told(self) -> _PartOutcome:
         while True:
-            told: _Order | _Outcome = self._agreement.first("hear what to do", _nothing)
-            if isinstance(told, _Outcome):
+            told: _Order | _PartOutcome = self._agreement.first("hear what to do", _wait_for_first)
+            if isinstance(told, _PartOutcome):
                 return told
-            _do(self._agreement, self._mine, told)
+            _carry_out(self._agreement, self._mine, told)
 
 
-class _AllRanks:
+class _AllRanks(RankCalls):
     """All parts of an engine, as the first rank's follower sees them."""
 
     is_server = False
 
-    def __init__(self, agreement: Agreement, mine: OfflineEngine) -> None:
+    def __init__(self, agreement: Agreement, mine: OfflineVllm) -> None:
         self._agreement = agreement
         self._mine = mine
         # All ranks are in the same state, and what can be asked of one need not be asked of all.
+        self.require_alive = mine.require_alive
         self.facts = mine.facts
         self.default_id = mine.default_id
         self.is_paused = mine.is_paused
         self.resume = mine.resume
         self.weight_version = mine.weight_version
 
-    def rpc(self, method: str, **arguments: Any) -> list[Any]:
-        answers = self._order("rpc", method, **arguments)
+    def ask(self, request: RankRequest) -> list[RankAnswer]:
+        """Let every rank ask its own; what each answers."""
+        answers = self._order(OfflineVllm.ask, request)
         return [answer for of_rank in answers for answer in of_rank]
 
     def pause(self, mode: PauseMode) -> None:
-        self._order("pause", mode)
+        self._order(OfflineVllm.pause, mode)
 
     def set_weight_version(self, version: str) -> None:
-        self._order("set_weight_version", version)
+        self._order(OfflineVllm.set_weight_version, version)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """The parts are closed by who made them."""
 
-    def _order(self, method: str, *arguments: Any, **keywords: Any) -> list[Any]:
-        """Let every rank call a method of its part; what each returned."""
-        order = _Order(method, arguments, keywords)
+    def _order(self, call: Callable[[OfflineVllm, ArgumentT], T], argument: ArgumentT) -> list[T]:
+        """Let every rank make a call of its part; what each returned."""
+        order = _Order(call, argument)
         self._agreement.first("hear what to do", lambda: order)
-        outcomes = _do(self._agreement, self._mine, order)
+        outcomes = _carry_out(self._agreement, self._mine, order)
         if any(outcome.error is not None for outcome in outcomes):
             raise _joint(outcomes)
         return [outcome.value for outcome in outcomes]
 
 
-def _do(agreement: Agreement, mine: OfflineEngine, order: _Order) -> list[_Outcome]:
-    def call() -> Any:
-        return getattr(mine, order.method)(*order.arguments, **order.keywords)
+def _carry_out(agreement: Agreement, mine: OfflineVllm, order: _Order) -> list[_PartOutcome]:
+    return agreement.each(
+        f"do {order.call.__name__}", lambda: _PartOutcome.of(lambda: order.carry_out(mine))
+    )
 
-    return agreement.each(f"do {order.method}", lambda: _Outcome.of(call))
 
-
-def _joint(outcomes: Sequence[_Outcome]) -> Exception:
+def _joint(outcomes: Sequence[_PartOutcome]) -> Exception:
     """One error for all ranks: the common one, or the first with its rank's number."""
     errors = {rank: one.error for rank, one in enumerate(outcomes) if one.error is not None}
     rank, first = next(iter(errors.items()))
@@ -200,5 +208,5 @@ def _joint(outcomes: Sequence[_Outcome]) -> Exception:
     return type(first)(f"rank {rank}: {first}")
 
 
-def _nothing() -> Any:
+def _wait_for_first() -> Any:
     """What the first rank says is what counts."""

@@ -6,7 +6,9 @@ An ASGI middleware, which vLLM puts into its server when it is told so::
         --additional-config '{"dbuffer": {"store": "/dev/shm/policy"}}' \
         --middleware dbuffer.integrations.vllm.FollowStore
 
-The server is not reported ready before it serves the newest version that is there.
+The server is not reported ready before it serves the newest version that is there. With
+``--load-format dummy`` there must be one, or come in time. A server that cannot follow does not
+start.
 """
 
 from __future__ import annotations
@@ -15,10 +17,17 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from dbuffer.errors import EngineUnsupportedError, OptionError
-from dbuffer.integrations.engine.follower import BackgroundFollower
-from dbuffer.integrations.vllm.config import engine_settings
-from dbuffer.integrations.vllm.follower import follow
+from dbuffer.errors import (
+    DBufferError,
+    EngineUnsupportedError,
+    OptionError,
+    VersionTimeoutError,
+)
+from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.vllm.config import engine_settings, options_of
+from dbuffer.integrations.vllm.following import follow
+from dbuffer.integrations.vllm.plugin import log_as_vllm
 
 logger = logging.getLogger(__name__)
 
@@ -39,26 +48,63 @@ class FollowStore:
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
-        follower = await _start(scope["app"].state)
+        log_as_vllm()
         try:
-            await self._app(scope, receive, send)
+            follower = await _start(scope)
+        # Servers take whatever is raised here for an application without a lifespan, and serve. So
+        # it is said in the protocol's own words: this ends the server.
+        except Exception as error:  # noqa: BLE001
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": _refusal(error)})
+            return
+
+        async def receive_after_us() -> MutableMapping[str, Any]:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await _end(follower)  # while the engine is still there for a switch under way
+            return message
+
+        try:
+            await self._app(scope, receive_after_us, send)
         finally:
-            await follower.aclose()
+            await _end(follower)
 
 
-async def _start(state: Any) -> BackgroundFollower:
+def _refusal(error: Exception) -> str:
+    """In one line, however long the reason is."""
+    is_known = isinstance(error, DBufferError | OSError)
+    reason = str(error) if is_known else f"{type(error).__name__}: {error}"
+    return f"this server does not start, because it cannot follow: {' '.join(reason.split())}"
+
+
+async def _end(follower: BackgroundFollower) -> None:
+    """Stop following; again does nothing. What goes wrong must not keep the server from its end."""
+    try:
+        await follower.aclose()
+    except (DBufferError, OSError) as error:
+        logger.warning("%s did not stop following properly: %s", follower.engine_id, error)
+
+
+async def _start(scope: Scope) -> BackgroundFollower:
     """Begin to follow, and wait until the engine serves what is there.
 
     Raises:
         EngineUnsupportedError: several processes serve this engine, or it was not started with
-            what following needs. The server does not start.
+            what following needs.
+        OptionError: it was given no store.
+        VersionTimeoutError: the newest version was not ready in time; or the engine has a dummy's
+            weights, and no version came.
+        DBufferError: what else hinders it.
     """
-    engine = state.engine_client
-    if getattr(engine.vllm_config.parallel_config, "_api_process_count", 1) > 1:
+    engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+    if engine is None:
+        raise EngineUnsupportedError("FollowStore is for vLLM's API server, and this is another")
+    config = engine.vllm_config
+    if getattr(config.parallel_config, "_api_process_count", 1) > 1:
         raise EngineUnsupportedError(
             "several API servers share this engine, and each would follow: --api-server-count 1"
         )
-    settings = engine_settings(engine.vllm_config.additional_config)
+    settings = engine_settings(config.additional_config)
     if "store" not in settings:
         raise OptionError(
             'FollowStore needs a store: --additional-config \'{"dbuffer": {"store": directory}}\''
@@ -67,7 +113,32 @@ async def _start(state: Any) -> BackgroundFollower:
     assert isinstance(follower, BackgroundFollower)  # noqa: S101 - an AsyncLLM is followed so
     try:
         await follower.wait_started_async()
+        if config.load_config.load_format == "dummy" and follower.applied is None:
+            options = options_of(config.additional_config)
+            assert options is not None  # noqa: S101 - it has a store
+            await _wait_for_weights(follower, options)
     except BaseException:
         await follower.aclose()
         raise
     return follower
+
+
+async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:
+    """Wait for the first version: weights of ``--load-format dummy`` are nobody's.
+
+    Raises:
+        VersionTimeoutError: none came.
+    """
+    logger.info(
+        "%s has a dummy's weights: waiting %g s (timeout_s) for a version in %s",
+        follower.engine_id,
+        options.timeout_s,
+        options.store,
+    )
+    try:
+        await follower.wait_applied_async(1, options.timeout_s)
+    except VersionTimeoutError as error:
+        raise VersionTimeoutError(
+            f"with --load-format dummy there is nothing to serve before there is a version in "
+            f"{options.store}: {error}"
+        ) from error

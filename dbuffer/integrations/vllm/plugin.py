@@ -17,6 +17,7 @@ _WRAPPER = "WorkerWrapperBase"
 
 def register() -> None:
     """Make vLLM know ``backend="dbuffer"``, and its workers our methods. Again does nothing."""
+    log_as_vllm()
     try:
         from vllm.distributed.weight_transfer.factory import (
             WeightTransferEngineFactory,
@@ -37,6 +38,19 @@ def register() -> None:
     # would be the wrong place: vLLM refuses an extension whose names its workers have already.
     for name in WORKER_METHODS:
         setattr(WorkerWrapperBase, name, _calling_the_extension(name))
+
+
+def log_as_vllm() -> None:
+    """Let our log have vLLM's format and level, unless somebody has given it others."""
+    ours, theirs = logging.getLogger("dbuffer"), logging.getLogger("vllm")
+    is_configured = ours.handlers or ours.level or logging.getLogger().handlers
+    if is_configured or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.level)
+    # As vLLM's own: a handler that comes to the root later must not say it all a second time.
+    ours.propagate = False
 
 
 def serves_every_worker() -> bool:

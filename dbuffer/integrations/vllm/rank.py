@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.engine.rank_receiver import ServingModel
+from dbuffer.integrations.engine.serving import ServingModel
+from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched
-from dbuffer.integrations.vllm.model import EngineModel, ShapeCheck
+from dbuffer.integrations.vllm.model import VllmModel
 from dbuffer.integrations.vllm.ranks import WorkerRanks
+from dbuffer.integrations.vllm.shape_check import vllm_shape_check
 
 
 class WorkerRank:
@@ -20,6 +22,14 @@ class WorkerRank:
         self._device = device
         self.on_device: bool = device.type != "cpu"
         self.ranks = WorkerRanks(vllm_config)
+        self.instance_id: str = vllm_config.instance_id
+        if is_launched(vllm_config.parallel_config):  # each process has made up its own
+            self.instance_id = self.ranks.gather(self.instance_id)[0]
+
+    @classmethod
+    def of(cls, worker: Any) -> Self:
+        """That of a worker."""
+        return cls(worker.vllm_config, worker.get_model(), worker.device)
 
     def engine_id(self, options: EngineOptions) -> str:
         """The engine's name among the store's receivers; the same on all of its ranks."""
@@ -33,8 +43,8 @@ class WorkerRank:
 
     def make_model(self, before: ServingModel | None) -> ServingModel:
         """The model, to swap weights in: the same as before, which knows whether it may serve."""
-        return before or EngineModel(self._vllm_config, self._model, self._device)
+        return before or VllmModel(self._vllm_config, self._model, self._device)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         """What tells, while the model serves, whether weights fit it, all or a part of them."""
-        return ShapeCheck(self._vllm_config, partial=partial)
+        return vllm_shape_check(self._vllm_config, partial=partial)

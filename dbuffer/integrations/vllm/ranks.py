@@ -28,7 +28,16 @@ class WorkerRanks(Ranks):
         # that are one call old. So only the rank that is read last may raise. Where each process
         # has a front end of its own, each must hear of it.
         is_last = self.rank % parallel.world_size == parallel.world_size - 1
-        self.may_raise: bool = is_last or is_launched(parallel)
+        self._may_raise: bool = is_last or is_launched(parallel)
+
+    @contextlib.contextmanager
+    def raising_once(self) -> Iterator[None]:
+        """Let an error out on one rank only: vLLM reads no further. All ranks have logged it."""
+        try:
+            yield
+        except DBufferError:
+            if self._may_raise:
+                raise
 
 
 def _group_of(parallel: Any) -> Any:
@@ -46,13 +55,3 @@ def _group_of(parallel: Any) -> Any:
         "which are more than those of one tensor-parallel group: use pipeline_parallel_size=1, "
         "or one engine"
     )
-
-
-@contextlib.contextmanager
-def raising_once(may_raise: bool) -> Iterator[None]:
-    """Let an error out on one rank only; vLLM reads no more. All of them have logged it."""
-    try:
-        yield
-    except DBufferError:
-        if may_raise:
-            raise

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from dbuffer.errors import (
-    ClosedError,
     DBufferError,
+    EngineEndedError,
     EngineUnreachableError,
     EngineUnsupportedError,
     VersionTimeoutError,
 )
-from dbuffer.integrations.engine.follower import Follower, Switch
+from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import Engine
-from dbuffer.integrations.vllm.engines import engine_of
+from dbuffer.integrations.engine.reporting import Switch
+from dbuffer.integrations.vllm.engines import vllm_engine_of
+from dbuffer.runtime import options as checks
 
-_LOOK_S = 0.02
+_ASK_AGAIN_S = 0.02
 """How often an actor is asked whether its ranks have a version ready; it serves meanwhile."""
 
-_FOLLOWER = "_dbuffer_follower"
+_FOLLOWER_IN_ACTOR = "_dbuffer_follower"
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def is_ray_actor(target: Any) -> bool:
@@ -58,7 +63,7 @@ class RayFollower:
 
         Raises:
             EngineUnreachableError: it is being restarted.
-            ClosedError: it has ended.
+            EngineEndedError: it has ended.
         """
         return self._identity is not None and self._run(_identity_in_actor) != self._identity
 
@@ -69,39 +74,43 @@ class RayFollower:
             DBufferError: see :meth:`Follower.sync`.
             VersionTimeoutError: some rank did not have it ready in time.
             EngineUnreachableError: the actor is being restarted.
-            ClosedError: it has ended.
+            EngineEndedError: it has ended.
         """
         timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        while not self._call("is_ready", at_least):
+        deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
+        while not self._call(Follower.is_ready, at_least):
             if time.monotonic() > deadline:
                 raise VersionTimeoutError(
                     f"the newest version of {self._options.store} was not ready on all ranks "
                     f"within {timeout_s:g} s; the engine serves on"
                 )
-            time.sleep(_LOOK_S)
-        switch: Switch | None = self._call("sync", at_least=at_least)
+            time.sleep(_ASK_AGAIN_S)
+        switch = self._call(Follower.sync, at_least=at_least)
         self._identity = self._run(_identity_in_actor)
         return switch
 
     def apply_once(self, store: str) -> None:
         """Load another store's newest version; see :meth:`Follower.apply_once`."""
-        self._call("apply_once", store)
+        self._call(Follower.apply_once, store)
         self._identity = self._run(_identity_in_actor)
 
     def misfits(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
         """What speaks against loading such tensors; see :meth:`Follower.misfits`."""
-        return list(self._call("misfits", tensors))
+        return self._call(Follower.misfits, tensors)
 
     def stop_workers(self) -> None:
         """Let the engine's workers look at the store no more; see :meth:`Follower.stop_workers`."""
-        self._call("stop_workers")
+        self._call(Follower.stop_workers)
 
     def close(self) -> None:
         """Nothing: the follower in the actor ends with it, and may be found again."""
 
-    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._run(_call_in_actor, method, args, kwargs)
+    def _call(
+        self, call: Callable[Concatenate[Follower, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Let the follower in the actor do something."""
+        result: T = self._run(_call_in_actor, call, args, kwargs)
+        return result
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         import ray
@@ -111,7 +120,7 @@ class RayFollower:
         except ray.exceptions.ActorUnavailableError as error:
             raise EngineUnreachableError(f"the engine's actor does not answer: {error}") from error
         except ray.exceptions.RayActorError as error:
-            raise ClosedError(f"the engine's actor has ended: {error}") from error
+            raise EngineEndedError(f"the engine's actor has ended: {error}") from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, DBufferError):
                 raise error.cause from error
@@ -122,9 +131,13 @@ class RayFollower:
 
 
 def _call_in_actor(
-    instance: Any, options: EngineOptions, method: str, args: tuple[Any, ...], kwargs: Any
+    instance: Any,
+    options: EngineOptions,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    return getattr(_follower_in(instance, options), method)(*args, **kwargs)
+    return call(_follower_in(instance, options), *args, **kwargs)
 
 
 def _identity_in_actor(instance: Any, options: EngineOptions) -> str:
@@ -132,12 +145,12 @@ def _identity_in_actor(instance: Any, options: EngineOptions) -> str:
 
 
 def _follower_in(instance: Any, options: EngineOptions) -> Follower:
-    known: tuple[EngineOptions, Follower] | None = getattr(instance, _FOLLOWER, None)
+    known: tuple[EngineOptions, Follower] | None = getattr(instance, _FOLLOWER_IN_ACTOR, None)
     if known is None or known[0] != options:
         if known is not None:
             known[1].close()
         known = options, Follower(_engine_in(instance), options)
-        setattr(instance, _FOLLOWER, known)
+        setattr(instance, _FOLLOWER_IN_ACTOR, known)
     return known[1]
 
 
@@ -148,7 +161,7 @@ def _engine_in(instance: Any) -> Engine:
 
     for candidate in (instance, *vars(instance).values()):
         if isinstance(candidate, vllm.LLM | AsyncLLM):
-            return engine_of(candidate)
+            return vllm_engine_of(candidate)
     raise EngineUnsupportedError(
         f"an actor of {type(instance).__name__} has no attribute that is a vllm.LLM or AsyncLLM"
     )

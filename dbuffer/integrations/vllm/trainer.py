@@ -19,7 +19,7 @@ from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.vllm.config import BACKEND
 from dbuffer.integrations.vllm.plugin import register
-from dbuffer.sender import WeightSender
+from dbuffer.publish.sender import WeightSender
 
 # vLLM loads its plugins in engines; in a trainer nobody else makes this half known.
 register()

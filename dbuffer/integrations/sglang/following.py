@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, Literal
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.follower import BackgroundFollower, Follower
+from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.sglang.engines import (
-    PAUSE_MODES,
-    OfflineEngine,
-    ServerEngine,
-    engine_of,
+    SGLANG_PAUSES,
+    OfflineSglang,
+    SglangServer,
+    sglang_engine_of,
 )
-from dbuffer.names import NameMap
+from dbuffer.runtime import options as checks
+from dbuffer.weights.names import NameMap
 
-PauseMode = Literal["keep", "abort"]
+SglangPause = Literal["keep", "abort"]
 """What becomes of requests in flight: they are kept and go on with the new weights, their caches
 computed anew; or aborted."""
 
@@ -26,7 +27,7 @@ def follow(
     engine: Any,
     store: str | os.PathLike[str],
     *,
-    pause: PauseMode = "keep",
+    pause: SglangPause = "keep",
     rename: NameMap | str | os.PathLike[str] | None = None,
     api_key: str | None = None,
     **options: Any,
@@ -46,16 +47,18 @@ def follow(
         **options: more of :class:`EngineOptions`.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be.
+        OptionError: (a ``ValueError``) an option is invalid.
         EngineUnsupportedError: the engine was not started in a way that lets it follow.
-        EngineUnreachableError: (a server) it does not answer.
+            A server that does not answer (yet) is waited for, in the background.
     """
     names = _names_of(rename)
     _require_pause(pause)
-    chosen = EngineOptions.parse({"store": os.fspath(Path(store).absolute()), **options})
-    found = engine_of(engine, names, api_key=api_key)
+    place = checks.directory("store", store)
+    chosen = EngineOptions.parse({"store": os.fspath(place), **options})
+    found = sglang_engine_of(engine, names, api_key=api_key)
     follower = Follower(found, chosen, pause=pause)
-    if not isinstance(found, OfflineEngine):
+    if not isinstance(found, OfflineSglang):
+        follower.require_followable()
         return BackgroundFollower(follower)
     follower.start()
     return follower
@@ -72,16 +75,15 @@ def server_follower(
     """A server's follower that switches when it is told to, in the caller's thread.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be.
+        OptionError: (a ``ValueError``) an option is invalid.
     """
     _require_pause(pause)
-    server = ServerEngine(url, _names_of(rename), api_key=api_key)
+    server = SglangServer(url, _names_of(rename), api_key=api_key)
     return Follower(server, options, pause=pause)  # type: ignore[arg-type]  # checked above
 
 
 def _require_pause(pause: str) -> None:
-    if pause not in PAUSE_MODES:
-        raise OptionError(f"pause is {pause!r}, and for SGLang may be {', '.join(PAUSE_MODES)}")
+    checks.choice("pause", pause, SGLANG_PAUSES)
 
 
 def _names_of(rename: NameMap | str | os.PathLike[str] | None) -> NameMap | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.follower import BackgroundFollower, Follower
+from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import PauseMode
-from dbuffer.integrations.vllm.engines import OfflineEngine, engine_of, is_one_of_several
+from dbuffer.integrations.vllm.engines import OfflineVllm, is_one_of_several, vllm_engine_of
+from dbuffer.runtime import options as checks
 
 if TYPE_CHECKING:
     from dbuffer.integrations.vllm.launched import LaunchedFollower
@@ -39,13 +40,14 @@ def follow(
         **options: more of :class:`EngineOptions`.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be, or there is no store.
+        OptionError: (a ``ValueError``) an option is invalid, or there is no store.
         EngineUnsupportedError: the engine was not started in a way that lets it follow.
-        EngineUnreachableError: (a server) it does not answer, or is not in development mode.
+            A server that does not answer (yet) is waited for, in the background.
     """
     chosen = None
     if store is not None:
-        chosen = EngineOptions.parse({"store": os.fspath(Path(store).absolute()), **options})
+        place = checks.directory("store", store)
+        chosen = EngineOptions.parse({"store": os.fspath(place), **options})
     elif options:
         raise OptionError(f"{', '.join(options)} given without a store")
     if is_one_of_several(engine):
@@ -54,9 +56,10 @@ def follow(
         launched = LaunchedFollower(engine, chosen)
         launched.start()
         return launched
-    found = engine_of(engine, api_key=api_key)
+    found = vllm_engine_of(engine, api_key=api_key)
     follower = Follower(found, chosen, pause=pause)
-    if not isinstance(found, OfflineEngine):
+    if not isinstance(found, OfflineVllm):
+        follower.require_followable()
         return BackgroundFollower(follower)
     follower.start()
     return follower

@@ -1,0 +1,154 @@
+"""Following until told to stop, after any trouble: in a thread, or in the caller's own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Self
+
+from dbuffer.errors import EngineEndedError, VersionTimeoutError
+from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.engine.reporting import Switch
+from dbuffer.runtime import options as checks
+from dbuffer.runtime.trouble import Trouble
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundFollower:
+    """Follows in a thread of its own, until it is closed. Made by :func:`follow`.
+
+    Whatever fails is logged and counted, the engine serves on with what it has, and the next
+    attempt follows after a while. It ends when it is closed, or when an engine of this process is
+    dead, which is logged once.
+    """
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+        self._stop = threading.Event()
+        self._condition = threading.Condition()
+        self._has_begun = threading.Event()
+        self.error: Exception | None = None
+        """Why the last attempt failed; None if it did not."""
+        self._thread = threading.Thread(target=self._run, name="dbuffer-follower", daemon=True)
+        self._thread.start()
+
+    @property
+    def engine_id(self) -> str:
+        """The engine's name among the store's receivers."""
+        return self._follower.engine_id
+
+    @property
+    def applied(self) -> int | None:
+        """The version that the engine serves; None: what it was started with."""
+        return self._follower.applied
+
+    def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
+        """Wait until the engine serves this version or a later one; which one.
+
+        Raises:
+            OptionError: a value is invalid.
+            VersionTimeoutError: it does not, in time; the message says what went wrong last.
+        """
+        checks.whole_number("version", version)
+        checks.seconds("timeout_s", timeout_s)
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._follower.has_applied(version) or not self._thread.is_alive(),
+                timeout_s,
+            )
+            applied = self.applied if self._follower.has_applied(version) else None
+        if applied is None:
+            raise VersionTimeoutError(
+                f"{self.engine_id} has version {self.applied}, and not {version} within "
+                f"{timeout_s:g} s; last problem: {self.error or 'none'}"
+            )
+        return applied
+
+    async def wait_applied_async(self, version: int, timeout_s: float = 60.0) -> int:
+        """As :meth:`wait_applied`, in an event loop."""
+        return await asyncio.to_thread(self.wait_applied, version, timeout_s)
+
+    def close(self) -> None:
+        """Stop following, after the switch that is under way. Not for the engine's event loop."""
+        self._stop.set()
+        self._thread.join()
+        self._follower.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`, in the engine's event loop, which a switch needs to end."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def wait_started_async(self) -> None:
+        """Wait until the engine serves what was there when following began.
+
+        Raises:
+            DBufferError: why it does not.
+        """
+        await asyncio.to_thread(self._has_begun.wait)
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            for outcome in follow_for_ever(self._follower, self._stop):
+                with self._condition:
+                    self.error = outcome if isinstance(outcome, Exception) else None
+                    self._condition.notify_all()
+                self._has_begun.set()
+        finally:
+            self._has_begun.set()
+            with self._condition:
+                self._condition.notify_all()
+
+
+def follow_for_ever(
+    follower: Follower, stop_event: threading.Event
+) -> Iterator[Switch | Exception | None]:
+    """Switch whenever there is something newer; every switch, every failure, None when up to date.
+
+    Ends when ``stop_event`` is set, and when an engine of this process is dead. After a failure it
+    waits, for longer and longer, and tries again; a server that was restarted is told again to
+    follow, and switched at once.
+    """
+    trouble = Trouble(logger)
+    is_current = False
+    while not stop_event.is_set():
+        try:
+            if is_current:
+                follower.wait_for_version(stop_event)
+                trouble.end(follower.engine_id)
+            outcome = follower.sync(stop_event=stop_event)
+        except EngineEndedError as error:
+            if stop_event.is_set():
+                return
+            logger.warning("%s is followed no longer: %s", follower.engine_id, error)
+            yield error
+            return
+        # Whatever it is, a bug of ours included, must not end following silently.
+        except Exception as error:  # noqa: BLE001
+            if stop_event.is_set():
+                return
+            wait_s = trouble.note(error)
+            yield error
+            follower.wait_to_retry(wait_s, stop_event)
+            is_current = False
+            continue
+        is_current = outcome is None
+        if outcome is not None:
+            trouble.end(follower.engine_id)
+        yield outcome

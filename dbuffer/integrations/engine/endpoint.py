@@ -1,0 +1,198 @@
+"""`RankEndpoint`: what a follower reaches in each worker of an engine; one object per rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from dbuffer.errors import (
+    DBufferError,
+    EngineUnsupportedError,
+    EngineUpdateError,
+    OptionError,
+    RankFailedError,
+    WeightsMismatchError,
+)
+from dbuffer.integrations.engine.messages import (
+    BeginRequest,
+    CheckRequest,
+    EndRequest,
+    RankAnswer,
+    RankOutcome,
+    RankRequest,
+)
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
+from dbuffer.integrations.engine.serving import EngineRank, Serving
+
+logger = logging.getLogger(__name__)
+
+_KEPT_AS = "_dbuffer_endpoint"
+
+
+def answer_of(call: Callable[[], RankAnswer]) -> RankAnswer:
+    """What a call answers, or what tells of the error that it raised; nothing is raised."""
+    try:
+        return call()
+    except DBufferError as error:
+        return RankAnswer.of_error(error)
+    except Exception as error:  # every rank must answer, whatever it met
+        logger.warning("a request of the follower failed", exc_info=True)
+        return RankAnswer.of_error(error)
+
+
+class RankEndpoint:
+    """Does what one rank is asked to. The same is asked of all ranks, in the same order.
+
+    All methods are for the worker's main thread, between two steps of the engine.
+    """
+
+    def __init__(self) -> None:
+        self.receiver: RankReceiver | None = None
+        """What follows a store; None: nothing does."""
+        self._last: RankReceiver | None = None
+
+    @classmethod
+    def of(cls, model: Any) -> RankEndpoint:
+        """That of a model, which keeps it for as long as it lives."""
+        endpoint = getattr(model, _KEPT_AS, None)
+        if endpoint is None:
+            endpoint = cls()
+            setattr(model, _KEPT_AS, endpoint)
+        return endpoint
+
+    def answer(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
+        """Do what was asked, and tell how it went; nothing is raised.
+
+        An engine of several ranks takes an exception on one of them for its end, or reads the
+        others' answers one call late from then on.
+
+        Args:
+            request: the same on all ranks.
+            make_rank: what tells about this rank, made only where that is needed.
+        """
+        return answer_of(lambda: self._do(request, make_rank))
+
+    def _do(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
+        match request:
+            case BeginRequest():
+                self.begin(make_rank, request)
+            case UpdateRequest():
+                self.update(request)
+            case CheckRequest():
+                return _check_shapes(make_rank(), request)
+            case EndRequest():
+                self.end()
+        return RankAnswer()
+
+    def begin(self, make_rank: Callable[[], EngineRank], request: BeginRequest) -> None:
+        """Follow a store, on all ranks or on none.
+
+        Raises:
+            EngineUnsupportedError, EngineUpdateError: see :func:`start_on_all_ranks`.
+        """
+        rank = make_rank()
+        if request.unless_following:
+            # Together: a rank that began alone would wait for those that need not.
+            try:
+                if all(rank.ranks.gather(self._is_following(request.options), begins=True)):
+                    return
+            except RankFailedError as failure:
+                raise EngineUpdateError(
+                    f"the engine cannot follow {request.options.store}: {failure}"
+                ) from failure
+        # What was ended, or could not begin, still knows which weights the model has.
+        self._last, self.receiver = self.receiver or self._last, None
+        self.receiver = start_on_all_ranks(rank, request.options, self._last)
+
+    def _is_following(self, options: EngineOptions) -> bool:
+        """Whether it follows with these options; whatever the engine goes by."""
+        if self.receiver is None:
+            return False
+        ids = {"engine_id": None, "instance_id": None}
+        return asdict(options) | ids == asdict(self.receiver.options) | ids
+
+    def update(self, request: UpdateRequest | OptionError) -> None:
+        """Switch to a version.
+
+        Raises:
+            OptionError, EngineUpdateError, EngineBrokenError: see :meth:`RankReceiver.update`.
+            EngineUnsupportedError: it follows no store.
+        """
+        if self.receiver is None:
+            raise EngineUnsupportedError(
+                "this engine follows no store yet: name one first (vLLM's own call for that: "
+                "init_weight_transfer_engine, with init_info={'store': directory})"
+            )
+        self.receiver.update(request)
+
+    def end(self) -> None:
+        """Stop following, until it is asked to begin again."""
+        if self.receiver is not None:
+            self._last, self.receiver = self.receiver, None
+            self._last.close()
+
+
+def _check_shapes(rank: EngineRank, request: CheckRequest) -> RankAnswer:
+    try:
+        rank.make_check(partial=False)(request.tensors)
+    except WeightsMismatchError as error:
+        return RankAnswer(RankOutcome.MISFIT, str(error))
+    return RankAnswer()
+
+
+def start_on_all_ranks(
+    rank: EngineRank, options: EngineOptions, before: RankReceiver | None = None
+) -> RankReceiver:
+    """Begin to follow a store on all ranks, or on none; after what was followed before.
+
+    Raises:
+        EngineUnsupportedError: some rank cannot, whatever becomes of the store.
+        EngineUpdateError: some rank cannot now.
+    """
+    engine_id = rank.engine_id(options)
+    if before is None:
+        serving = Serving(rank.make_model(None))
+    else:
+        serving = before.serving(options.store)
+        serving = serving._replace(model=rank.make_model(serving.model))
+        before.close()
+    receiver, error = _try_to_start(rank, options, serving, engine_id)
+    kind: type[DBufferError] = EngineUpdateError
+    try:
+        answers = rank.ranks.gather(_Start.of(error), begins=True)
+        if receiver is not None and all(answer.problem is None for answer in answers):
+            return receiver
+        why = by_rank([answer.problem for answer in answers])
+        if any(answer.is_final for answer in answers):
+            kind = EngineUnsupportedError
+    except RankFailedError as failure:
+        why = str(failure)
+    if receiver is not None:
+        receiver.close()
+    raise kind(f"the engine cannot follow {options.store}: {why}")
+
+
+class _Start(NamedTuple):
+    """How beginning to follow went on one rank."""
+
+    problem: str | None
+    is_final: bool
+    """It would go no better the next time."""
+
+    @classmethod
+    def of(cls, error: Exception | None) -> _Start:
+        problem = None if error is None else f"{type(error).__name__}: {error}"
+        return cls(problem, isinstance(error, EngineUnsupportedError | OptionError))
+
+
+def _try_to_start(
+    rank: EngineRank, options: EngineOptions, serving: Serving, engine_id: str
+) -> tuple[RankReceiver | None, Exception | None]:
+    try:
+        return RankReceiver(rank, options, serving, engine_id), None
+    except Exception as error:
+        logger.warning("cannot follow %s", options.store, exc_info=True)
+        return None, error

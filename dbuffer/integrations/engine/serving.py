@@ -1,0 +1,94 @@
+"""What a receiver needs of the rank that it is in, and of the model that serves there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.ranks import Ranks
+from dbuffer.store.buffer import are_apart
+from dbuffer.weights.targets import LoadedNames
+
+
+class Served(NamedTuple):
+    """A version of a store: the one that an engine has, or one to switch it to."""
+
+    version: int
+    history: str | None
+    """Which run of versions it belongs to; None: not known, or published in format 1."""
+
+    def is_of_another_run(self, history: str | None) -> bool:
+        """Whether versions of this history say nothing about this one."""
+        return are_apart(self.history, history)
+
+
+class ServingModel(Protocol):
+    """The model of one rank, as it serves; called between two steps of the engine."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
+        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
+
+        Args:
+            tensors: names and tensors; what the check of :meth:`EngineRank.make_check` let pass.
+            partial: layers that get nothing keep all that they have.
+        """
+        ...
+
+    def load_checkpoint(self) -> None:
+        """Swap in the weights that the engine was started with, from where it read them."""
+        ...
+
+    def refuse_to_serve(self, reason: str) -> None:
+        """Let every step of this model fail, and say why, until :meth:`serve_again`."""
+        ...
+
+    def serve_again(self) -> None:
+        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
+        ...
+
+
+class EngineRank(Protocol):
+    """What a receiver needs to know of the rank that it is in."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks of the engine."""
+        ...
+
+    @property
+    def on_device(self) -> bool:
+        """Its weights are not in main memory."""
+        ...
+
+    @property
+    def instance_id(self) -> str:
+        """As the engine's follower knows it: different after each start, one for all ranks."""
+        ...
+
+    def engine_id(self, options: EngineOptions) -> str:
+        """The engine's name among the store's receivers; the same on all of its ranks."""
+        ...
+
+    def make_model(self, before: ServingModel | None) -> ServingModel:
+        """The model, to swap weights in; ``before`` is what an earlier receiver swapped them in."""
+        ...
+
+    def make_check(self, *, partial: bool) -> Callable[[Sequence[TensorSpec]], None]:
+        """What tells, while the model serves, whether weights fit it, all or a part of them."""
+        ...
+
+
+class Serving(NamedTuple):
+    """What one rank's model has; passed on from one receiver to the next."""
+
+    model: ServingModel
+    served: Served | None = None
+    """Out of the store; None: what the engine was started with."""
+    broken: str | None = None
+    """Why it refuses to serve."""
+    loaded_names: LoadedNames | None = None
+    """Which tensors versions contained, of whichever store."""

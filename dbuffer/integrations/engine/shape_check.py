@@ -1,0 +1,170 @@
+"""Whether weights fit a model, told while it serves: loaded without data into a copy without data.
+
+The copy's own loaders do that (:class:`ShapeCheck`), and what they write is counted
+(:class:`WatchedLoads`): engines fuse parameters (q, k and v are one), so a set of loaded names
+cannot tell that one of the parts is missing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dbuffer.errors import WeightsMismatchError
+from dbuffer.format.layout import TensorSpec
+from dbuffer.io.tensors import DTYPES
+from dbuffer.weights.names import NameMap, renamed
+
+Loader = Callable[..., Any]
+
+
+class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what a model's loaders write into each of its tensors.
+
+    Args:
+        tensors: parameters and buffers, on the meta device.
+        padded: those with rows that no checkpoint has; their loaders check the rows they get.
+        default_loader: of tensors without a ``weight_loader``.
+        tp_size: over how many ranks a tensor may be spread.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Any],
+        padded: Iterable[Any],
+        *,
+        default_loader: Loader,
+        tp_size: int,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tp_size = tp_size
+        self._loaded: dict[int, int] = {}
+        self._padded = {id(tensor) for tensor in padded}
+        for tensor in tensors:
+            self._wrap_loader(tensor, getattr(tensor, "weight_loader", default_loader))
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self._loaded.clear()
+
+    def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise :class:`WeightsMismatchError` if something is missing, or was not used.
+
+        Args:
+            tensors: what was handed over, under what it is called in the message.
+        """
+        raise NotImplementedError
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        """A loader is about to read this."""
+
+    def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
+        """A loader has written so many elements of this; of a part of it, or of it as a whole."""
+
+    def count_of(self, tensor: Any) -> int:
+        """How many elements of this were written."""
+        return self._loaded.get(id(tensor), 0)
+
+    def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
+        """Raise :class:`WeightsMismatchError` if fewer elements of this were written."""
+        loaded = self.count_of(tensor)
+        if loaded < (1 if id(tensor) in self._padded else num_elements):
+            raise WeightsMismatchError(
+                f"only {loaded} of {num_elements} elements of {name} were published"
+            )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    def _wrap_loader(self, tensor: Any, loader: Loader) -> None:
+        signature = inspect.signature(loader)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            # All take the parameter and what is loaded first, some by name.
+            param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
+            # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
+            if loaded.is_floating_point() != param.is_floating_point():
+                raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
+            self.note_read(loaded)
+            # Some models load in threads of their own, which have modes of their own too.
+            copied = _CopiedElements()  # type: ignore[no-untyped-call]
+            with copied:
+                result = loader(*args, **kwargs)
+            # Each rank takes its share, or all of it, or nothing (another rank's expert).
+            is_padded = id(param) in self._padded
+            if not is_padded and 0 < copied.count * self._tp_size < loaded.numel():
+                raise WeightsMismatchError(f"only {copied.count} of {loaded.numel()} elements fit")
+            self.note_loaded(param, copied.count, is_part=bool(which_part))
+            self._loaded[id(param)] = self.count_of(param) + copied.count
+            return result
+
+        # Parameters of some quantisations have a property of that name, without a setter.
+        found = getattr(type(tensor), "weight_loader", None)
+        is_fixed = isinstance(found, property) and found.fset is None
+        setattr(tensor, "_weight_loader" if is_fixed else "weight_loader", watched)
+
+
+class _CopiedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements that are copied while it is on, in this thread."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+class ShapeCheck:
+    """Loads shapes into a copy of a model; the model that serves is not touched.
+
+    Building the copy sets things for the whole process, so that is done on the worker's main
+    thread. The check itself does not, and may run while the engine serves.
+
+    Args:
+        model: the copy.
+        watched: its loads.
+        names: from the store's names to the model's.
+    """
+
+    def __init__(self, model: Any, watched: WatchedLoads, names: NameMap | None = None) -> None:
+        self._model = model
+        self._watched = watched
+        self._names = names
+
+    def __call__(self, specs: Sequence[TensorSpec]) -> None:
+        """Refuse tensors that do not fit the model.
+
+        Raises:
+            WeightsMismatchError: a name or a shape is not the model's, or a tensor is missing.
+        """
+        current = "no tensor at all"
+        tensors: dict[str, torch.Tensor] = {}
+
+        def shapes() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal current
+            for spec in specs:
+                current = str(spec)
+                tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
+                tensors[current] = tensor
+                yield renamed(spec.name, self._names), tensor
+
+        self._watched.reset()
+        try:
+            with self._watched, torch.device("meta"):
+                self._model.load_weights(shapes())
+        # A model's loaders refuse in their own ways: assert, KeyError, ValueError, RuntimeError.
+        except Exception as error:
+            # Some list every parameter that there is.
+            reason = f"{type(error).__name__} {error!s:.300}".strip()
+            message = f"{current} does not fit the engine's model: {reason}"
+            raise WeightsMismatchError(message) from error
+        self._watched.require_complete(tensors)

@@ -1,0 +1,276 @@
+"""`StoreView`: what the store says to a follower, of its newest version and of the engine's ranks.
+
+It lives from one start of the engine to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+
+from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
+    EngineBrokenError,
+    EngineUpdateError,
+    StoreReplacedError,
+    VersionRegressedError,
+    VersionTimeoutError,
+)
+from dbuffer.format.manifest import BUFFERS, ReceiverRecord
+from dbuffer.integrations.engine.options import EngineNames, EngineOptions
+from dbuffer.integrations.engine.protocol import EngineFacts
+from dbuffer.integrations.engine.reporting import FollowerReport
+from dbuffer.integrations.engine.serving import Served
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.store.buffer import DoubleBuffer
+
+logger = logging.getLogger(__name__)
+
+_READY_CHECK_S = 0.002
+"""How often to look whether all ranks have a version ready: a few small files, in memory mostly."""
+_GONE_S = 5.0
+"""A rank whose record has been missing for this long has left the store: it removes it itself."""
+
+
+class StoreView:
+    """The store as the follower of one engine sees it.
+
+    Args:
+        facts: of the engine, as it was started last.
+        options: the store and so on.
+        engine_id: the engine's name among the store's receivers.
+        report: is told how far the engine is behind.
+    """
+
+    def __init__(
+        self, facts: EngineFacts, options: EngineOptions, engine_id: str, report: FollowerReport
+    ) -> None:
+        self.facts = facts
+        self.options = options
+        self.report = report
+        self.engine_id = engine_id
+        self.name = engine_id
+        """As `engine_id`, unless another living engine has that name."""
+        self._names = EngineNames(engine_id, facts.instance_id)
+        self._mirror = options.start_mirror()
+        is_trusted = options.allow_shared_store
+        self._store = DoubleBuffer(options.read_store, allow_shared_store=is_trusted)
+        # Where versions come from; a local store may be behind it.
+        self._origin = DoubleBuffer(options.store, allow_shared_store=is_trusted)
+        # It only waits for the pointer, holds nothing, and so leaves no record.
+        self._receiver = WeightReceiver(
+            options.read_store,
+            poll_interval_s=options.poll_interval_s,
+            allow_shared_store=is_trusted,
+        )
+        self._rank_ids = [self._names.of_rank(rank) for rank in range(facts.num_ranks)]
+        self._seen: set[str] = set()
+        self._logged_history: str | None = None
+
+    def close(self) -> None:
+        """Stop watching the store."""
+        self._receiver.close()
+        if self._mirror is not None:
+            self._mirror.close()
+
+    # What the engine and its ranks say
+
+    def note_ranks(self) -> None:
+        """Remember which ranks look at the store, so that one that leaves it is missed."""
+        self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
+
+    def engine_record(self) -> ReceiverRecord | None:
+        """What this very engine says of itself; not another one of that name."""
+        record = self._record(self.engine_id)
+        if record is not None:
+            self.name = record.receiver
+        return record
+
+    def _record(self, receiver_id: str) -> ReceiverRecord | None:
+        return self._names.record(self._store, receiver_id)
+
+    def acknowledgement(self, goal: Served) -> ReceiverRecord:
+        """The engine's own record, which must tell of this version or a later one.
+
+        Raises:
+            EngineUpdateError, EngineBrokenError: it does not.
+        """
+        record = self.engine_record()
+        if record is not None and record.problem is not None:
+            # Of a rank whose errors the engine does not pass on.
+            kind = EngineBrokenError if record.state == "broken" else EngineUpdateError
+            raise kind(record.problem)
+        if record is None or not record.has_applied(goal.version, goal.history):
+            raise EngineUpdateError(
+                f"{self.engine_id} did not acknowledge version {goal.version} in "
+                f"{self.options.store}: do its workers see the same directory, and may they write "
+                "there?"
+            )
+        return record
+
+    def outcome_of(self, attempt: str) -> ReceiverRecord | None:
+        """The engine's own record, if it tells how this attempt to switch it ended."""
+        with contextlib.suppress(DBufferError, OSError):
+            record = self.engine_record()
+            if record is not None and record.attempt == attempt:
+                return record
+        return None
+
+    # What the store holds
+
+    def history_now(self) -> str | None:
+        """Which run of versions the store holds; None where that cannot be read just now."""
+        with contextlib.suppress(DBufferError, OSError):
+            pointer = self._store.newest_pointer()
+            return None if pointer is None else pointer.history
+        return None
+
+    def newer_than(self, served: Served | None, at_least: int | None = None) -> Served | None:
+        """The newest version, or ``at_least``, if the engine does not have it.
+
+        Raises:
+            StoreReplacedError: the store was begun anew since, and must not be followed then.
+            VersionRegressedError: it went back below the version that the engine has.
+            StoreInsecureError, StoreCorruptError: it cannot be trusted, or not be read.
+        """
+        if self._store.exists():
+            self._store.check()
+        elif served is None:
+            return None if at_least is None else Served(at_least, None)
+        # What is known to be published may be on its way to a local store.
+        store = self._origin if at_least is not None and self._origin.exists() else self._store
+        pointer = store.newest_pointer()
+        newest, history = (pointer.version, pointer.history) if pointer else (0, None)
+        has = 0 if served is None else served.version
+        if served is not None and served.is_of_another_run(history):
+            self._admit_new_history(served, Served(newest, history))
+            has = 0  # of what is there now
+        elif newest < has:
+            raise VersionRegressedError(
+                f"{store.root} went back from version {has} to {newest}: it was emptied or replaced"
+            )
+        wanted = max(newest, at_least or 0)
+        goal = Served(wanted, history) if wanted > has else None
+        self._measure_lag(served, goal, num_behind=wanted - has)
+        return goal
+
+    def _admit_new_history(self, served: Served, found: Served) -> None:
+        what = (
+            f"{self.options.store} was emptied or replaced, and begun anew: {self.engine_id} has "
+            f"version {served.version} of the run before, and the newest is version "
+            f"{found.version} of another"
+        )
+        if self.options.new_history == "refuse":
+            raise StoreReplacedError(
+                f"{what}; it serves on with what it has. To go on with what is there now, let it "
+                "follow the store again with new_history='follow'"
+            )
+        if self._logged_history != found.history:
+            self._logged_history = found.history
+            logger.warning("%s, which it goes on with", what)
+
+    def _measure_lag(self, served: Served | None, goal: Served | None, *, num_behind: int) -> None:
+        applied = 0 if served is None else served.version
+        self.report.lag(
+            available=applied if goal is None else goal.version,
+            applied=applied,
+            num_behind=num_behind,
+            age_s=0.0 if goal is None else self._age_s(goal),
+        )
+
+    def _age_s(self, goal: Served) -> float:
+        manifests = [self._store.manifest(buffer) for buffer in BUFFERS]
+        published = [
+            found.published_at
+            for found in manifests
+            if found is not None and (found.version, found.history) == goal
+        ]
+        return max(0.0, time.time() - max(published, default=time.time()))
+
+    def wait_for_version(
+        self, newer_than: int | None, timeout_s: float, stop_event: threading.Event
+    ) -> int | None:
+        """Wait until the store holds a version above this one, or those of another run.
+
+        Whether those are followed, :meth:`newer_than` decides.
+        """
+        try:
+            return self._receiver.wait_for_version(newer_than, timeout_s, stop_event)
+        except StoreReplacedError:
+            self._receiver.start_over()
+            return self._receiver.wait_for_version(None, 0.0)
+
+    # Whether the ranks are ready
+
+    def wait_ready(
+        self,
+        goal: Served,
+        served: Served | None,
+        timeout_s: float,
+        stop_event: threading.Event | None,
+    ) -> None:
+        """Wait until every rank has this version ready, or a later one.
+
+        Raises:
+            EngineUpdateError: some rank says that it cannot, or has left the store.
+            VersionTimeoutError: some rank did not have it in time.
+            ClosedError: the stop event was set.
+        """
+        deadline = time.monotonic() + timeout_s
+        applied = None if served is None else served.version
+        serves_on = f"the engine serves on with version {applied}"
+        began = {rank: self._record(rank) for rank in self._rank_ids}
+        here_at = time.monotonic()
+        while True:
+            records = {rank: self._record(rank) for rank in self._rank_ids}
+            behind = [rank for rank, record in records.items() if not _is_ready(record, goal)]
+            if not behind:
+                self.report.ranks(record for record in records.values() if record is not None)
+                return
+            _require_unhindered(goal, records, began, serves_on)
+            gone = [rank for rank in self._seen if records[rank] is None]
+            here_at = here_at if gone else time.monotonic()
+            if time.monotonic() - here_at > _GONE_S:
+                raise EngineUpdateError(
+                    f"{', '.join(sorted(gone))} left {self.options.store}: another follower told "
+                    "the engine to follow another store, or none. An engine has one follower: "
+                    "close one of them, and then make the other anew"
+                )
+            if stop_event is not None and stop_event.is_set():
+                raise ClosedError("told to stop following")
+            if time.monotonic() > deadline:
+                raise VersionTimeoutError(
+                    f"version {goal.version} of {self.options.store} was not ready within "
+                    f"{timeout_s:g} s on {', '.join(behind)}; {serves_on}"
+                )
+            time.sleep(_READY_CHECK_S)
+
+
+def _is_ready(record: ReceiverRecord | None, goal: Served) -> bool:
+    return record is not None and record.has_staged(goal.version, goal.history)
+
+
+def _require_unhindered(
+    goal: Served,
+    records: dict[str, ReceiverRecord | None],
+    began: dict[str, ReceiverRecord | None],
+    serves_on: str,
+) -> None:
+    for rank, record in records.items():
+        if record is not None and _is_hindered(record, goal, began[rank]):
+            raise EngineUpdateError(
+                f"{record.receiver} cannot get ready: {record.problem}; {serves_on}"
+            )
+
+
+def _is_hindered(record: ReceiverRecord, goal: Served, began: ReceiverRecord | None) -> bool:
+    """Whether a rank says that it cannot have this version, now.
+
+    What was wrong with the store itself when the wait ``began`` may be over, until said again.
+    """
+    is_of_the_store = record.problem is not None and record.problem_version is None
+    is_old = began is not None and began.updated_at == record.updated_at
+    return record.has_problem_with(goal.version, goal.history) and not (is_of_the_store and is_old)

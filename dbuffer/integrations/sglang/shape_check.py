@@ -1,0 +1,95 @@
+"""Whether weights fit an SGLang model; see :mod:`dbuffer.integrations.engine.shape_check`.
+
+SGLang's loaders pass over a name that they do not know, with a warning, so what is checked is also
+whether anything was done with each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch.utils._pytree import tree_leaves
+
+from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
+from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.integrations.sglang.model import dtype_of
+from dbuffer.weights.names import NameMap
+
+
+def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> ShapeCheck:
+    """A check with a copy of a model. To be called on the scheduler's own thread.
+
+    Args:
+        model: the one that serves.
+        names: from the store's names to the model's.
+        tp_size: how many ranks share the model.
+
+    Raises:
+        EngineUnsupportedError: the model cannot be built a second time.
+    """
+    try:
+        with set_default_torch_dtype(dtype_of(model)), torch.device("meta"):
+            quantization = getattr(model, "quant_config", None)
+            copy: Any = type(model)(config=model.config, quant_config=quantization)
+    # Whatever a model's constructor may raise.
+    except Exception as error:
+        raise EngineUnsupportedError(
+            f"a {type(model).__name__} cannot be built without data, so nothing could be "
+            f"checked before it is loaded: {type(error).__name__} {error!s:.300}"
+        ) from error
+    return ShapeCheck(copy, _WatchedReads(copy, tp_size=tp_size), names)
+
+
+class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
+    """Sees what a model's loaders read, too."""
+
+    def __init__(self, model: torch.nn.Module, *, tp_size: int) -> None:
+        super().__init__(
+            model.parameters(),
+            # Embeddings are padded to a round number of rows.
+            [
+                module.weight
+                for module in model.modules()
+                if isinstance(module, VocabParallelEmbedding)
+            ],
+            default_loader=default_weight_loader,
+            tp_size=tp_size,
+        )
+        self._model = model
+        self._read: set[int] = set()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        super().reset()
+        self._read.clear()
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        """Somebody reads this, or a view of it."""
+        self._read.add(_storage(tensor))
+
+    def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raise :class:`WeightsMismatchError` if something is missing, or was not used."""
+        for what, tensor in tensors.items():
+            if _storage(tensor) not in self._read:
+                raise WeightsMismatchError(f"the engine's model has no place for {what}")
+        for name, parameter in self._model.named_parameters():
+            self.require_whole(name, parameter, parameter.numel())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for value in tree_leaves(args):
+            if isinstance(value, torch.Tensor):
+                self.note_read(value)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """By which a tensor and its views are known."""
+    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001
+    return address

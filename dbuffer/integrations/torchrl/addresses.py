@@ -1,0 +1,124 @@
+"""`Addresses`: which of a scheme's two directories an engine is to read.
+
+The scheme is the same everywhere, and the hosts are not. Where ``remote_addr`` is seen,
+``local_addr`` is a mirror's, or the same store under another name; where it is not, ``local_addr``
+is where the store is. That a directory *could* be there says nothing: any host has a ``/tmp``.
+What is there decides, and may be another thing at the next look.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dbuffer.format.manifest import Manifest
+from dbuffer.mirror.mirror import MIRROR_LOCK_FILE
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import Descriptor, os_errors
+
+logger = logging.getLogger(__name__)
+
+
+class Stores(NamedTuple):
+    """What to follow."""
+
+    store: str
+    local_store: str | None
+    """The mirror of it that is read, if one is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Two directories, which may be one."""
+
+    remote: Path
+    local: Path
+    allow_shared_store: bool = False
+
+    @property
+    def are_one(self) -> bool:
+        """Whether they are one directory, by their names and links."""
+        return self.remote.resolve() == self.local.resolve()
+
+    def find(self) -> Stores | None:
+        """What there is to follow; None if there is nothing yet.
+
+        Raises:
+            StoreInsecureError, StoreCorruptError, StoreAccessError: one of them cannot be read.
+        """
+        remote, local = self._newest(self.remote), self._newest(self.local)
+        if self.are_one:
+            return None if local is None else Stores(str(self.local), None)
+        if remote is not None:
+            is_original = local is not None and local.origin is None
+            if is_original and self._history(self.remote) == self._history(self.local):
+                return Stores(str(self.local), None)  # one store, through two mounts
+            return self.expected
+        # What a mirror has left behind is of some earlier time. One at work has it from somewhere.
+        if local is not None and (local.origin is None or _is_mirrored(self.local)):
+            return Stores(str(self.local), None)
+        return None
+
+    @property
+    def expected(self) -> Stores:
+        """What to follow before anything is published."""
+        if self.are_one:
+            return Stores(str(self.local), None)
+        return Stores(str(self.remote), str(self.local))
+
+    def log_if_nothing_is_there(self) -> bool:
+        """Log where weights were looked for, if there are none; True if there are none."""
+        if self.find() is not None:
+            return False
+        logger.warning(
+            "no weights so far in %s: has the trainer published, and do both sides see one "
+            "directory?",
+            self._looked_for,
+        )
+        return True
+
+    @property
+    def _looked_for(self) -> str:
+        if self.are_one:
+            return f"{self.local} (remote_addr and local_addr), {self._state(self.local)}"
+        return (
+            f"{self.remote} (remote_addr), {self._state(self.remote)}, and in "
+            f"{self.local} (local_addr), {self._state(self.local)}"
+        )
+
+    def _state(self, path: Path) -> str:
+        if not path.is_dir():
+            return "which is not there"
+        if self._newest(path) is not None:
+            return "which a mirror has left behind"
+        return "where nothing is published"
+
+    def _newest(self, path: Path) -> Manifest | None:
+        store = self._view(path)
+        pointer = store.newest_pointer() if store.exists() else None
+        return None if pointer is None else store.manifest(pointer.buffer)
+
+    def _history(self, path: Path) -> str | None:
+        writer = self._view(path).writer()
+        return None if writer is None else writer.history
+
+    def _view(self, path: Path) -> DoubleBuffer:
+        return DoubleBuffer(path, allow_shared_store=self.allow_shared_store)
+
+
+def _is_mirrored(path: Path) -> bool:
+    """Whether a mirror is at work in a store."""
+    lock = path / MIRROR_LOCK_FILE
+    with os_errors("look for a mirror", lock):
+        try:
+            file = Descriptor(os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return False
+        try:
+            return not filesystem.try_lock(file.number, exclusive=False)
+        finally:
+            file.close()

@@ -1,0 +1,171 @@
+"""`StoreScheme`: what our schemes have in common, for collectors and for engines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.weight_update import WeightSyncScheme
+
+from dbuffer.errors import NotReadyError, OptionError
+from dbuffer.integrations.torchrl.models import find_model
+from dbuffer.integrations.torchrl.options import TransportOptions
+from dbuffer.runtime import options as checks
+
+Strategy = Literal["tensordict", "state_dict"]
+
+
+class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
+    """A ``WeightSyncScheme`` over a store, with one part on either side that has the store open.
+
+    Its errors are ours, and of the standard types that TorchRL's are. `init_on_worker`,
+    `get_sender` and `get_receiver` are what TorchRL's schemes had before 0.12.
+
+    Args:
+        remote_addr: the store, as the sender sees it.
+        local_addr: where receivers read. Default: ``remote_addr`` itself.
+        num_threads: threads that copy, on either side.
+        strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
+        options: of :class:`TransportOptions`.
+
+    Raises:
+        OptionError: (a ``ValueError``) there is no such option, or not of this value.
+    """
+
+    def __init__(
+        self,
+        remote_addr: str | os.PathLike[str],
+        local_addr: str | os.PathLike[str] | None,
+        num_threads: int,
+        strategy: Strategy,
+        options: dict[str, Any],
+    ) -> None:
+        checks.choice("strategy", strategy, ("tensordict", "state_dict"))
+        super().__init__(strategy=strategy)
+        self.options = TransportOptions.parse(num_threads, options)
+        # Absolute: workers may have other working directories.
+        self.remote_addr: str | Path = checks.directory("remote_addr", remote_addr)
+        self.local_addr: str | Path = self.remote_addr
+        if local_addr is not None:
+            self.local_addr = checks.directory("local_addr", local_addr)
+        self.num_threads = num_threads
+        self._sender: Any = None
+        self._receiver: Any = None
+
+    def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
+        """Begin, on either side, after ``init_on_sender`` or ``init_on_receiver``.
+
+        Args:
+            worker_idx: on the receiving side: this worker, counted from 0.
+            weights: on the sending side: the first weights. Default: the model's.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) that was not called, or this was; or an argument is
+                for the other side.
+        """
+        if self.synchronized_on_sender or self.synchronized_on_receiver:
+            raise NotReadyError("connect() cannot be called twice")
+        if not self.initialized_on_sender and not self.initialized_on_receiver:
+            raise NotReadyError("call init_on_sender() or init_on_receiver() before connect()")
+        if self.initialized_on_sender and worker_idx is not None:
+            raise NotReadyError("connect(worker_idx=...) is for the receiving side")
+        if not self.initialized_on_sender and weights is not None:
+            raise NotReadyError("connect(weights=...) is for the sending side")
+        super().connect(worker_idx=worker_idx, weights=weights)
+
+    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        self.init_on_receiver(model_id=model_id, context=context, **kwargs)
+
+    def get_sender(self) -> Any:
+        """What has ``update_weights``.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) ``init_on_sender`` was not called.
+        """
+        if not self.initialized_on_sender:
+            raise NotReadyError("call init_on_sender() before get_sender()")
+        return self
+
+    def get_receiver(self) -> Any:
+        """What receives.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` was not called.
+        """
+        if not self.initialized_on_receiver:
+            raise NotReadyError("call init_on_receiver() before get_receiver()")
+        return self
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Apply weights that did not come through the store.
+
+        Args:
+            weights: a TensorDict or a state dict.
+            inplace: write into the tensors that the model has, instead of replacing them.
+
+        Raises:
+            NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` was not called.
+            OptionError: (a ``ValueError``) there is no model.
+        """
+        if not self.initialized_on_receiver:
+            raise NotReadyError("call init_on_receiver() before applying weights")
+        if self._model_ref is None:
+            raise OptionError("no model to apply weights to: give init_on_receiver() one")
+        super().apply_weights(weights, inplace=inplace)
+
+    def prepare_weights(
+        self, weights: Any, model_id: str | None = None, strategy: Any = None, context: Any = None
+    ) -> Any:
+        """What TorchRL's strategy extracts from whatever ``send`` takes.
+
+        Args:
+            weights: a module, its name in the context, None for that of ``model_id``; anything else
+                is returned as it is.
+            model_id: a name. Default: that given to ``init_on_sender``.
+            strategy: a ``WeightStrategy``. Default: the scheme's.
+            context: where a name is searched: by its ``get_model``, or as a path of attributes.
+                Default: that given to ``init_on_sender``.
+
+        Raises:
+            OptionError: (a ``ValueError``) there is no model of the name ``weights``.
+        """
+        context = self.context if context is None else context
+        if weights is None:
+            weights = find_model(context, model_id or self._model_id)
+        weights = self._find_weights(weights, context)
+        if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
+            return (strategy or self._strategy).extract_weights(weights)
+        return weights
+
+    def shutdown(self) -> None:
+        """Close the store on this side. A second call does nothing."""
+        super().shutdown()
+        self._close()
+
+    def _find_weights(self, weights: Any, context: Any) -> Any:
+        """The model of that name, if it is a name; the scheme's own weights for None."""
+        if weights is None:
+            return self._own_weights()
+        if not isinstance(weights, str):
+            return weights
+        if (model := find_model(context, weights)) is None:
+            raise OptionError(f"there is no model {weights!r} in {context!r:.200}")
+        return model
+
+    def _own_weights(self) -> Any:
+        return self.model
+
+    def _close(self) -> None:
+        # __del__ comes here as well, also of a scheme whose __init__ has raised.
+        for name in ("_sender", "_receiver"):
+            part = self.__dict__.get(name)
+            if part is not None:
+                part.shutdown()
+                setattr(self, name, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled for a worker: where the store is, and the options."""
+        return {**super().__getstate__(), "_sender": None, "_receiver": None}

@@ -1,0 +1,160 @@
+"""Whether weights fit a vLLM model; see :mod:`dbuffer.integrations.engine.shape_check`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from dbuffer.errors import WeightsMismatchError
+from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.integrations.vllm.model import has_optional_scales, tables_of
+
+
+def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
+    """A check with a copy of an engine's model. To be called on the worker's main thread.
+
+    Args:
+        vllm_config: the engine's.
+        partial: whole layers may be missing.
+    """
+    config = copy.copy(vllm_config)
+    # The Transformers backend asks for its parameters here, whatever the default device is.
+    config.device_config = copy.copy(config.device_config)
+    config.device_config.device = torch.device("meta")
+    config.compilation_config = copy.copy(config.compilation_config)
+    # Layers register in here by name, and refuse a name that is taken.
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    with (
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("meta"),
+    ):
+        model = initialize_model(config, model_config=config.model_config)
+    tp_size = config.parallel_config.tensor_parallel_size
+    return ShapeCheck(model, _WatchedLayers(model, tp_size=tp_size, partial=partial))
+
+
+class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
+    """Counts by layer too: what vLLM would reload as one, a module's own parameters and buffers."""
+
+    def __init__(self, model: torch.nn.Module, *, tp_size: int, partial: bool) -> None:
+        super().__init__(
+            [*model.parameters(), *model.buffers()],
+            # Embeddings and heads are padded to a round number of rows.
+            [
+                parameter
+                for module in model.modules()
+                if isinstance(module, VocabParallelEmbedding)
+                for parameter in module.parameters(recurse=False)
+            ],
+            default_loader=default_weight_loader,
+            tp_size=tp_size,
+        )
+        self._model = model
+        self._partial = partial
+        # What vLLM would reload as one, and of how many elements it takes that for whole.
+        self._layers: dict[int, tuple[str, int]] = {}
+        self._loaded_of_layer: dict[str, int] = {}
+        for prefix, module in model.named_modules():
+            if not _is_reloaded_last(module):
+                own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+                total = sum(map(_count_loadable, own))
+                for tensor in own:
+                    self._layers.setdefault(id(tensor), (prefix, total))
+        self._optional = {
+            id(tensor) for module in model.modules() for tensor in _find_optional(module)
+        }
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        super().reset()
+        self._loaded_of_layer.clear()
+
+    def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
+        """Refuse what comes when vLLM takes its layer for whole already: reload leaves it out.
+
+        The parts of a fused layer that share a scale bring it each, and vLLM counts each. What may
+        be left out has come before: a tied tensor under its other name, and integers, with which
+        every part says again how the layer is packed.
+        """
+        if not count or id(tensor) not in self._layers:
+            return
+        prefix, total = self._layers[id(tensor)]
+        counted = self._loaded_of_layer.get(prefix, 0)
+        is_new = self.count_of(tensor) < _count_loadable(tensor)
+        if counted >= total and (is_new or (is_part and tensor.is_floating_point())):
+            raise WeightsMismatchError(
+                f"vLLM's reload takes {prefix} for whole before this tensor, since its parts bring "
+                "more than it holds: only an engine's start can load such a layer"
+            )
+        self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
+
+    def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: ARG002
+        """Raise :class:`WeightsMismatchError` if a tensor is missing; with `partial`, of a layer.
+
+        A tensor that the model skipped is missing somewhere else: its loaders know every name.
+        """
+        if not self._partial:
+            for name, parameter in self._model.named_parameters():
+                if id(parameter) not in self._optional:
+                    self.require_whole(name, parameter, _count_loadable(parameter))
+        self._require_whole_layers()
+
+    def _require_whole_layers(self) -> None:
+        """Refuse a layer that was loaded in part: vLLM leaves its missing parts uninitialised.
+
+        A layer here is what vLLM reloads as one: a module's own parameters and buffers.
+        """
+        num_loaded = 0
+        for prefix, module in self._model.named_modules():
+            own = {name: tensor for table in tables_of(module) for name, tensor in table.items()}
+            missing = [
+                name
+                for name, tensor in own.items()
+                if tensor is not None and id(tensor) not in self._optional
+                if not self.count_of(tensor)
+            ]
+            loaded = [name for name, tensor in own.items() if self.count_of(tensor)]
+            num_loaded += len(loaded)
+            for name in loaded:
+                self.require_whole(f"{prefix}.{name}", own[name], _count_loadable(own[name]))
+            if loaded and missing:
+                raise WeightsMismatchError(
+                    f"{', '.join(loaded)} of {prefix} came without its {', '.join(missing)}: "
+                    "publish all of a layer, or nothing of it"
+                )
+        if not num_loaded:
+            raise WeightsMismatchError("nothing of the engine's model was published")
+
+
+def _count_loadable(tensor: Any) -> int:
+    """How many elements of a parameter come from a checkpoint; the rest of it is padding."""
+    return int(getattr(tensor, "weight_loader_numel", tensor.numel()))
+
+
+def _is_reloaded_last(module: torch.nn.Module) -> bool:
+    """Whether it is an attention layer, which reload leaves until all others are done."""
+    return isinstance(module, AttentionLayerBase) and hasattr(
+        module, "process_weights_after_loading"
+    )
+
+
+def _find_optional(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """A layer's own tensors that need not come: reload fills them well, or leaves them alone."""
+    own = [tensor for table in tables_of(module) for tensor in table.values() if tensor is not None]
+    yield from own if has_optional_scales(module) else ()
+    yield from (tensor for tensor in own if not _count_loadable(tensor))
+    for name, buffer in module.named_buffers(recurse=False):
+        if name in module._non_persistent_buffers_set or name in SKIP_TENSORS:  # noqa: SLF001
+            yield buffer
