@@ -1,6 +1,7 @@
 """Whole programs that train over a store, small enough for two cores.
 
-``python -m dbuffer.examples.cartpole``, ``...grpo`` and ``...lora`` need
-``pip install 'dbuffer[examples]'``; ``grpo`` needs vLLM as well.
-``python -m dbuffer.examples.sglang_rollouts`` drives an SGLang server.
+``python -m dbuffer.examples.NAME``: ``cartpole``, ``grpo`` and ``lora`` need
+``pip install '.[examples]'`` in a clone of dbuffer; ``grpo``, ``atropos`` and ``lightrft`` need
+vLLM as well. ``sglang_rollouts`` drives an SGLang server. With ``--broken-sync`` new weights are
+held back, and an example must fail.
 """

@@ -3,8 +3,8 @@
 ``python -m dbuffer.examples.lightrft`` starts its own ranks by torchrun. The actor is a tiny Qwen3
 that FSDP2 shards, or DeepSpeed's ZeRO-3 with ``--zero3``. Each rank has an engine in its process,
 samples answers with it, and trains; then all call ``broadcast_to_engine()``. What stands for
-LightRFT here is its strategy, of which dbuffer reads four values. With ``--broken-sync`` nothing
-is brought to the engines but the first weights.
+LightRFT here is its strategy, of which dbuffer reads four values. With ``--broken-sync`` the
+engines get nothing but the first weights.
 """
 # ruff: noqa: E402 - what is imported reads the environment
 
@@ -13,52 +13,34 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-_ENVIRONMENT = {
-    "DS_ACCELERATOR": "cpu",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # a core for each rank
-    "PYTHONWARNINGS": "ignore",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TORCH_LOGS": "-torch._library",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # As LightRFT has them: engines in the trainer's processes.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-for _name, _value in _ENVIRONMENT.items():
-    os.environ.setdefault(_name, _value)
+from dbuffer.examples.common import run_example, say, set_environment, start_engine
+
+# As LightRFT has them: engines in the trainer's processes.
+set_environment(DS_ACCELERATOR="cpu", VLLM_ENABLE_V1_MULTIPROCESSING="0")
 
 NUM_RANKS = 2
 NUM_STEPS = 6
 LEARNING_RATE = 1e-2
 SAMPLES_PER_PROMPT = 8
 
-
-def start_ranks(arguments: list[str]) -> None:
-    """Become torchrun, which starts this module again on every rank."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    program = ["-m", "dbuffer.examples.lightrft", *arguments]
-    os.execv(sys.executable, [sys.executable, *torchrun, *program])  # noqa: S606 - no shell
-
-
 if __name__ == "__main__" and "RANK" not in os.environ and "--help" not in sys.argv:
-    start_ranks(sys.argv[1:])
+    # Become torchrun, which starts this module again on every rank.
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
+    program = ["-m", "dbuffer.examples.lightrft", *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, *torchrun, *program])  # noqa: S606 - no shell
 
 import torch
 import vllm
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
-from dbuffer.demo.policy import COMPLETION_TOKENS, Task, make_model, save_checkpoint
 from dbuffer.integrations.lightrft import BroadcastManager
+from dbuffer.tools.demo.policy import COMPLETION_TOKENS, Task, make_model, save_checkpoint
 
 
 class Actor(nn.Module):
@@ -68,7 +50,7 @@ class Actor(nn.Module):
         super().__init__()
         self.zero3 = zero3
         if zero3:
-            self.model = _start_deepspeed(model)
+            self.model = start_deepspeed(model)
             return
         for layer in model.model.layers:
             fully_shard(layer)
@@ -95,16 +77,17 @@ class Actor(nn.Module):
     def whole_model(self) -> nn.Module:
         """A copy that is not sharded, to see what should have arrived."""
         module = self.model.module if self.zero3 else self.model
-        weights = {name: _whole(parameter) for name, parameter in module.named_parameters()}
+        weights = {name: whole(parameter) for name, parameter in module.named_parameters()}
         model = make_model(0).bfloat16()
         model.load_state_dict(weights)
         return model
 
 
-def _start_deepspeed(model: nn.Module) -> Any:
+def start_deepspeed(model: nn.Module) -> Any:
+    """DeepSpeed's engine around a model, with its parameters sharded."""
     import deepspeed
 
-    # It would compile a way of its own to add up over shared memory, for minutes.
+    # It would compile an operator for sums over shared memory, for minutes.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     config = {
@@ -115,33 +98,29 @@ def _start_deepspeed(model: nn.Module) -> Any:
     return deepspeed.initialize(model=model, config=config)[0]
 
 
-def _whole(parameter: Any) -> torch.Tensor:
+def whole(parameter: Any) -> torch.Tensor:
+    """A sharded parameter's values, on every rank."""
     gathered: Any = nullcontext()
     if hasattr(parameter, "ds_shape"):
         import deepspeed
 
         gathered = deepspeed.zero.GatheredParameters([parameter])
     with gathered:
-        whole = parameter.detach()
-        whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        return whole.to(torch.bfloat16, copy=True)  # type: ignore[no-any-return]
+        value = parameter.detach()
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return value.to(torch.bfloat16, copy=True)  # type: ignore[no-any-return]
 
 
-def make_engine(checkpoint: Path) -> vllm.LLM:
+def make_engine(model: nn.Module, directory: Path) -> vllm.LLM:
     """This rank's own, started as LightRFT does: with one of two ranks, say 2 for both."""
-    return vllm.LLM(
-        model=str(checkpoint),
+    checkpoint = [save_checkpoint(model, directory)]  # transformers saves it on rank 0 only
+    distributed.broadcast_object_list(checkpoint)
+    return start_engine(
+        checkpoint[0],
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=1,
-        skip_tokenizer_init=True,
-        use_tqdm_on_load=False,
-        enforce_eager=True,
-        dtype="float32",
         seed=distributed.get_rank(),
-        max_model_len=256,
         max_num_seqs=64,
-        block_size=32,
-        kv_cache_memory_bytes=64 << 20,
     )
 
 
@@ -155,35 +134,22 @@ def answers(engine: vllm.LLM, task: Task, num_samples: int, temperature: float) 
         detokenize=False,
     )
     prompts = [{"prompt_token_ids": list(prompt)} for prompt in task.prompts]
+    outputs = engine.generate(prompts, parameters, use_tqdm=False)
     return [
-        [*prompt["prompt_token_ids"], *one.token_ids]
-        for prompt, output in zip(
-            prompts, engine.generate(prompts, parameters, use_tqdm=False), strict=True
-        )
+        [*prompt, *one.token_ids]
+        for prompt, output in zip(task.prompts, outputs, strict=True)
         for one in output.outputs
     ]
 
 
-def shared_checkpoint(model: nn.Module, directory: Path) -> Path:
-    """Save a model once for all ranks; where."""
-    paths = [save_checkpoint(model, directory)]  # transformers does it on rank 0 only
-    distributed.broadcast_object_list(paths)
-    return paths[0]
-
-
-def say(text: str) -> None:
-    """Print a line in one piece: ranks share the terminal."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
-
-
-def run(directory: Path, *, zero3: bool, broken_sync: bool) -> bool:
-    """Train, print how it goes, and return whether all engines came along."""
+def run(directory: Path, arguments: argparse.Namespace) -> bool:
+    """Train; whether all engines came along."""
+    distributed.init_process_group("gloo")
     rank, task, model = distributed.get_rank(), Task(0), make_model(0)
-    engine = make_engine(shared_checkpoint(model, directory / "initial"))
-    actor = Actor(model, zero3=zero3)
+    engine = make_engine(model, directory / "initial")
+    actor = Actor(model, zero3=arguments.zero3)
     strategy = SimpleNamespace(
-        engine_type="vllm", args=SimpleNamespace(fsdp=not zero3, zero_stage=3, bf16=True)
+        engine_type="vllm", args=SimpleNamespace(fsdp=not arguments.zero3, zero_stage=3, bf16=True)
     )
     # LightRFT's class of this name takes the same line.
     manager = BroadcastManager(actor, strategy, engine)
@@ -192,38 +158,21 @@ def run(directory: Path, *, zero3: bool, broken_sync: bool) -> bool:
         rows = answers(engine, task, SAMPLES_PER_PROMPT, temperature=1.0)
         rewards = task.rewards(tuple(tuple(row[-COMPLETION_TOKENS:]) for row in rows))
         actor.learn(rows, (rewards - rewards.mean()) / (rewards.std() + 1e-6))
-        if not broken_sync:
+        if not arguments.broken_sync:
             manager.broadcast_to_engine()
         say(f"rank {rank}, step {step}: reward {rewards.mean():.3f}, version {manager.version}")
     tokens = answers(engine, task, 1, temperature=0.0)
     manager.close()
-    fresh = make_engine(shared_checkpoint(actor.whole_model(), directory / "final"))
+    fresh = make_engine(actor.whole_model(), directory / "final")
     is_equal = tokens == answers(fresh, task, 1, temperature=0.0)
     outcome = "are equal" if is_equal else "differ"
     say(f"rank {rank}: the answers of its engine and of a fresh one {outcome}")
     everywhere = [False] * NUM_RANKS
+    # torchrun ends all ranks when the first fails: by then, all have said what they saw.
     distributed.all_gather_object(everywhere, is_equal)
     return all(everywhere)
 
 
-def main() -> int:
-    """Run with the command line's options; whether it worked, as an exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dbuffer.examples.lightrft", description=__doc__
-    )
-    parser.add_argument("--zero3", action="store_true", help="DeepSpeed's ZeRO-3, not FSDP2")
-    parser.add_argument("--broken-sync", action="store_true", help="bring no new weights")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    started = time.monotonic()
-    distributed.init_process_group("gloo")
-    with tempfile.TemporaryDirectory(prefix="dbuffer-lightrft-") as directory:
-        is_equal = run(Path(directory), zero3=arguments.zero3, broken_sync=arguments.broken_sync)
-    # torchrun ends all ranks when the first fails: by then, all have said what they saw.
-    outcome = "success" if is_equal else "failed"
-    say(f"rank {distributed.get_rank()}: {outcome} in {time.monotonic() - started:.0f} s")
-    return 0 if is_equal else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    zero3 = {"action": "store_true", "help": "DeepSpeed's ZeRO-3, not FSDP2"}
+    sys.exit(run_example("lightrft", __doc__, run, zero3=zero3))

@@ -1,0 +1,106 @@
+"""The command line, on the public parts only.
+
+What needs torch is imported by the commands that need it: importing it takes seconds.
+
+Exit codes: 0 success; 1 something failed or was found damaged; 2 wrong usage; 3 nothing was
+published in time.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.logging import RichHandler
+
+import dbuffer
+from dbuffer.errors import DBufferError, OptionError, VersionTimeoutError
+from dbuffer.tools.commands.demo import demo
+from dbuffer.tools.commands.doctor import doctor
+from dbuffer.tools.commands.follow import follow
+from dbuffer.tools.commands.ls import ls
+from dbuffer.tools.commands.mirror import mirror
+from dbuffer.tools.commands.publish import publish
+from dbuffer.tools.commands.shared import (
+    EXIT_FAILED,
+    EXIT_TIMEOUT,
+    EXIT_USAGE,
+    console,
+    errors,
+)
+from dbuffer.tools.commands.status import status
+from dbuffer.tools.commands.verify import verify
+from dbuffer.tools.render import PrintableFormatter, printable
+
+app = typer.Typer(
+    name="dbuffer",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="""Move weights from a trainer to its inference workers through a directory.
+
+A *store* is a directory with two buffers and a pointer to the newest one. `publish` writes a
+checkpoint into it, `follow` reacts to each new version, `status` shows who is where.
+
+Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
+""",
+)
+for _command in (publish, follow, mirror, status, verify, ls, doctor, demo):
+    app.command()(_command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code.
+
+    An error is one line on stderr, with --debug a traceback.
+    """
+    arguments = list(arguments)
+    debug = "--debug" in arguments
+    if debug:  # accepted in any place
+        arguments.remove("--debug")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter gets its code
+        sys.stdout.reconfigure(errors="backslashreplace")
+    handler = RichHandler(console=errors, show_path=False, show_time=debug)
+    handler.setFormatter(PrintableFormatter("%(message)s"))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler])
+    try:
+        app(arguments)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    except (DBufferError, OSError) as error:
+        text = traceback.format_exc() if debug else f"dbuffer: {error}"
+        print(printable(text.rstrip("\n")), file=sys.stderr)
+        return _exit_code(error)
+    return 0
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, OptionError):
+        return EXIT_USAGE
+    return EXIT_TIMEOUT if isinstance(error, VersionTimeoutError) else EXIT_FAILED
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        console.print(dbuffer.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks and all that is logged.")
+    ] = False,
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None: ...

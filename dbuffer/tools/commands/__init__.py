@@ -1,0 +1,1 @@
+"""The commands of ``dbuffer``, a module each."""

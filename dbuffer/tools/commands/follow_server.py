@@ -1,0 +1,103 @@
+"""``dbuffer follow --vllm`` and ``--sglang``: a server is switched to each new version."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError, VersionTimeoutError
+from dbuffer.tools.commands import shared
+
+if TYPE_CHECKING:
+    from dbuffer.integrations.engine.follower import Follower
+    from dbuffer.integrations.engine.options import EngineOptions
+    from dbuffer.integrations.engine.reporting import Switch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Server:
+    """The server to follow with."""
+
+    url: str
+    is_sglang: bool
+    api_key: str | None
+    pause: str
+    rename: Path | None
+
+    def follower(self, options: EngineOptions) -> Follower:
+        """What switches it.
+
+        Raises:
+            DBufferError: a package that it needs is not installed.
+            OptionError: ``pause`` or ``rename`` is not for this kind of server.
+        """
+        try:
+            return self._sglang(options) if self.is_sglang else self._vllm(options)
+        except ModuleNotFoundError as error:
+            raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
+
+    def _vllm(self, options: EngineOptions) -> Follower:
+        from dbuffer.integrations.engine.follower import Follower
+        from dbuffer.integrations.vllm.engines import VllmServer
+
+        server = VllmServer(self.url, api_key=self.api_key)
+        return Follower(server, options, pause=self.pause)  # type: ignore[arg-type]  # checked there
+
+    def _sglang(self, options: EngineOptions) -> Follower:
+        from dbuffer.integrations.sglang.following import server_follower
+
+        return server_follower(
+            self.url, options, pause=self.pause, rename=self.rename, api_key=self.api_key
+        )
+
+
+def follow_server(
+    server: Server,
+    store: Path,
+    options: Mapping[str, Any],
+    *,
+    count: int | None,
+    timeout_s: float | None,
+    as_json: bool,
+) -> None:
+    """Switch a server until ``count`` switches were made, or this process is asked to stop.
+
+    Raises:
+        VersionTimeoutError: there was no switch for ``timeout_s``.
+        EngineUnsupportedError, OptionError: it cannot follow, which trying again does not change.
+    """
+    from dbuffer.integrations.engine.background import follow_for_ever
+    from dbuffer.integrations.engine.options import EngineOptions
+    from dbuffer.integrations.engine.reporting import Switch
+
+    # A switch that has begun must end with the server resumed, also when this is asked to stop.
+    stop = shared.stop_on_signals()
+    last = time.monotonic()
+    with server.follower(EngineOptions(store=str(store.absolute()), **options)) as follower:
+        follower.require_followable()
+        for outcome in follow_for_ever(follower, stop):
+            if isinstance(outcome, Switch):
+                last = time.monotonic()
+                _report(server.url, outcome, as_json=as_json)
+                count = None if count is None else count - 1
+                if count == 0:
+                    return
+            elif isinstance(outcome, EngineUnsupportedError | OptionError):
+                raise outcome
+            elif timeout_s is not None and time.monotonic() - last > timeout_s:
+                raise VersionTimeoutError(
+                    f"no switch of {server.url} for {timeout_s:g} s: {outcome or 'nothing new'}"
+                )
+
+
+def _report(url: str, switch: Switch, *, as_json: bool) -> None:
+    if as_json:
+        shared.print_json(dataclasses.asdict(switch))
+        return
+    shared.print_line(
+        f"version {switch.version}: {url} switched, ready after {1e3 * switch.wait_s:.1f} ms, "
+        f"paused for {1e3 * switch.pause_s:.1f} ms"
+    )

@@ -1,0 +1,83 @@
+"""``dbuffer ls``."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import starmap
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dbuffer.errors import VersionTimeoutError
+from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools.commands import shared
+from dbuffer.tools.render import comparison_table, layout_table
+from dbuffer.weights.comparison import Comparison, compare
+from dbuffer.weights.names import NameMap
+
+
+def ls(
+    store: shared.StoreArgument,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL_DIR",
+            help="Compare with the tensors of this HuggingFace checkpoint instead: what matches, "
+            "what is missing, what is left over. Exit code 1 if it does not fit. A tensor of "
+            "another dtype is listed, and fits: engines cast.",
+        ),
+    ] = None,
+    names: shared.NamesOption = None,
+    as_json: shared.JsonOption = False,
+    allow_shared_store: shared.SharedOption = False,
+) -> None:
+    """List the newest version's tensors: name, dtype, shape, bytes."""
+    if names is not None and against is None:
+        shared.refuse_option("--names", "only together with --against")
+    held = DoubleBuffer(store, allow_shared_store=allow_shared_store).hold_newest(newer_than=None)
+    if held is None:
+        raise VersionTimeoutError(f"nothing was published in {store} yet")
+    with held:
+        version, layout = held.manifest.version, held.read_layout()
+    if against is not None:
+        _compare(version, layout, against, names, as_json=as_json)
+    elif as_json:
+        tensors = [{**spec._asdict(), "num_bytes": spec.num_bytes} for spec in layout.specs]
+        shared.print_json({"version": version, "tensors": tensors, "aliases": layout.aliases})
+    else:
+        shared.console.print(layout_table(layout, f"version {version}"))
+
+
+def _compare(
+    version: int, layout: Layout, model: Path, names: Path | None, *, as_json: bool
+) -> None:
+    from dbuffer.weights.checkpoint import read_checkpoint
+    from dbuffer.weights.sources import spec_of
+
+    needed = starmap(spec_of, zip(*read_checkpoint(model), strict=True))
+    comparison = compare(layout, needed, None if names is None else NameMap.read(names))
+    if as_json:
+        shared.print_json({"version": version, **_json_of(comparison)})
+    else:
+        shared.console.print(comparison_table(comparison, f"version {version} against {model}"))
+    if not comparison.fits:
+        raise typer.Exit(shared.EXIT_FAILED)
+
+
+def _json_of(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "fits": comparison.fits,
+        "fits_exactly": comparison.fits_exactly,
+        "matching": [spec.name for spec in comparison.matching],
+        "missing": [spec._asdict() for spec in comparison.missing],
+        "left_over": [spec._asdict() for spec in comparison.left_over],
+        "differing": _json_pairs(comparison.differing),
+        "recast": _json_pairs(comparison.recast),
+        "unused_rules": [dataclasses.asdict(rule) for rule in comparison.unused_rules],
+    }
+
+
+def _json_pairs(pairs: list[tuple[TensorSpec, TensorSpec]]) -> list[dict[str, Any]]:
+    return [{"published": have._asdict(), "needed": need._asdict()} for have, need in pairs]

@@ -1,0 +1,84 @@
+"""``dbuffer mirror``."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import dbuffer
+from dbuffer.errors import DBufferError
+from dbuffer.tools.commands import shared
+from dbuffer.tools.render import printable
+
+if TYPE_CHECKING:
+    from dbuffer.mirror.mirror import Copied, Mirror
+
+
+def mirror(
+    remote: Annotated[Path, shared.path_argument("The store to follow, on a network mount.")],
+    local: Annotated[Path, shared.path_argument("The store to keep up to date, on /dev/shm.")],
+    count: shared.CountOption = None,
+    poll_interval_s: Annotated[
+        float, typer.Option(help="How often to look at the remote store, in seconds.")
+    ] = 1.0,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics on this port.")
+    ] = None,
+    as_json: shared.JsonLinesOption = False,
+    allow_shared_store: shared.SharedOption = False,
+) -> None:
+    """Copy each newest version into a local store, for all workers of this node.
+
+    Start one per node, or several: one of them copies, and the others stand by. It may be
+    stopped and started at any time. Mirrors can follow mirrors.
+    """
+    stop = shared.stop_on_signals()
+    num_copied = 0
+
+    def report(copied: Copied) -> None:
+        nonlocal num_copied
+        bars.update(task, visible=False)
+        _report(copied, as_json=as_json)
+        num_copied += 1
+        if num_copied == count:
+            stop.set()
+
+    with shared.byte_progress(hidden=as_json) as bars:
+        task = bars.add_task(printable(remote), total=None, visible=False)
+        copying = dbuffer.Mirror(
+            remote,
+            local,
+            poll_interval_s=poll_interval_s,
+            allow_shared_store=allow_shared_store,
+            on_copied=report,
+            progress=lambda done, total: bars.update(
+                task, completed=done, total=total, visible=True
+            ),
+        )
+        with copying:
+            if metrics_port is not None:
+                _serve_metrics(copying, metrics_port)
+            copying.run(stop)
+
+
+def _report(copied: Copied, *, as_json: bool) -> None:
+    if as_json:
+        shared.print_json(dataclasses.asdict(copied))
+        return
+    shared.console.print(shared.describe_copy(copied))
+
+
+def _serve_metrics(copying: Mirror, port: int) -> None:
+    try:
+        from prometheus_client import start_http_server
+
+        from dbuffer.integrations.mirror_metrics import register
+    except ModuleNotFoundError as error:
+        raise DBufferError(
+            f"--metrics-port needs {error.name}: pip install 'prometheus-client'"
+        ) from error
+    register(copying)
+    start_http_server(port)

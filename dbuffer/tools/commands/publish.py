@@ -1,0 +1,89 @@
+"""``dbuffer publish``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import dbuffer
+from dbuffer.tools.commands import shared
+from dbuffer.tools.render import printable
+from dbuffer.weights.names import NameMap
+
+if TYPE_CHECKING:
+    import torch
+
+
+def publish(
+    checkpoint: Annotated[
+        Path, shared.path_argument("A HuggingFace checkpoint directory, or one .safetensors file.")
+    ],
+    store: shared.StoreArgument,
+    version: Annotated[
+        int | None,
+        typer.Option(help="Must be above the last one.  [default: the last one + 1]"),
+    ] = None,
+    metadata: Annotated[
+        str,
+        typer.Option(help="""A JSON object to publish with the version, as '{"step": 80}'."""),
+    ] = "{}",
+    dtype: Annotated[
+        str | None, typer.Option(help="Cast floating-point tensors, as 'bfloat16'.")
+    ] = None,
+    checksum: Annotated[
+        bool, typer.Option(help="Write checksums, so that `dbuffer verify` can check every byte.")
+    ] = True,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
+    ] = False,
+    names: shared.NamesOption = None,
+    as_json: shared.JsonOption = False,
+    allow_shared_store: shared.SharedOption = False,
+) -> None:
+    """Publish a checkpoint as the store's newest version."""
+    sender = dbuffer.WeightSender(
+        store,
+        checksum=checksum,
+        durable=durable,
+        dtype=_parse_dtype(dtype),
+        rename=None if names is None else NameMap.read(names),
+        allow_shared_store=allow_shared_store,
+    )
+    with sender, shared.byte_progress(hidden=as_json) as progress:
+        task = progress.add_task(printable(checkpoint), total=None)
+        publication = sender.send(
+            checkpoint,
+            version=version,
+            metadata=_parse_metadata(metadata),
+            progress=lambda done, total: progress.update(task, completed=done, total=total or None),
+        )
+    if as_json:
+        shared.print_json(dataclasses.asdict(publication))
+        return
+    shared.console.print(shared.describe_copy(publication))
+
+
+def _parse_dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    from dbuffer.io.tensors import DTYPES
+
+    if name not in DTYPES:
+        raise typer.BadParameter(
+            f"unknown dtype {name!r}: use one of {', '.join(DTYPES)}", param_hint="--dtype"
+        )
+    return DTYPES[name]
+
+
+def _parse_metadata(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--metadata") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter("not a JSON object", param_hint="--metadata")
+    return value

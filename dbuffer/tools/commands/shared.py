@@ -1,0 +1,123 @@
+"""What the commands share: options, consoles, exit codes, and how results are printed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from dbuffer.tools.render import cell, format_bytes, printable
+
+if TYPE_CHECKING:
+    from dbuffer.mirror.mirror import Copied
+    from dbuffer.publish.sender import Publication
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_TIMEOUT = 3
+
+console = Console()
+errors = Console(stderr=True)
+
+
+def parse_path(text: str) -> Path:
+    """A path of the command line; an empty one, of a variable that is not set, is wrong usage."""
+    if not text:
+        raise typer.BadParameter("an empty path; is a variable not set?")
+    return Path(text)
+
+
+def path_argument(text: str, metavar: str | None = None) -> Any:
+    """A required path, with this help."""
+    return typer.Argument(help=text, metavar=metavar, show_default=False, parser=parse_path)
+
+
+StoreArgument = Annotated[Path, path_argument("The store's directory.")]
+SharedOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-shared-store",
+        help="Accept a directory that belongs to another user, or that others can write to.",
+    ),
+]
+NamesOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Rename tensors by the rules in this JSON file.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+CountOption = Annotated[
+    int | None, typer.Option(min=1, help="Stop after N versions.  [default: never]", metavar="N")
+]
+
+
+def refuse_option(name: str, reason: str) -> NoReturn:
+    """Wrong usage of an option: exit code 2."""
+    raise typer.BadParameter(reason, param_hint=name)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON, at once: a pipe may be waiting for it."""
+    print(json.dumps(value, default=str), flush=True)
+
+
+def print_line(text: str) -> None:
+    """A line that may hold names and paths: no markup, no wrapping, nothing a terminal acts on."""
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def describe_copy(done: Publication | Copied) -> str:
+    """A version that was written, for people."""
+    speed = done.num_bytes / max(done.duration_s, 1e-9)
+    return (
+        f"version {done.version}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)} in "
+        f"{done.duration_s:.2f} s ({format_bytes(speed)}/s)"
+    )
+
+
+def byte_progress(*, hidden: bool) -> Progress:
+    """A progress bar of bytes on stderr, if that is a terminal."""
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    is_hidden = hidden or not errors.is_terminal
+    return Progress(*columns, console=errors, disable=is_hidden, transient=True)
+
+
+@contextlib.contextmanager
+def status_line(*, hidden: bool) -> Iterator[Callable[[str], None] | None]:
+    """What is being done, on one line of stderr; None if that is no terminal."""
+    if hidden or not errors.is_terminal:
+        yield None
+        return
+    with errors.status("") as line:
+        yield lambda text: line.update(cell(text))
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGINT and SIGTERM set, so that what has begun ends in order."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end a block as Ctrl-C would: what was made in a user's directory is removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,37 @@
+"""``dbuffer status``."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools.commands import shared
+from dbuffer.tools.render import status_tables
+from dbuffer.tools.status import read_status
+
+
+def status(
+    store: shared.StoreArgument,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep showing it, twice a second.")
+    ] = False,
+    as_json: shared.JsonOption = False,
+    allow_shared_store: shared.SharedOption = False,
+) -> None:
+    """Show versions, buffers, the sender, and how far behind each receiver is."""
+    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+    found = read_status(view)
+    if as_json:
+        shared.print_json(dataclasses.asdict(found))
+    elif not watch:
+        shared.console.print(status_tables(found))
+    else:
+        with Live(status_tables(found), console=shared.console) as live:
+            while True:
+                time.sleep(0.5)
+                live.update(status_tables(read_status(view)))

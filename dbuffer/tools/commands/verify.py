@@ -1,0 +1,32 @@
+"""``dbuffer verify``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import typer
+
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools.commands import shared
+from dbuffer.tools.render import describe_check
+
+
+def verify(
+    store: shared.StoreArgument,
+    as_json: shared.JsonOption = False,
+    allow_shared_store: shared.SharedOption = False,
+) -> None:
+    """Check both versions in the store: records, layout, sizes and, where it has them, checksums.
+
+    Exit code 1 if something is damaged; what, and in which tensor, is printed.
+    """
+    from dbuffer.tools.verification import verify_store
+
+    checks = verify_store(DoubleBuffer(store, allow_shared_store=allow_shared_store))
+    if as_json:
+        shared.print_json([dataclasses.asdict(check) for check in checks])
+    else:
+        for check in checks:
+            shared.print_line(describe_check(check))
+    if any(check.problems for check in checks):
+        raise typer.Exit(shared.EXIT_FAILED)

@@ -1,0 +1,92 @@
+"""A demo run on the terminal: a line per step, then a summary."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.table import Table
+
+from dbuffer.tools.demo.loop import run_demo
+from dbuffer.tools.demo.records import DemoOptions, DemoResult, Step
+from dbuffer.tools.render import cell, printable
+
+_COLUMNS: dict[str, Callable[[Step], str]] = {
+    "step": lambda step: str(step.step),
+    "version trained": lambda step: str(step.version_trained),
+    "version sampling": lambda step: str(step.version_sampled),
+    "reward": lambda step: f"{step.reward:.3f}",
+    "publish ms": lambda step: f"{step.publish_ms:.1f}",
+    "stage ms": lambda step: f"{step.stage_ms:.1f}",
+    "pause ms": lambda step: f"{step.pause_ms:.1f}",
+    "lag": lambda step: str(step.lag),
+}
+
+
+def show_demo(options: DemoOptions, console: Console) -> DemoResult:
+    """Run the demo, a line per step on ``console``, then print a summary.
+
+    Raises:
+        DemoError: as :func:`run_demo`.
+    """
+    with console.status("") as spinner:  # which only a terminal shows
+
+        def report(what: str | Step) -> None:
+            if isinstance(what, str):
+                spinner.update(cell(what))
+                _print_line(console, what)
+                return
+            if what.step == 1:
+                _print_line(console, "  ".join(_COLUMNS))
+            cells = (render(what).rjust(len(name)) for name, render in _COLUMNS.items())
+            _print_line(console, "  ".join(cells))
+
+        result = run_demo(options, report)
+    print_summary(result, console)
+    return result
+
+
+def _print_line(console: Console, line: str) -> None:
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_summary(result: DemoResult, console: Console) -> None:
+    """What the run showed, in a few lines."""
+    moved = [step for step in result.steps if step.version_sampled > 0]
+
+    def median_ms(name: str) -> str:
+        return f"{statistics.median(getattr(step, name) for step in moved):.1f} ms"
+
+    table = Table(show_header=False, box=None)
+    table.add_row("sampled by", cell(result.engine))
+    table.add_row(
+        "reward",
+        f"{result.reward_first:.3f} to {result.reward_last:.3f} in {len(result.steps)} steps: "
+        + _verdict(result.reward_climbed, "climbed", "did not climb"),
+    )
+    table.add_row(
+        "final check",
+        f"greedy tokens of {result.num_prompts_compared} prompts, against a fresh engine on the "
+        "final checkpoint: " + _verdict(result.tokens_match, "equal", "different"),
+    )
+    if not result.tokens_changed:
+        table.add_row("", "[red]and still those of the initial checkpoint")
+    if moved:
+        table.add_row(
+            "medians",
+            f"publish {median_ms('publish_ms')}, stage {median_ms('stage_ms')}, "
+            f"pause {median_ms('pause_ms')}, lag {statistics.median(s.lag for s in moved):g}",
+        )
+    table.add_row("plot", cell(result.plot))
+    table.add_row("took", f"{result.duration_s:.0f} s")
+    console.print(table, soft_wrap=True)
+    console.print(
+        "[bold green]success: the engine followed the trainer"
+        if result.success
+        else "[bold red]failed: the weights did not reach the engine as they should"
+    )
+
+
+def _verdict(good: bool, yes: str, no: str) -> str:
+    return f"[green]{yes}[/]" if good else f"[red]{no}[/]"

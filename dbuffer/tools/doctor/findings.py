@@ -1,0 +1,71 @@
+"""`Finding`: what a probe found, and what dbuffer does about it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+GUARANTEES = {
+    1: "No torn reads",
+    2: "Monotonic versions",
+    3: "Crash safety",
+    4: "One version per engine",
+    5: "Bounded waiting",
+    6: "Bad input is rejected",
+}
+"""As the README numbers them."""
+
+POLLING = "receivers poll every poll_interval_s (1 s by default)"
+
+Verdict = Literal["good", "adapted", "broken", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one probe found."""
+
+    probe: str
+    verdict: Verdict
+    """``good``: it works; ``adapted``: it does not, and dbuffer does without; ``broken``: it does
+    not, and a guarantee cannot hold; ``unknown``: it could not be determined."""
+    found: str
+    consequence: str
+    """What dbuffer does about it."""
+    guarantee: int | None = None
+    """The one that cannot hold, by its number in `GUARANTEES`; None unless broken."""
+
+
+class Outcome(NamedTuple):
+    """A finding without its probe."""
+
+    verdict: Verdict
+    found: str
+    consequence: str
+
+    def of(self, probe: str, guarantee: int | None = None) -> Finding:
+        """As the finding of a probe, on which this guarantee rests."""
+        is_broken = self.verdict == "broken"
+        return Finding(
+            probe=probe,
+            verdict=self.verdict,
+            found=self.found,
+            consequence=self.consequence,
+            guarantee=guarantee if is_broken else None,
+        )
+
+
+good = functools.partial(Outcome, "good")
+adapted = functools.partial(Outcome, "adapted")
+broken = functools.partial(Outcome, "broken")
+unknown = functools.partial(Outcome, "unknown")
+
+
+def size(num_bytes: float) -> str:
+    """Bytes, for people."""
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def duration(duration_ms: float) -> str:
+    """Milliseconds, for people."""
+    return f"{duration_ms:.1f} ms" if duration_ms < 1e3 else f"{duration_ms / 1e3:.1f} s"

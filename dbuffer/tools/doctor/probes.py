@@ -1,0 +1,406 @@
+"""The probes: each does the thing itself, in a directory of its own.
+
+What a network mount's documentation and options say is not what its servers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from dbuffer.errors import DBufferError, StoreInsecureError
+from dbuffer.format.manifest import POINTER_FILE, WRITER_FILE
+from dbuffer.store import filesystem
+from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
+from dbuffer.store.media import medium_of
+from dbuffer.store.medium import Medium
+from dbuffer.store.watcher import Watcher
+from dbuffer.tools.doctor.findings import (
+    POLLING,
+    Finding,
+    Outcome,
+    adapted,
+    broken,
+    good,
+    size,
+    unknown,
+)
+from dbuffer.tools.doctor.peer import Progress
+from dbuffer.tools.doctor.process import OtherProcess
+from dbuffer.tools.doctor.scratch import scratch
+
+_PROBE_BYTES = 1 << 20
+_WATCH_S = 0.3
+_EVENT_TIMEOUT_S = 1.0
+_INOTIFY_WANTED = 8
+"""A receiver takes one instance; an engine has one for each rank of a host."""
+
+_OPTIONS_TO_SHOW = (
+    *("ro", "vers=", "nfsvers=", "proto=", "hard", "soft", "softerr", "nolock", "local_lock="),
+    *("nocto", "noac", "actimeo=", "acregm", "acdirm", "lookupcache=", "cache=", "nobrl"),
+    *("barrier=0", "nobarrier", "data=", "size=", "nr_inodes=", "sync"),
+)
+_OPTIONS_TO_NOTE = {
+    "local_lock=all": "locks stay on this host, and nothing rests on them",
+    "local_lock=flock": "locks stay on this host, and nothing rests on them",
+    "soft": "soft: a slow server is an error in mid-publish; mount it hard",
+    "softerr": "softerr: a slow server is an error in mid-publish; mount it hard",
+    "nocto": "nocto: other hosts' versions are seen late; mount it without",
+    "nobarrier": "nobarrier: a power cut may take even what is published with durable=True",
+    "barrier=0": "barrier=0: a power cut may take even what is published with durable=True",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What is examined."""
+
+    path: Path
+    base: Path
+    """Where probes are made: ``path``, or the nearest directory above it that is there."""
+    medium: Medium
+    allow_shared_store: bool
+
+    @classmethod
+    def at(cls, path: Path, allow_shared_store: bool) -> Site:
+        """Find the directory to probe in, and what it is on."""
+        with os_errors("look", path):
+            base = next(base for base in (path, *path.parents) if base.exists())
+            if not base.is_dir():
+                raise NotADirectoryError(20, "not a directory", str(base))
+        return cls(path, base, medium_of(base), allow_shared_store)
+
+
+class Probe(NamedTuple):
+    """One row of the table."""
+
+    title: str
+    run: Callable[[Site], Outcome]
+    guarantee: int
+    """The one that cannot hold if the probe fails."""
+    cure: str
+
+    def try_on(self, site: Site, progress: Progress) -> Finding:
+        """Run it; an error is a finding too."""
+        progress(self.title)
+        try:
+            outcome = self.run(site)
+        except (DBufferError, OSError) as error:
+            outcome = broken(str(error), self.cure)
+        return outcome.of(self.title, self.guarantee)
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[int]:
+    with os_errors("make a file", path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------------------------------------
+# Looks, which write nothing
+
+
+def _look_at_mount(site: Site) -> Outcome:
+    medium = site.medium
+    source, _ = filesystem.mount_details(site.base)
+    found = f"{medium.filesystem} from {source}"
+    told = os.environ.get(MOUNT_VARIABLE, "auto")
+    if told != "auto":
+        found += f", overridden by {MOUNT_VARIABLE}={told}"
+    if medium.reaches_other_hosts:
+        return adapted(
+            f"{found}: a network mount",
+            "a new file for each version, flushed and read back; readers look by polling, open "
+            "the directory before the pointer, read into memory, and check sizes and checksums",
+        )
+    if medium.can_rewrite_in_place:
+        return good(f"{found}: local", "two files, mapped and rewritten in place")
+    return adapted(
+        f"{found}: local, copies on write",
+        "mapped; a new file for each version, because rewriting a page may need new space",
+    )
+
+
+def _look_at_options(site: Site) -> Outcome:
+    _, options = filesystem.mount_details(site.base)
+    shown = [
+        option
+        for option in options
+        for known in _OPTIONS_TO_SHOW
+        if option == known or (known[-1] in "=m" and option.startswith(known))
+    ]
+    found = ", ".join(shown) or "the usual ones"
+    notes = [note for option, note in _OPTIONS_TO_NOTE.items() if option in options]
+    if notes:
+        return adapted(found, "; ".join(notes))
+    if site.medium.filesystem in ("tmpfs", "ramfs"):
+        return adapted(found, "in memory: nothing survives a reboot, not even with durable=True")
+    return good(found, "nothing; none is needed, and none of these is harmful")
+
+
+def _look_at_trust(site: Site) -> Outcome:
+    if site.base != site.path:
+        return good(f"{site.path} is not there", "a sender makes it, with mode 0700")
+    found = site.path.stat()
+    described = f"mode {stat.S_IMODE(found.st_mode):04o}, user {found.st_uid}"
+    try:
+        filesystem.check_trust(site.path)
+    except StoreInsecureError as error:
+        if site.allow_shared_store:
+            return adapted(described, "used because of allow_shared_store")
+        is_store = any((site.path / name).exists() for name in (POINTER_FILE, WRITER_FILE))
+        others_can_rename = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+        if is_store or others_can_rename:
+            return broken(described, f"refused: {error}")
+        return adapted(described, "not a store itself; a sender makes one in it, with mode 0700")
+    return good(f"{described}, which is this one", "used")
+
+
+def _look_for_room(site: Site) -> Outcome:
+    found = os.statvfs(site.base)
+    if found.f_blocks == 0:
+        return unknown(
+            "the mount does not say", "a version that is too large fails while it is written"
+        )
+    free = found.f_bavail * found.f_frsize
+    described = f"{size(free)} free of {size(found.f_blocks * found.f_frsize)}"
+    if found.f_files and not found.f_favail:
+        return broken(f"{described}, and no room for another file (inode)", "remove some files")
+    if free < 2 * _PROBE_BYTES:
+        return broken(described, "make room for two versions")
+    return good(
+        described,
+        f"room for two versions of {size(free / 2)} each; of {size(free / 3)}, where readers "
+        "keep an old one",
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Probes, each in a directory of its own
+
+
+def _probe_writing(site: Site) -> Outcome:
+    with scratch(site.base) as place:
+        with _new_file(place / "file") as file, os_errors("write", place):
+            filesystem.write_at(file, 0, bytes(_PROBE_BYTES))
+            started = time.perf_counter()
+            filesystem.sync_file(file, place / "file")
+            file_ms = 1e3 * (time.perf_counter() - started)
+        started = time.perf_counter()
+        with os_errors("flush the directory", place):
+            filesystem.sync_directory(place)
+        directory_ms = 1e3 * (time.perf_counter() - started)
+    found = f"a file of 1 MiB in {file_ms:.1f} ms, a directory in {directory_ms:.1f} ms"
+    if site.medium.reaches_other_hosts:
+        return good(found, "every publish is flushed: other hosts see nothing else")
+    return good(found, "with durable=True every publish is flushed")
+
+
+def _probe_directories(site: Site) -> Outcome:
+    with scratch(site.base) as place:
+        filesystem.make_directory(place / "store")
+        found = (place / "store").stat()
+    described = f"mode {stat.S_IMODE(found.st_mode):04o}, user {found.st_uid}"
+    if found.st_uid != os.geteuid():
+        described += f", made by user {os.geteuid()}"
+        consequence = "a store made here would appear to belong to another user"
+    elif stat.S_IMODE(found.st_mode) != 0o700:
+        described += ", asked for 0700"
+        consequence = "a store made here could be written to or read by others"
+    else:
+        return good(described, "a new store is for its owner only")
+    if site.allow_shared_store:
+        return adapted(described, f"{consequence}; used because of allow_shared_store")
+    return broken(described, f"{consequence}: pass --allow-shared-store if that is intended")
+
+
+def _probe_rename(site: Site) -> Outcome:
+    with scratch(site.base) as place, OtherProcess() as other:
+        filesystem.make_directory(place / "from")
+        path, number = place / "pointer", 0
+        filesystem.replace_file(path, b"0" * 300, scratch=place / "from")
+        other.begin("watch", str(path), _WATCH_S)
+        while not other.is_done():
+            number += 1
+            filesystem.replace_file(path, b"%d" % (number % 10) * 300, scratch=place / "from")
+        seen = other.answer()
+    found = f"replaced {number} times, read {seen['reads']} times by another process: "
+    if seen["mixed"]:
+        return broken(
+            f"{found}{seen['mixed']} mixed or empty", "the pointer cannot be moved in one step"
+        )
+    if not seen["missing"]:
+        return good(
+            f"{found}always the old bytes or the new", "the version pointer is moved like this"
+        )
+    found += f"never mixed, {seen['missing']} times missing or stale"
+    if site.medium.reaches_other_hosts:
+        return adapted(found, "readers look again, and fall back on the buffers' manifests")
+    return broken(found, "a reader may find no pointer; use another filesystem")
+
+
+def _probe_locks(site: Site) -> Outcome:
+    with scratch(site.base) as place, _new_file(place / "lock") as file:
+        if site.medium.reaches_other_hosts and not _knows_locks(file):
+            return adapted(
+                "not supported by the mount",
+                "readers need none; a second sender is detected by its epoch, not prevented",
+            )
+        with OtherProcess() as other:
+            taken = other.ask("lock", str(place / "lock"))
+            excludes = taken and not filesystem.try_lock(file, exclusive=True)
+        is_dropped = _becomes_free(file) if excludes else True
+    if not excludes:
+        return adapted(
+            "two processes can hold the same exclusive lock",
+            "readers compare what they have read with the manifest instead; a second sender is "
+            "detected by its epoch, not prevented",
+        )
+    if not is_dropped:
+        return broken(
+            "one process excludes another, and still does after it was killed",
+            "a lock left by a crash must be removed by hand",
+        )
+    found = "one process excludes another, until it dies"
+    if site.medium.reaches_other_hosts:
+        return good(found, "a second sender on this host is refused; readers need none")
+    return good(found, "readers hold what they read, and a second sender is refused")
+
+
+def _knows_locks(file: int) -> bool:
+    """Whether a lock can be asked for at all; on Lustre it cannot, by default."""
+    try:
+        filesystem.try_lock(file, exclusive=True)
+    except OSError as error:
+        if error.errno not in filesystem.NO_LOCKS:
+            raise
+        return False
+    filesystem.unlock(file)
+    return True
+
+
+def _becomes_free(file: int) -> bool:
+    """Whether a lock can be had soon: over a network, that its holder died takes a moment."""
+    return filesystem.lock_within(file, timeout_s=5.0)
+
+
+def _probe_allocation(site: Site) -> Outcome:
+    with scratch(site.base) as place, _new_file(place / "file") as file:
+        try:
+            filesystem.allocate(file, _PROBE_BYTES, place / "file")
+        except DBufferError as error:
+            if not site.medium.reaches_other_hosts:
+                raise
+            return adapted(str(error), "free space is checked before, and proved by the flush")
+        reserved = 512 * os.fstat(file).st_blocks
+    found = f"{reserved / _PROBE_BYTES:.0%} of what was asked for has blocks"
+    if site.medium.reaches_other_hosts:
+        # How much room the server has is unknown here, whatever this host says of the blocks.
+        return good(found, "free space is checked before, and proved by the flush")
+    if reserved >= _PROBE_BYTES:
+        return good(found, "a full disk is detected before anything is written")
+    if not site.medium.can_rewrite_in_place:
+        return adapted(found, "a disk that fills up during a publish may kill the sender (SIGBUS)")
+    return broken(found, "a disk that fills up during a publish would kill the sender (SIGBUS)")
+
+
+def _probe_mapping(site: Site) -> Outcome:
+    num_bytes = mmap.PAGESIZE
+    if site.medium.reaches_other_hosts:
+        return good("not probed: not used on a network mount", "readers read into memory")
+    with scratch(site.base) as place, OtherProcess() as other:
+        path = place / "file"
+        with _new_file(path) as file, os_errors("map a file", path):
+            filesystem.allocate(file, num_bytes, path)
+            with (
+                mmap.mmap(file, num_bytes) as shared,
+                mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE) as own,
+            ):
+                shared[:] = b"s" * num_bytes
+                seen = other.ask("see", str(path), num_bytes)
+                own[:] = b"p" * num_bytes
+                still = other.ask("see", str(path), num_bytes)
+                other.ask("write_mapped", str(path), (b"t" * num_bytes).hex())
+                came = bytes(shared[:])
+    expected = {"read": (b"s" * num_bytes).hex(), "mapped": (b"s" * num_bytes).hex()}
+    if still != seen:
+        return broken("writes into a private mapping reach the file", "use another filesystem")
+    if seen != expected or came != b"t" * num_bytes:
+        return broken("a mapped write is not seen by another process", "use another filesystem")
+    return good(
+        "writes are seen by other processes at once, private ones are not",
+        "publishing is a copy into a mapped file; receivers map it",
+    )
+
+
+def _probe_events(site: Site) -> Outcome:
+    if site.medium.reaches_other_hosts:
+        return adapted("not probed: it sees no change by other hosts", f"{POLLING}; no inotify")
+    with scratch(site.base) as place:
+        filesystem.make_directory(place / "from")
+        watcher = Watcher(place / "pointer")
+        try:
+            watcher.wait(0.0)  # begins to watch, and says that something may have changed
+            started = time.perf_counter()
+            filesystem.replace_file(place / "pointer", b"1", scratch=place / "from")
+            came = watcher.wait(_EVENT_TIMEOUT_S)
+            delay_ms = 1e3 * (time.perf_counter() - started)
+        finally:
+            watcher.close()
+    if not came:
+        return adapted(f"no event within {_EVENT_TIMEOUT_S:g} s", POLLING)
+    return good(f"an event after {delay_ms:.1f} ms", "receivers are woken by each publish")
+
+
+def _probe_inotify(site: Site) -> Outcome:
+    if site.medium.reaches_other_hosts:
+        return good("not probed: not used on a network mount", POLLING)
+    begin = getattr(ctypes.CDLL(None, use_errno=True), "inotify_init1", None)
+    if begin is None:
+        return adapted("this system has no inotify", POLLING)
+    instances: list[int] = []
+    try:
+        while len(instances) < _INOTIFY_WANTED and (descriptor := begin(os.O_CLOEXEC)) >= 0:
+            instances.append(descriptor)
+    finally:
+        for descriptor in instances:
+            os.close(descriptor)
+    if len(instances) == _INOTIFY_WANTED:
+        return good(f"{_INOTIFY_WANTED} or more free", "each receiver takes one")
+    return adapted(
+        f"only {len(instances)} free",
+        f"each receiver takes one; for those that get none, {POLLING}: raise "
+        "fs.inotify.max_user_instances",
+    )
+
+
+LOOKS = (
+    Probe("mount", _look_at_mount, 1, ""),
+    Probe("mount options", _look_at_options, 3, ""),
+    Probe("owner and mode", _look_at_trust, 6, ""),
+    Probe("room", _look_for_room, 3, "make room for two versions"),
+)
+WRITING = Probe(
+    "write and flush", _probe_writing, 3, "nothing can be published: see mount, mode and room"
+)
+PROBES = (
+    Probe("private directories", _probe_directories, 6, "no store can be made here"),
+    Probe("replacing a file", _probe_rename, 1, "the version pointer cannot be moved"),
+    Probe("locks (flock)", _probe_locks, 1, "no sender can open a store here: locking is an error"),
+    Probe("allocation", _probe_allocation, 3, "no buffer can be made here"),
+    Probe("shared mappings", _probe_mapping, 1, "weights cannot be mapped here"),
+    Probe("inotify", _probe_events, 5, "receivers cannot wait here"),
+    Probe("inotify instances", _probe_inotify, 5, ""),
+)

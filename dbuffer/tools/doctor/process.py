@@ -1,0 +1,165 @@
+"""The other process of a probe: what one process does, seen by another on the same host.
+
+It is started anew and not forked: the caller may be a trainer with threads
+and a GPU. It takes one task a line on its standard input, and answers with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Self, cast
+
+from dbuffer.errors import StoreAccessError
+from dbuffer.store import filesystem
+
+_ANSWER_TIMEOUT_S = 60.0
+
+_PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from dbuffer.tools.doctor.process import serve
+serve()
+"""
+
+
+class OtherProcess:
+    """A process that runs tasks, and ends with its ``with`` block."""
+
+    def __init__(self) -> None:
+        package = Path(__file__).parents[2]
+        # -P: a json.py where the user stands is none of ours.
+        command = [sys.executable, "-P", "-c", _PROGRAM, str(package.parent)]
+        self._process = subprocess.Popen(  # noqa: S603  # our own program
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # a Ctrl-C is for its owner, who ends it
+        )
+        self._tasks = cast("BinaryIO", self._process.stdin)
+        self._answers = cast("BinaryIO", self._process.stdout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+    def ask(self, task: str, *arguments: Any) -> Any:
+        """Let it do something; what came of that.
+
+        Raises:
+            StoreAccessError: it could not, or did not answer.
+        """
+        self.begin(task, *arguments)
+        return self.answer()
+
+    def begin(self, task: str, *arguments: Any) -> None:
+        """Let it begin something; see :meth:`is_done` and :meth:`answer`."""
+        self._tasks.write(json.dumps([task, *arguments]).encode() + b"\n")
+
+    def is_done(self, timeout_s: float = 0.0) -> bool:
+        """Whether an answer is there."""
+        return bool(select.select([self._answers], [], [], timeout_s)[0])
+
+    def answer(self) -> Any:
+        """The result of the task that was begun."""
+        line = self._answers.readline() if self.is_done(_ANSWER_TIMEOUT_S) else b""
+        if not line:
+            raise StoreAccessError(
+                f"the probe's other process ({sys.executable}) did not answer: exit status "
+                f"{self._process.poll()}"
+            )
+        reply = json.loads(line)
+        if "error" in reply:
+            raise StoreAccessError(f"in another process: {reply['error']}")
+        return reply["value"]
+
+    def kill(self) -> None:
+        """End it as a crash would."""
+        self._process.kill()
+        self._process.wait()
+        self._tasks.close()
+        self._answers.close()
+
+
+def serve() -> None:
+    """Do what is asked on standard input until that ends; in the other process."""
+    for line in sys.stdin:
+        task, *arguments = json.loads(line)
+        try:
+            reply = {"value": _TASKS[task](*arguments)}
+        except OSError as error:
+            reply = {"error": str(error)}
+        sys.stdout.write(json.dumps(reply) + "\n")
+        sys.stdout.flush()
+
+
+def _lock(path: str) -> bool:
+    """Lock a file exclusively, until this process ends."""
+    return filesystem.try_lock(os.open(path, os.O_RDWR), exclusive=True)
+
+
+def _watch(path: str, duration_s: float) -> dict[str, int]:
+    """Read a file that is being replaced, again and again; every byte of it should be the same."""
+    counts = {"reads": 0, "mixed": 0, "missing": 0, "changes": 0}
+    last: bytes | None = None
+    end = time.monotonic() + duration_s
+    while time.monotonic() < end:
+        counts["reads"] += 1
+        try:
+            descriptor = filesystem.open_regular(Path(path), os.O_RDONLY, owner_only=False)
+            try:
+                data = filesystem.read_at(descriptor, 0, os.fstat(descriptor).st_size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            counts["missing"] += 1
+            continue
+        counts["mixed"] += not data or data != data[:1] * len(data)
+        counts["changes"] += data != last
+        last = data
+    return counts
+
+
+def _see(path: str, num_bytes: int) -> dict[str, str]:
+    """The first bytes of a file, as a read and as a mapping give them."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+            return {
+                "read": os.pread(descriptor, num_bytes, 0).hex(),
+                "mapped": bytes(mapped[:num_bytes]).hex(),
+            }
+    finally:
+        os.close(descriptor)
+
+
+def _write_mapped(path: str, data: str) -> None:
+    """Write through a mapping of its own."""
+    written = bytes.fromhex(data)
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        with mmap.mmap(descriptor, len(written)) as mapped:
+            mapped[:] = written
+    finally:
+        os.close(descriptor)
+
+
+_TASKS: dict[str, Callable[..., Any]] = {
+    "lock": _lock,
+    "watch": _watch,
+    "see": _see,
+    "write_mapped": _write_mapped,
+}

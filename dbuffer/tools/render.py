@@ -1,0 +1,206 @@
+"""What goes to the terminal: tables, and text made safe for it.
+
+Names, hosts, paths and messages come from elsewhere, and may hold anything: what looks like markup,
+or sequences that steer a terminal. All of it goes through :func:`printable` or :func:`cell`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.tools.doctor import GUARANTEES, Examination
+from dbuffer.tools.status import BufferStatus, ReceiverStatus, StoreStatus
+from dbuffer.weights.comparison import Comparison
+
+if TYPE_CHECKING:
+    from dbuffer.tools.verification import BufferCheck
+
+
+def printable(text: object) -> str:
+    r"""Text with what a terminal would act on, or not show, written out (``\x1b``); lines stay."""
+    return "".join(
+        character if character.isprintable() or character == "\n" else _written_out(character)
+        for character in str(text)
+    )
+
+
+def cell(text: object, style: str = "") -> Text:
+    """Text from elsewhere for a table or a line: printable, and taken for no markup."""
+    return Text(printable(text).replace("\n", "\\n"), style=style)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Formats log records for a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message, and a traceback if it has one, made printable."""
+        return printable(super().format(record))
+
+
+def _written_out(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes with a decimal unit, as ``1.23 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} TB"
+
+
+def format_age(age_s: float | None) -> str:
+    """Seconds in the largest unit that leaves a number above one."""
+    if age_s is None:
+        return ""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= length_s:
+            return f"{age_s / length_s:.1f} {unit}"
+    return f"{max(age_s, 0.0):.1f} s"
+
+
+def status_tables(status: StoreStatus) -> RenderableType:
+    """A store's status as tables."""
+    newest = "nothing published yet" if status.version is None else f"version {status.version}"
+    head = f"{status.store} ({status.filesystem}): {newest}; {_describe_writer(status)}"
+    buffers = Table(
+        "buffer", "state", "version", "tensors", "size", "published", "checksums", "held by"
+    )
+    for buffer in status.buffers:
+        buffers.add_row(*map(cell, _buffer_row(buffer)))
+    if not status.receivers:
+        return Group(cell(head), buffers, "no receiver yet")
+    receivers = Table("receiver", "host", "pid", "applied", "behind by", "ready", "updated")
+    for receiver in status.receivers:
+        receivers.add_row(*map(cell, _receiver_row(receiver)))
+    problems = [
+        cell(f"{receiver.receiver} reports: {receiver.problem}")
+        for receiver in status.receivers
+        if receiver.problem is not None and receiver.is_alive
+    ]
+    return Group(cell(head), buffers, receivers, *problems)
+
+
+def describe_check(check: BufferCheck) -> str:
+    """What `verify` found in one buffer."""
+    which = "newest" if check.is_newest else "previous"
+    head = f"buffer {check.buffer}, version {check.version} ({which}): "
+    if check.problems:
+        return printable(head + "\n  ".join(["damaged", *check.problems]))
+    if check.has_checksums:
+        return head + "every byte matches its checksum"
+    return head + "records, layout and size are correct; no checksums to verify its bytes with"
+
+
+def doctor_table(examination: Examination) -> RenderableType:
+    """What `doctor` found, a row for each probe, and below it what cannot hold."""
+    title = examination.path
+    if examination.probed_in != examination.path:
+        title += f" (not there: probed in {examination.probed_in})"
+    table = Table("", "probed", "found", "what dbuffer does about it")
+    for finding in examination.findings:
+        mark, style = _VERDICTS[finding.verdict]
+        row = (mark, finding.probe, finding.found, finding.consequence)
+        table.add_row(*map(cell, row), style=style)
+    problems = [
+        cell(
+            f"guarantee {number} ({GUARANTEES[number]}) cannot hold here: {finding.probe}: "
+            f"{finding.found}"
+        )
+        for finding in examination.broken
+        if (number := finding.guarantee) is not None
+    ]
+    return Group(cell(f"{title}, on {examination.host}"), table, *problems)
+
+
+def comparison_table(comparison: Comparison, title: str) -> RenderableType:
+    """What matches by count, and what does not by name."""
+    table = Table("", "tensor", "published", "needed", title=cell(title))
+    for spec, needed in comparison.differing:
+        table.add_row("differs", *map(cell, (spec.name, _kind(spec), _kind(needed))))
+    for spec in comparison.missing:
+        table.add_row("missing", *map(cell, (spec.name, "", _kind(spec))))
+    for spec in comparison.left_over:
+        table.add_row("left over", *map(cell, (spec.name, _kind(spec), "")))
+    for spec, needed in comparison.recast:
+        table.add_row("is cast", *map(cell, (spec.name, _kind(spec), _kind(needed))))
+    unused = [cell(f"no name matches the rule {rule}") for rule in comparison.unused_rules]
+    summary = (
+        f"{len(comparison.matching)} match, {len(comparison.differing)} differ in shape, "
+        f"{len(comparison.missing)} missing, {len(comparison.left_over)} left over"
+    )
+    if comparison.recast:
+        summary += (
+            f"; {len(comparison.recast)} of those that match have another dtype, which engines "
+            "cast and load_into refuses"
+        )
+    return Group(*([] if comparison.fits_exactly else [table]), *unused, Text(summary))
+
+
+def layout_table(layout: Layout, title: str) -> RenderableType:
+    """All tensors, with the other names of tied ones."""
+    table = Table("name", "dtype", "shape", "bytes", title=cell(title))
+    for spec in layout.specs:
+        shape = "x".join(map(str, spec.shape)) or "scalar"
+        table.add_row(*map(cell, (spec.name, spec.dtype, shape, format_bytes(spec.num_bytes))))
+    for alias, name in layout.aliases.items():
+        table.add_row(*map(cell, (alias, "", f"tied to {name}", "")))
+    return table
+
+
+def _kind(spec: TensorSpec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
+
+
+_VERDICTS = {
+    "good": ("ok", ""),
+    "adapted": ("note", "yellow"),
+    "unknown": ("?", "yellow"),
+    "broken": ("BROKEN", "bold red"),
+}
+
+
+def _describe_writer(status: StoreStatus) -> str:
+    writer = status.writer
+    if writer is None:
+        return "never opened by a sender"
+    state = "sender" if writer.is_alive else "last sender (ended):"
+    return f"{state} process {writer.pid} on {writer.host}, epoch {writer.epoch}"
+
+
+def _buffer_row(buffer: BufferStatus) -> tuple[str, ...]:
+    return (
+        buffer.buffer,
+        buffer.state,
+        _or_blank(buffer.version),
+        str(buffer.num_tensors),
+        format_bytes(buffer.file_bytes),
+        format_age(buffer.age_s),
+        ", ".join(buffer.held_by),
+    )
+
+
+def _receiver_row(receiver: ReceiverStatus) -> tuple[str, ...]:
+    name = receiver.receiver
+    if receiver.part_of is not None:
+        name = f"  {name.removeprefix(receiver.part_of + '.')}"
+    return (
+        name if receiver.is_alive else f"{name} (gone)",
+        receiver.host,
+        str(receiver.pid),
+        _or_blank(receiver.applied_version),
+        _or_blank(receiver.lag_versions),
+        _or_blank(receiver.staged_version),
+        format_age(receiver.updated_age_s),
+    )
+
+
+def _or_blank(value: int | None) -> str:
+    return "" if value is None else str(value)

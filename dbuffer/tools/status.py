@@ -1,0 +1,147 @@
+"""What a store holds and who uses it, for people and monitors."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from dbuffer.errors import StoreCorruptError
+from dbuffer.format.manifest import BUFFERS, Manifest, ReceiverRecord
+from dbuffer.store.buffer import DoubleBuffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferStatus:
+    """One of the two buffers."""
+
+    buffer: str
+    state: str
+    """``"newest"``, ``"previous"``, ``"writing"``, ``"empty"`` or ``"damaged"``."""
+    version: int | None
+    num_tensors: int
+    file_bytes: int
+    age_s: float | None
+    has_checksums: bool
+    held_by: list[str]
+    """Receivers that say they read it now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiverStatus:
+    """One receiver."""
+
+    receiver: str
+    host: str
+    pid: int
+    is_alive: bool
+    """Of another host or container: it locks its record, or has touched it lately."""
+    applied_version: int | None
+    lag_versions: int | None
+    """Versions between the newest and the applied one; None before the first."""
+    updated_age_s: float
+    part_of: str | None
+    """For one rank of an engine: the engine's receiver, the one that acknowledges."""
+    staged_version: int | None
+    """What it has ready and not yet applied."""
+    problem: str | None
+    """Why it cannot have a version ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterStatus:
+    """The sender, present or last."""
+
+    host: str
+    pid: int
+    epoch: int
+    is_alive: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStatus:
+    """A store at one moment."""
+
+    store: str
+    filesystem: str
+    version: int | None
+    writer: WriterStatus | None
+    buffers: list[BufferStatus]
+    receivers: list[ReceiverStatus]
+
+
+def read_status(store: DoubleBuffer) -> StoreStatus:
+    """Look at a store without touching it.
+
+    Raises:
+        StoreNotFoundError, StoreInsecureError: it is not there, or not to be trusted.
+        StoreCorruptError: its pointer or one of its records is damaged.
+    """
+    store.check()
+    pointer = store.newest_pointer()
+    version = None if pointer is None else pointer.version
+    newest = None if pointer is None else pointer.buffer
+    receivers = store.receivers()
+    writer = store.writer()
+    return StoreStatus(
+        store=str(store.root),
+        filesystem=store.medium.filesystem,
+        version=version,
+        writer=None
+        if writer is None
+        else WriterStatus(
+            host=writer.host,
+            pid=writer.pid,
+            epoch=writer.epoch,
+            is_alive=store.may_live(writer),
+        ),
+        buffers=[_buffer_status(store, name, newest, receivers) for name in BUFFERS],
+        receivers=[_receiver_status(store, record, version) for record in receivers],
+    )
+
+
+def _buffer_status(
+    store: DoubleBuffer, name: str, newest: str | None, receivers: list[ReceiverRecord]
+) -> BufferStatus:
+    manifest: Manifest | None = None
+    state: str
+    try:
+        manifest = store.manifest(name)
+        state = "empty" if manifest is None else manifest.state
+    except StoreCorruptError:
+        state = "damaged"
+    if state == "complete":
+        state = "newest" if name == newest else "previous"
+    return BufferStatus(
+        buffer=name,
+        state=state,
+        version=manifest.version if manifest else None,
+        num_tensors=manifest.num_tensors if manifest else 0,
+        file_bytes=manifest.file_bytes if manifest else 0,
+        age_s=time.time() - manifest.published_at if manifest and manifest.published_at else None,
+        has_checksums=manifest is not None and manifest.checksums_xxh3 is not None,
+        held_by=[
+            record.receiver
+            for record in receivers
+            if manifest is not None
+            and record.held_version == manifest.version
+            and store.may_live(record)
+        ],
+    )
+
+
+def _receiver_status(
+    store: DoubleBuffer, record: ReceiverRecord, newest: int | None
+) -> ReceiverStatus:
+    applied = record.applied_version
+    return ReceiverStatus(
+        receiver=record.receiver,
+        host=record.host,
+        pid=record.pid,
+        is_alive=store.may_live(record),
+        applied_version=applied,
+        lag_versions=None if applied is None or newest is None else max(0, newest - applied),
+        updated_age_s=time.time() - record.updated_at,
+        part_of=record.part_of,
+        staged_version=record.staged_version,
+        problem=record.problem,
+    )

@@ -1,0 +1,104 @@
+"""Checks that a store holds what was published: records, layouts, sizes, checksums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dbuffer.errors import StoreCorruptError, StoreNotFoundError, VersionTimeoutError
+from dbuffer.format.manifest import BUFFERS
+from dbuffer.io.copier import Copier
+from dbuffer.receive.snapshot import map_privately, read_whole, wrong_tensors
+from dbuffer.store.buffer import DoubleBuffer, Held, Patience
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferCheck:
+    """What was found in one buffer."""
+
+    buffer: str
+    version: int | None
+    is_newest: bool
+    has_checksums: bool
+    problems: list[str]
+    """Empty when all is as it was published; else names of tensors, or what is wrong."""
+
+
+def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
+    """Read the newest version whole, and the one before it where that is still there.
+
+    Both are locked while they are read: a publish may wait for it.
+
+    Raises:
+        StoreNotFoundError, StoreInsecureError: the store is not there, or not to be trusted.
+        StoreCorruptError: the pointer is damaged.
+        VersionTimeoutError: nothing was published yet.
+    """
+    store.check()
+    pointer = store.newest_pointer()
+    if pointer is None:
+        raise VersionTimeoutError(f"nothing was published in {store.root} yet")
+    checks = [_verify_buffer(store, pointer.buffer, pointer.version)]
+    for buffer in BUFFERS:
+        if buffer != pointer.buffer and _holds_something(store, buffer):
+            checks.append(_verify_buffer(store, buffer, None))
+    return checks
+
+
+def _holds_something(store: DoubleBuffer, buffer: str) -> bool:
+    try:
+        manifest = store.manifest(buffer)
+    except StoreCorruptError:
+        return True
+    return manifest is not None and manifest.state == "complete"
+
+
+def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
+    """Check one buffer; ``newest`` is the version it must hold, None for the other buffer."""
+    patience = Patience()
+    while (check := _try_to_verify(store, buffer, newest, patience)) is None:
+        store.check()
+    return check
+
+
+def _try_to_verify(
+    store: DoubleBuffer, buffer: str, newest: int | None, patience: Patience
+) -> BufferCheck | None:
+    """Check one buffer; None if a newer version removed its file meanwhile, over a network."""
+    version, has_checksums, problems = newest, False, []
+    try:
+        held = store.hold_newest(newer_than=None) if newest else store.hold_buffer(buffer)
+        if held is not None:
+            version = held.manifest.version
+            has_checksums = held.manifest.checksums_xxh3 is not None
+            try:
+                with held:
+                    problems = _find_damage(held)
+            except StoreNotFoundError as error:
+                held.wait_after_loss(error, patience)
+                return None
+    except StoreCorruptError as error:
+        problems = [str(error)]
+    return BufferCheck(
+        buffer=buffer,
+        version=version,
+        is_newest=newest is not None,
+        has_checksums=has_checksums,
+        problems=problems,
+    )
+
+
+def _find_damage(held: Held) -> list[str]:
+    copier = Copier()
+    try:
+        layout = held.read_layout()
+        if held.manifest.checksums_xxh3 is None:
+            return []
+        if layout.is_in_parts or not held.store.medium.maps_files:
+            _, checksums = read_whole(held, copier, hashed=True)
+        else:
+            checksums = copier.checksums(map_privately(held))
+        return wrong_tensors(held, layout, checksums)
+    except StoreCorruptError as error:
+        return [str(error)]
+    finally:
+        copier.close()
