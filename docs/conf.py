@@ -1,0 +1,50 @@
+"""How Sphinx builds the site: `python3 dev.py docs`."""
+
+from pathlib import Path
+
+import dbuffer
+
+ROOT = Path(__file__).parents[1]
+
+project = "dbuffer"
+author = "dbuffer's contributors"
+release = version = dbuffer.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = "dbuffer"
+html_show_copyright = False
+
+myst_heading_anchors = 3
+
+# Importing them takes longer than all the rest, and their own names are documented elsewhere.
+autodoc_mock_imports = ["torchrl", "vllm"]
+autodoc_class_signature = "separated"
+autodoc_default_options = {"exclude-members": "__new__"}
+autodoc_member_order = "bysource"
+# Links between pages are checked. Docstrings name types of torch and of the standard library,
+# whose own documentation would have to be fetched to check those.
+nitpick_ignore_regex = [(r"py:.*", r".*")]
+
+ROOT_PAGES = {"index": "README.md", "contributing": "CONTRIBUTING.md", "changelog": "CHANGELOG.md"}
+"""Pages of the site that lie in the repository's root, where people look for them."""
+
+
+def read_root_page(app, docname, source):
+    """Put such a file in the place of its page, and let links lead to pages, not to files."""
+    text = source[0]
+    if docname in ROOT_PAGES:
+        path = ROOT / ROOT_PAGES[docname]
+        app.env.note_dependency(str(path), docname=docname)
+        before = path.read_text(encoding="utf-8").replace("](docs/", "](")
+        text = before.replace("](benchmarks/", "](../benchmarks/") + text
+    for page, file in ROOT_PAGES.items():
+        text = text.replace(f"](../{file}", f"]({page}.md").replace(f"]({file}", f"]({page}.md")
+    source[0] = text
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("source-read", read_root_page)
