@@ -5,9 +5,11 @@ python3 dev.py demo   [options of `dbuffer demo`]
 python3 dev.py test   [options of pytest]            (ruff and mypy come first)
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
 python3 dev.py bench  [options of `python -m benchmarks`]
+python3 dev.py soak   [options of pytest]            (what guarantees rest on, for about an hour)
+python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
 
 Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
-environment (two to three minutes, 2.5 GB); later ones reuse it until what it was made from changes.
+environment (two to three minutes, 2.9 GB); later ones reuse it until what it was made from changes.
 """
 
 import sys
@@ -40,11 +42,15 @@ CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
 # More than two processors can run: tests wait a lot. Each file is run by one process, in the
 # order that tests/conftest.py gives them.
 SIDE_BY_SIDE = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
+# Tests that do far more under DBUFFER_SOAK, and say how much; any test to any process.
+SOAK = ["--numprocesses=2", "--dist=loadgroup", "--timeout=14400", "-m", "soak"]
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
     "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
+    "soak": ["python", "-m", "pytest", *SOAK],
     "sglang": ["python", "-m", "pytest", "-m", "sglang"],
     "bench": ["python", "-m", "benchmarks"],
+    "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
 }
 
 
@@ -169,6 +175,8 @@ def main(arguments: list[str]) -> NoReturn:
         os.chdir(ROOT)
     if task == "test":
         check_style()
+    if task == "soak":
+        os.environ["DBUFFER_SOAK"] = "1"
     # Becomes the program, so that its status and its last line are this one's.
     program, *fixed = COMMANDS[task]
     os.execv(BIN / program, [str(BIN / program), *fixed, *options])

@@ -96,19 +96,19 @@ def watch_steps(llm: Any) -> Stopwatch:
     """A stopwatch on all that happens while an engine switches, in vLLM's code and in ours."""
     from dbuffer.integrations.engine.rank_receiver import RankReceiver
     from dbuffer.integrations.engine.ranks import Ranks
-    from dbuffer.integrations.vllm.engines import OfflineEngine
+    from dbuffer.integrations.vllm.engines import OfflineVllm
 
     stopwatch = Stopwatch()
     [model] = llm.apply_model(lambda model: model)
     stopwatch.watch(model, "load_weights", LOADING)
     for owner, function, step in (
-        (OfflineEngine, "pause", PAUSING),
+        (OfflineVllm, "pause", PAUSING),
         (RankReceiver, "_prepare", AGREEING),
         (Ranks, "gather", AGREEING),
         (RankReceiver, "_record_engine", ACKNOWLEDGING),
-        (OfflineEngine, "weight_version", STAMPING),
-        (OfflineEngine, "set_weight_version", STAMPING),
-        (OfflineEngine, "resume", RESUMING),
+        (OfflineVllm, "weight_version", STAMPING),
+        (OfflineVllm, "set_weight_version", STAMPING),
+        (OfflineVllm, "resume", RESUMING),
     ):
         stopwatch.watch(owner, function, step)
     for function, step in (

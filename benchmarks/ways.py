@@ -13,7 +13,7 @@ from benchmarks.engines import Checkpoint
 from benchmarks.measure import timed
 from benchmarks.models import Weights
 from benchmarks.steps import synchronize
-from dbuffer.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer
 
 _READY_TIMEOUT_S = 60.0
 

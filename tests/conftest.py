@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marks = ("nfs", "slow")
     slow = {item.path for item in items if any(map(item.get_closest_marker, marks))}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the tests did, in numbers: see ``support.Record``."""
+    done: Counter[str] = Counter()
+    for report in terminalreporter.getreports("passed"):
+        for name, number in report.user_properties if report.when == "call" else ():
+            done[name] += number
+    for name, number in done.items():
+        terminalreporter.write_line(f"{number:,} {name}")
 
 
 def pytest_collection_finish() -> None:
@@ -101,10 +112,16 @@ def damaged(template: Path, store: Path) -> Path:
 @pytest.fixture
 def settle_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody take a store for damaged, and look again, without being noticed."""
-    monkeypatch.setattr("dbuffer.buffer._SETTLE_S", 60.0)
+    monkeypatch.setattr("dbuffer.store.buffer._SETTLE_S", 60.0)
 
 
 @pytest.fixture
 def settle_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait two seconds to see whether a damaged store is only being written."""
-    monkeypatch.setattr("dbuffer.buffer._SETTLE_S", 0.01)
+    monkeypatch.setattr("dbuffer.store.buffer._SETTLE_S", 0.01)
+
+
+@pytest.fixture
+def engine_id(request: pytest.FixtureRequest) -> str:
+    """A name of the test's own, so that its metrics are."""
+    return "".join(c if c.isalnum() else "-" for c in request.node.name)[:100]

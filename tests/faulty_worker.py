@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from dbuffer import filesystem
+from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.vllm import WorkerExtension
+from dbuffer.store import filesystem
 
 _WAIT_S = 60.0
 
@@ -32,6 +34,10 @@ class Faults(WorkerExtension):
     def test_echo(self: Any, question: int) -> list[int]:
         """An answer by which a reply is known to be this rank's, and to be this call's."""
         return [self.rank, question]
+
+    def test_rank_timeout(self: Any, seconds: float) -> None:
+        """For so long this rank waits for the others."""
+        receiver_of(self).ranks.timeout_s = seconds
 
     def test_damage_file(self: Any, rank: int, kind: str) -> None:
         """Let this rank find every weights file ``truncated``, or with a bit ``flipped``."""
@@ -80,6 +86,13 @@ class Faults(WorkerExtension):
                 time.sleep(0.005)
 
         watch_loads(self.get_model(), halt)
+
+
+def receiver_of(worker: Any) -> RankReceiver:
+    """What follows a store in a worker of an engine."""
+    receiver = RankEndpoint.of(worker.get_model()).receiver
+    assert receiver is not None
+    return receiver
 
 
 def damage(path: Path, kind: str) -> None:

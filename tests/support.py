@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import dbuffer
-from dbuffer import filesystem
+from dbuffer.store import filesystem
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -40,7 +40,7 @@ def preload(*modules: str) -> None:
     _processes.set_forkserver_preload([*_preloaded, "frozen"])
 
 
-preload("dbuffer", "pytest")
+preload("dbuffer.mirror.mirror", "dbuffer.publish.resident", "dbuffer.publish.sharded", "pytest")
 
 
 class Pattern:
@@ -102,7 +102,7 @@ def weights_files(store: Path) -> dict[str, list[str]]:
 
 def assert_tidy(store: Path) -> None:
     """Nothing lies in the store but what it needs."""
-    double = dbuffer.buffer.DoubleBuffer(store)
+    double = dbuffer.store.buffer.DoubleBuffer(store)
     for buffer, names in weights_files(store).items():
         manifest = double.manifest(buffer)
         assert names in ([manifest.file] if manifest else [], []), f"left over in {buffer}"
@@ -239,3 +239,60 @@ def die() -> None:
 def stop() -> None:
     """Freeze this process until someone lets it go on."""
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+CHANGING_CALLS = frozenset(
+    {"flock", "fsync", "link", "mkdir", "open", "posix_fallocate", "pwrite", "replace", "unlink"}
+)
+"""Calls of the system that can change what is on the disk, or who holds it."""
+MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
+"""The same, and moments between them: a tensor is in its place and hashed, or the watch is
+ended by ``sys.setprofile(None)``."""
+
+
+def at_call(
+    number: int, action: Callable[[], None], names: frozenset[str] | None = MOMENTS
+) -> None:
+    """Call ``action`` in this thread before its ``number``-th call of one of these (None: of any).
+
+    No function that publishes has to be named for this: each state that the disk goes through lies
+    before one of the calls.
+    """
+    left = number
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        if event != "c_call":
+            return
+        changes_nothing = frame.f_code.co_name == "open_regular"  # opens to read; just for speed
+        if names is None or (argument.__name__ in names and not changes_nothing):
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                action()
+
+    sys.setprofile(watch)
+
+
+Record = Callable[[str, int], None]
+"""pytest's ``record_property``: a figure that is added up over all tests, and told at the end."""
+
+
+def is_soak() -> bool:
+    """Whether to try everything, and not what every change has to pass (``dev.py soak``)."""
+    return "DBUFFER_SOAK" in os.environ
+
+
+def moments() -> frozenset[str] | None:
+    """Where to stop whom: before calls of the system, or in a soak before every call of C."""
+    return None if is_soak() else MOMENTS
+
+
+def patience_s() -> float:
+    """For how long to wait for a child that goes through all of them."""
+    return 3600.0 if is_soak() else 4 * TIMEOUT_S
+
+
+def die_before_call(number: int) -> None:
+    """Kill this process before its ``number``-th call that can change what is on the disk."""
+    at_call(number, die, CHANGING_CALLS)

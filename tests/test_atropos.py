@@ -223,10 +223,14 @@ def train_with_stock(directory: Path, server: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {"answers": {}, "versions": []}
     with VLLMWeightBridge(config, store=directory / "stock") as bridge:
         model = bridge.get_trainable_model()
-        seen["publisher"] = type(bridge._publisher).__name__
+        seen["publisher"] = type(bridge._sender).__name__
         for version in VERSIONS:
             set_weights(model, version)
-            bridge.notify_update()
+            if version == VERSIONS[0]:  # before any notify_update()
+                bridge.broadcast_weights_to_inference()
+                bridge.barrier()
+            else:
+                bridge.notify_update()
             seen["answers"][version] = server.answer()
             seen["versions"].append(server.version())
     weights = revealing_weights(5)

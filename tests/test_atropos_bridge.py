@@ -138,19 +138,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Settings
 
 
-def test_settings_have_the_names_and_defaults_of_atropos() -> None:
-    assert vars(BridgeConfig()) == {
-        "trainer_rank": 0,
-        "world_size": 1,
-        "init_method": "env://",
-        "num_inference_nodes": 0,
-        "model_name": "",
-        "device": "cuda",
-        "timeout_seconds": 300.0,
-        "log_dir": None,
-        "vllm_api_url": "http://localhost:9001",
-        "use_cuda_ipc": False,
-    }
+def test_mode_is_local_without_inference_nodes() -> None:
     assert BridgeConfig().is_local_mode
     assert not BridgeConfig(num_inference_nodes=1).is_local_mode
 
@@ -221,6 +209,31 @@ def test_store_of_several_nodes_is_in_the_directory_that_all_see() -> None:
         VLLMWeightBridge(config_for(num_inference_nodes=1))
 
 
+def test_directory_of_the_environment_counts_however_the_configuration_was_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LOGDIR", str(tmp_path))
+    assert config_for().log_dir is None
+    assert config_for(log_dir="/other").directory == "/other"
+    assert default_store(config_for(num_inference_nodes=1)) == tmp_path / "dbuffer-atropos"
+    write_mapping(tmp_path, {"0.weight": to("first.w")})
+    with VLLMWeightBridge(config_for(), store=tmp_path / "store") as bridge:
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+    assert "first.w" in stored(tmp_path / "store")
+
+
+def test_mapping_in_the_working_directory_is_the_default(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_mapping(tmp_path, {"0.weight": to("first.w")})
+    with VLLMWeightBridge(config_for(), store=store) as bridge:
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+    assert "first.w" in stored(store)
+
+
 # What is published
 
 
@@ -264,7 +277,7 @@ def test_model_that_is_made_lives_in_the_store(
         assert bridge.get_trainable_model() is model
         assert model.training
         assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert isinstance(bridge._publisher, dbuffer.ResidentModel)
+        assert isinstance(bridge._sender, dbuffer.ResidentModel)
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
         for _ in range(3):
             model(torch.arange(4)[None]).logits.sum().backward()
@@ -281,6 +294,65 @@ def test_model_that_is_made_lives_in_the_store(
         assert saved.lm_head.weight is saved.model.embed_tokens.weight
     assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
     assert "ordinary model" not in caplog.text
+
+
+@pytest.mark.parametrize("under", ["names of parameters", "all names"])
+def test_model_of_a_trainer_that_goes_on_is_what_it_attached(
+    store: Path, checkpoint: Path, caplog: Any, under: str
+) -> None:
+    """In the order of Atropos' documents: attach, then the model."""
+    caplog.set_level(logging.INFO)
+    from tiny_models import make_model
+
+    resumed = make_model("tied-qwen2", seed=7).bfloat16()
+    given: Any = dict(resumed.named_parameters())
+    if under == "all names":
+        given = resumed.state_dict()
+    assert ("lm_head.weight" in given) == (under == "all names")
+    config = config_for(model_name=str(checkpoint))
+    with VLLMWeightBridge(config, store=store) as bridge:
+        bridge.attach_to_vllm_weights(given)
+        assert bridge.shared_state_dict is given
+        model = bridge.get_trainable_model()
+        assert model.training
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        expected = dict(resumed.named_parameters())
+        assert dict(model.named_parameters()).keys() == expected.keys()
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad
+            assert parameter.dtype == torch.bfloat16
+            assert parameter.data_ptr() == expected[name].data_ptr(), "no copy: they are one"
+        assert "tensors that were attached" in caplog.text
+        model(torch.arange(4)[None]).logits.sum().backward()
+        torch.optim.SGD(model.parameters(), 0.5).step()
+        bridge.broadcast_weights_to_inference()
+        found = stored(store)
+    assert all(torch.equal(found[name], parameter) for name, parameter in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda x: x.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda x: x.update(other=torch.ones(1)), "other is not one of its tensors"),
+        (lambda x: x.update({"model.norm.weight": torch.ones(3)}), r"shape \[3\], not \[64\]"),
+        (
+            lambda x: x.update({"lm_head.weight": x["lm_head.weight"] + 1}),
+            "lm_head.weight are one tensor of the model, and differ",
+        ),
+    ],
+)
+def test_what_is_attached_must_be_the_model(
+    store: Path, checkpoint: Path, change: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    from tiny_models import make_model
+
+    given = dict(make_model("tied-qwen2", seed=7).state_dict())
+    change(given)
+    with VLLMWeightBridge(config_for(model_name=str(checkpoint)), store=store) as bridge:
+        bridge.attach_to_vllm_weights(given)
+        with pytest.raises(dbuffer.OptionError, match=problem):
+            bridge.get_trainable_model()
 
 
 def test_model_is_an_ordinary_one_where_it_cannot_live_in_the_store(
@@ -338,6 +410,7 @@ def test_bridge_is_made_and_opened_from_a_training_config(
 ) -> None:
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    write_mapping(tmp_path, {})
     given = SimpleNamespace(model_name="m", device="cpu", num_inference_nodes=2)
     bridge = create_bridge_from_training_config(given)
     try:
@@ -369,6 +442,20 @@ def test_server_with_bridge_routes_is_notified_and_waited_for(store: Path) -> No
                 assert body == {"update_count": count, "trainer_rank": 0}
             bridge.barrier()
         assert len(server.http.calls) == 3
+
+
+def test_broadcast_and_barrier_are_an_update_too(store: Path) -> None:
+    """Also the first one, before any notify_update()."""
+    with running(store, WITH_ROUTES) as server:
+        with VLLMWeightBridge(config_for(server.url), store=store) as bridge:
+            attached(bridge)
+            for version in (1, 2):
+                bridge.broadcast_weights_to_inference()
+                bridge.barrier()
+                assert server.follower.versions[-1] == version
+                assert [body["update_count"] for _, _, body in server.http.calls][-1] == version
+                bridge.barrier()  # which finds that it is served already
+            assert len(server.http.calls) == 2
 
 
 @pytest.mark.parametrize("code", [404, 405])
@@ -492,6 +579,7 @@ def test_engines_of_all_inference_nodes_are_waited_for(
 ) -> None:
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     store = tmp_path / "dbuffer-atropos"
+    write_mapping(tmp_path, {})
     with contextlib.ExitStack() as stack:
         trainer = stack.enter_context(Child(train_under_slurm, tmp_path))
         assert trainer.receive() == ["gpu08", "gpu09"]
@@ -573,6 +661,18 @@ def test_all_ranks_publish_and_hear_of_it_together(
         assert [body["update_count"] for _, _, body in server.http.calls] == [1, 2]
 
 
+def test_rank_that_is_lost_while_it_tells_the_server(store: Path, tmp_path: Path) -> None:
+    with running(store, WITH_ROUTES, follows=False) as server, contextlib.ExitStack() as stack:
+        told = tmp_path / "meeting", store, server.url, TIMEOUT_S
+        first, second = (stack.enter_context(Child(rank, number, *told)) for number in (0, 1))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not server.http.calls:
+            assert time.monotonic() < deadline, "the server was not told"
+            time.sleep(0.01)
+        first.signal(signal.SIGKILL)
+        assert [second.receive(), second.receive()] == ["RankFailedError", "RankFailedError"]
+
+
 # The parameter mapping
 
 
@@ -622,7 +722,7 @@ def test_parts_of_a_fused_projection_keep_their_names(publish_with: Any) -> None
     [
         ({"2.weight": to("w")}, "does not have"),
         ({"2.weight": to("2.weight", needs_permute=True)}, "does not have"),
-        ({"0.weight": to("1.weight")}, "several tensors one name"),
+        ({"0.weight": to("1.weight")}, "several tensors the same name"),
         ({"0.weight": {"name": "w"}}, "vllm_name"),
     ],
 )
@@ -651,6 +751,118 @@ def test_mapping_is_waited_for_while_it_is_written(tmp_path: Path) -> None:
     timer.join()
     assert mapping is not None
     assert mapping.names("0.weight") == "w"
+
+
+@contextlib.contextmanager
+def written_soon(directory: Path, entries: dict[str, Any]) -> Iterator[None]:
+    timer = threading.Timer(SOON_S, write_mapping, [directory, entries])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+@pytest.mark.parametrize("nodes", [0, 1])
+def test_mapping_that_comes_late_is_waited_for(
+    store: Path, tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    config = config_for(log_dir=str(tmp_path), num_inference_nodes=nodes)
+    with written_soon(tmp_path, {"0.weight": to("first.w")}):
+        with VLLMWeightBridge(config, store=store) as bridge:
+            assert bridge.param_mappings.keys() == {"0.weight"}
+            assert bridge.name_conversions == {"first.w": ["0.weight"]}
+            attached(bridge)
+            bridge.broadcast_weights_to_inference()
+    assert "first.w" in stored(store)
+
+
+def test_mapping_that_several_nodes_need_and_that_does_not_come_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    config = config_for(log_dir=str(tmp_path), num_inference_nodes=1, timeout_seconds=SOON_S)
+    with pytest.raises(RuntimeError, match="was not written within") as caught:
+        VLLMWeightBridge(config).initialize()
+    assert str(tmp_path / MAPPING_FILE) in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_mapping_that_is_named_and_does_not_come_is_named(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "names.json"))
+    with pytest.raises(dbuffer.BridgeSetupError, match=r"names\.json was not written"):
+        VLLMWeightBridge(config_for(timeout_seconds=SOON_S), store=store).initialize()
+
+
+def test_local_mode_goes_on_without_a_mapping_and_says_so(
+    store: Path, tmp_path: Path, caplog: Any
+) -> None:
+    config = config_for(log_dir=str(tmp_path), timeout_seconds=SOON_S)
+    with VLLMWeightBridge(config, store=store) as bridge:
+        waiting, without = (record.getMessage() for record in caplog.records)
+        assert waiting.startswith("waiting up to 0.5 s for ")
+        assert str(tmp_path / MAPPING_FILE) in waiting
+        assert str(tmp_path / MAPPING_FILE) in without
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+        # One that comes now, and would have changed something, stops the next update.
+        write_mapping(tmp_path, {"0.weight": to("first.w")})
+        with pytest.raises(dbuffer.BridgeSetupError, match="was written after initialize"):
+            bridge.broadcast_weights_to_inference()
+        assert bridge._update_count == 1
+        bridge.cleanup()
+        bridge.initialize()
+        bridge.broadcast_weights_to_inference()
+        assert "first.w" in stored(store)
+
+
+def test_late_mapping_that_changes_nothing_hinders_nobody(store: Path, tmp_path: Path) -> None:
+    config = config_for(log_dir=str(tmp_path), timeout_seconds=SOON_S)
+    with VLLMWeightBridge(config, store=store) as bridge:
+        attached(bridge)
+        write_mapping(tmp_path, {"0.weight": to("0.weight"), "theirs": to("theirs")})
+        bridge.broadcast_weights_to_inference()
+    assert len(stored(store)) == 4
+
+
+def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(
+    store: Path, tmp_path: Path
+) -> None:
+    """Atropos' server writes an empty one first, also when it starts again."""
+    write_mapping(tmp_path, {})
+    with VLLMWeightBridge(config_for(log_dir=str(tmp_path)), store=store) as bridge:
+        attached(bridge)
+        bridge.broadcast_weights_to_inference()
+        write_mapping(tmp_path, {"0.weight": to("first.w")})
+        with pytest.raises(dbuffer.BridgeSetupError, match="was written after initialize"):
+            bridge.broadcast_weights_to_inference()
+        bridge.cleanup()
+        bridge.initialize()
+        for entries in ({}, {"0.weight": to("first.w")}):
+            bridge.broadcast_weights_to_inference()
+            write_mapping(tmp_path, entries)
+        bridge.broadcast_weights_to_inference()
+    assert "first.w" in stored(store)
+
+
+def test_nobody_waits_for_the_mapping_of_a_stock_server(store: Path, tmp_path: Path) -> None:
+    with running(store, {"GET /version": {"version": "0.32.0"}}) as server:
+        config = config_for(server.url, log_dir=str(tmp_path), timeout_seconds=TIMEOUT_S)
+        began = time.monotonic()
+        with VLLMWeightBridge(config, store=store):
+            assert time.monotonic() - began < TIMEOUT_S / 2
+
+
+def test_mapping_is_checked_against_what_was_attached_before(store: Path, tmp_path: Path) -> None:
+    write_mapping(tmp_path, {"2.weight": to("w")})
+    bridge = VLLMWeightBridge(config_for(log_dir=str(tmp_path)), store=store)
+    attached(bridge)
+    with pytest.raises(dbuffer.OptionError, match="does not have"):
+        bridge.initialize()
+    assert not store.exists()
 
 
 def test_mapping_is_found_where_atropos_puts_it(
@@ -691,6 +903,8 @@ def test_rotary_layouts_are_changed_where_the_mapping_says_so(
 
 
 def test_only_queries_and_keys_have_rotary_layouts() -> None:
-    mapping = ParameterMapping(Path("m"), dbuffer.names.NameMap([]), frozenset({"v_proj.weight"}))
+    mapping = ParameterMapping(
+        Path("m"), dbuffer.weights.names.NameMap([]), frozenset({"v_proj.weight"})
+    )
     with pytest.raises(dbuffer.OptionError, match="v_proj"):
         mapping.permute({}, 2, 2)

@@ -114,5 +114,5 @@ def test_even_rows_come_before_odd_ones_within_each_head() -> None:
 )
 def test_what_has_no_such_heads_is_refused(shape: tuple[int, ...], num_heads: int) -> None:
     for function in (permute_for_rotary, unpermute_for_rotary):
-        with pytest.raises(dbuffer.InvalidWeightsError, match="heads of even size"):
+        with pytest.raises(dbuffer.InvalidWeightsError, match="heads of an even number"):
             function(torch.zeros(shape), num_heads)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ import torch
 from support import OTHER, SMALL, newest
 
 import dbuffer
+from dbuffer.format.layout import Layout
 
 # ---------------------------------------------------------------------------------------------
 # Stores that cannot be written, move, vanish or come late
@@ -109,10 +113,13 @@ def test_emptied_store_never_takes_a_receiver_back(store: Path) -> None:
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(1))
             for use in (receiver.load_into, lambda _: receiver.wait_for_version(timeout_s=5)):
-                with pytest.raises(dbuffer.VersionRegressedError, match="7 to 1"):
+                with pytest.raises(dbuffer.StoreReplacedError, match=r"version 7, .* version 1"):
                     use(target)
             assert SMALL.version_of(target) == 7
             sender.send(SMALL.weights(8), version=8)
+            with pytest.raises(dbuffer.StoreReplacedError):
+                receiver.load_into(target)
+            receiver.start_over()
             assert receiver.load_into(target) == 8
 
 
@@ -207,3 +214,116 @@ def test_clock_that_jumps(store: Path, monkeypatch: pytest.MonkeyPatch, jump_s: 
             assert receiver.wait_for_version(4, timeout_s=0.01) is None
             sender.send(OTHER.weights(5))
     assert newest(store) == 5
+
+
+# ---------------------------------------------------------------------------------------------
+# What is no place for a store, no shape, and no memory, said as errors of ours
+
+
+@pytest.fixture(params=["below a file", "on a loop of links"])
+def no_place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "below a file":
+        (tmp_path / "file").write_text("mine")
+        return tmp_path / "file" / "store"
+    (tmp_path / "loop").symlink_to("loop")
+    return tmp_path / "loop"
+
+
+def test_no_place_for_a_store(no_place: Path) -> None:
+    makers = [
+        lambda: dbuffer.WeightSender(no_place),
+        lambda: dbuffer.ResidentModel(torch.nn.Linear(2, 2), no_place),
+        lambda: dbuffer.WeightReceiver(no_place).wait_for_version(timeout_s=0),
+        lambda: dbuffer.WeightReceiver(no_place).load_into({"a": torch.ones(1)}),
+        lambda: dbuffer.Mirror(no_place, no_place.with_name("local")).is_current(),
+        lambda: dbuffer.Mirror(no_place.with_name("remote"), no_place).start(),
+    ]
+    for make in makers:
+        with pytest.raises(dbuffer.StoreAccessError, match=str(no_place)):
+            make()
+
+
+@pytest.mark.parametrize("shape", [[2**40, 2**40], [0, 2**62, 2**62], [2**62]])
+def test_a_shape_that_nobody_can_count(shape: list[int]) -> None:
+    layout = {"format": 1, "tensors": [["w", "float32", shape, 0]], "aliases": {}}
+    with pytest.raises(dbuffer.StoreCorruptError, match="describes no tensor"):
+        Layout.decode(json.dumps(layout).encode(), end=2**62)
+
+
+def test_a_lazy_module_has_nothing_to_publish_or_to_load_into(store: Path) -> None:
+    module = torch.nn.LazyLinear(4)
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        with pytest.raises(dbuffer.InvalidWeightsError, match="'weight' has no shape yet"):
+            sender.send(module)
+        with pytest.raises(dbuffer.InvalidWeightsError, match="'weight' has no shape yet"):
+            dbuffer.ResidentModel(module, store.with_name("other"))
+        sender.send(torch.nn.Linear(3, 4))
+        with pytest.raises(dbuffer.WeightsMismatchError, match=r"'weight' .* has no shape yet"):
+            receiver.load_into(module)
+        module(torch.ones(2, 3))
+        assert receiver.load_into(module) == 1
+        assert sender.send(module).version == 2
+
+
+AT_EXIT = """
+import atexit, sys, torch, dbuffer
+sender = dbuffer.WeightSender(sys.argv[1], num_threads=2)
+receiver = dbuffer.WeightReceiver(sys.argv[1], num_threads=2)
+weights = {str(n): torch.full((1000,), float(n)) for n in range(8)}
+if sys.argv[2] == "warm":
+    sender.send(weights)
+
+def last():
+    sender.send(weights)
+    target = {name: torch.zeros(1000) for name in weights}
+    receiver.load_into(target)
+    assert all(torch.equal(weights[name], target[name]) for name in weights)
+    print("published")
+
+atexit.register(last)
+"""
+
+
+@pytest.mark.parametrize("start", ["warm", "cold"])
+def test_a_last_publish_at_exit_needs_no_threads(store: Path, start: str) -> None:
+    command = [sys.executable, "-c", AT_EXIT, str(store), start]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "published\n", done.stderr
+    assert "copying with fewer" in done.stderr
+    assert newest_version(store) == (2 if start == "warm" else 1)
+
+
+def newest_version(store: Path) -> int:
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open(timeout_s=0) as snapshot:
+        return snapshot.version
+
+
+UNDER_A_LIMIT = """
+import resource, sys, torch, dbuffer
+dbuffer.WeightReceiver  # what is imported when it is asked for needs memory too
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
+receiver = dbuffer.WeightReceiver(sys.argv[1], num_threads=1)
+try:
+    receiver.load_into(lambda pairs: None)
+except dbuffer.StoreAccessError as error:
+    print(error)
+"""
+
+
+def test_what_cannot_be_mapped_is_an_error_of_ours(store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send({"big": torch.zeros(256 << 20, dtype=torch.uint8)})
+    command = [sys.executable, "-c", UNDER_A_LIMIT, str(store)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "cannot map 268" in done.stdout, done.stderr
+
+
+def test_a_reader_sets_no_memory_aside(store: Path) -> None:
+    """The kernel's flag "nr": a mapping that is only read needs none."""
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        sender.send(SMALL.weights(1))
+        with receiver.open() as snapshot:
+            mappings = Path("/proc/self/smaps").read_text().split(str(snapshot.path))[1:]
+            flags = [re.search("VmFlags: (.*)", text) for text in mappings]
+    assert any("nr" in found[1].split() for found in flags if found is not None)

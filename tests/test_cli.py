@@ -1,16 +1,24 @@
 """The command line, run as a user runs it: a process, its output, its exit code."""
 
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import TIMEOUT_S
+from tensordict import TensorDict
+from torch import distributed
 
 import dbuffer
-from dbuffer import cli
+from dbuffer.tools import cli
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -89,6 +97,13 @@ def test_errors_are_one_line_and_debug_a_traceback(tmp_path):
         ("status", "x", "--colour"),
         ("publish", "a", "b", "--dtype", "q"),
         ("follow", "x", "--partial"),  # what is loaded, and where to, is up to the command
+        ("follow", "x", "--rename", "y"),
+        ("follow", "x", "--vllm", "http://localhost:1", "--pause", "bogus"),
+        ("follow", "x", "--new-history", "bogus"),
+        ("follow", "x", "--timeout-s", "nan"),
+        ("ls", "x", "--names", "y"),
+        ("demo", "--steps", "3"),
+        ("demo", "--engine", "bogus"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(capsys, arguments):
@@ -201,6 +216,91 @@ def test_follow_runs_a_command_and_acknowledges(tmp_path, store):
         sender.wait_applied(2, receivers=1, timeout_s=0)
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.01)
+
+
+READ_LATER = """
+import os, pathlib, sys, time
+go, seen = map(pathlib.Path, sys.argv[1:])
+seen.touch()
+while not go.exists():
+    time.sleep(0.01)
+from tensordict import TensorDict
+found = TensorDict.from_consolidated(os.environ["DBUFFER_WEIGHTS"])
+seen.write_text(str({key: value.unique().tolist() for key, value in found.items()}))
+"""
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_a_command_reads_its_version_for_as_long_as_it_takes(monkeypatch, tmp_path, mount):
+    """Others are published meanwhile, by a sender that waits for nobody."""
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    monkeypatch.setattr("dbuffer.store.retirement.KEEP_AT_LEAST_S", 0.0)
+    go, seen, store = tmp_path / "go", tmp_path / "seen", tmp_path / "store"
+    command = f"{sys.executable} -c '{READ_LATER}' {go} {seen}"
+    with dbuffer.WeightSender(store, reader_timeout_s=0.01) as sender:
+        sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
+        arguments = [*("follow", store, "--count", 1), "--exec", command]
+        follower = threading.Thread(target=cli.run, args=([str(a) for a in arguments],))
+        follower.start()
+        wait_for(seen)
+        for version in range(2, 7):
+            sender.send({"a": torch.full((8,), 10.0 * version), "b": torch.full((3,), 0.0)})
+        go.touch()
+        follower.join(60)
+    assert seen.read_text() == "{'a': [1.0], 'b': [2.0]}"
+
+
+def test_a_version_in_parts_is_one_file_for_a_command(monkeypatch, tmp_path):
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with dbuffer.ShardedWeightSender(tmp_path / "store") as sender:
+            sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
+    finally:
+        distributed.destroy_process_group()
+    with dbuffer.WeightReceiver(tmp_path / "store") as receiver, receiver.open() as snapshot:
+        assert snapshot.layout.is_in_parts
+        with snapshot.as_file() as path:
+            found = TensorDict.from_consolidated(path)
+            assert {key: value.unique().tolist() for key, value in found.items()} == {
+                "a": [1.0],
+                "b": [2.0],
+            }
+        assert not path.exists()
+
+
+def test_no_room_for_a_commands_copy(monkeypatch, capsys, tmp_path, store):
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not there"))
+    code, _, err = call(capsys, "follow", store, "--count", 1, "--exec", "true")
+    assert code == 1
+    assert "not there" in err
+
+
+@pytest.mark.parametrize("num_bytes", [10, 131_000, 131_040, 131_072, 400_000])
+def test_metadata_of_any_size_reaches_a_command(capsys, monkeypatch, tmp_path, num_bytes):
+    monkeypatch.setenv("DBUFFER_METADATA", "an older one")
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    store, metadata = tmp_path / "store", {"x": "y" * num_bytes}
+    with dbuffer.WeightSender(store) as sender:
+        sender.send({"w": torch.ones(2)}, metadata=metadata)
+    command = 'cat "$DBUFFER_METADATA_FILE" > "$OUT"; printenv DBUFFER_METADATA > "$OUT.2"; true'
+    code, _, err = call(capsys, "follow", store, "--count", 1, "--exec", command)
+    assert code == 0, err
+    assert json.loads((tmp_path / "out").read_text()) == metadata
+    in_variable = (tmp_path / "out.2").read_text()
+    if num_bytes <= 131_040:
+        assert json.loads(in_variable) == metadata
+    else:
+        assert in_variable == ""
+
+
 def test_follow_stops_at_a_failing_command_and_acknowledges_nothing(capsys, store):
     code, _, err = call(capsys, "follow", store, "--count", 1, "--exec", "exit 9")
     assert code == 1
@@ -221,12 +321,138 @@ def test_follow_sees_versions_as_they_come(store, checkpoint):
         assert follower.wait(timeout=30) == 0
 
 
+@pytest.mark.parametrize("new_history", ["follow", "refuse"])
+def test_follow_of_a_store_that_is_begun_anew(store, checkpoint, new_history):
+    """The next experiment in the same place, whose number is the one that was seen last."""
+    options = ["--json", "--count", "2", "--new-history", new_history]
+    command = [sys.executable, "-m", "dbuffer", "follow", store, *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as follower:
+        assert json.loads(follower.stdout.readline())["version"] == 2
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(checkpoint, version=2)
+            out, err = follower.communicate(timeout=60)
+        if new_history == "follow":
+            assert follower.returncode == 0
+            assert json.loads(out)["version"] == 2
+        else:
+            assert (follower.returncode, out) == (1, "")
+        assert err.count("is of another run") == 1
+
+
 @pytest.mark.parametrize("partial", [True, False])
 def test_an_engine_is_told_whether_parts_will_do(capsys, monkeypatch, store, partial):
     told = []
     monkeypatch.setattr(
-        cli, "_follow_with_server", lambda url, make, **_: told.append(make.args[1])
+        "dbuffer.tools.commands.follow.follow_server",
+        lambda server, store, options, **_: told.append(options),
     )
     arguments = ["follow", store, "--vllm", "http://localhost:1", *["--partial"] * partial]
     assert call(capsys, *arguments)[0] == 0
-    assert [options.partial for options in told] == [partial]
+    assert [options["partial"] for options in told] == [partial]
+
+
+ODD = "[/red]\x1b]0;title\x07\x9b2J\x7f\u202e\u00fc.weight"
+SHOWN = r"[/red]\x1b]0;title\x07\x9b2J\x7f\u202eü.weight"
+
+
+@pytest.fixture
+def odd_store(tmp_path: Path) -> Path:
+    """Whatever may hold any text does so, the way to the store included."""
+    store = tmp_path / "[bold]a\x1b[31m[/]"
+    with dbuffer.WeightSender(store, checksum=True) as sender:
+        sender.send({ODD: torch.ones(2), "b": torch.ones(3)}, metadata={"run": ODD})
+    with dbuffer.WeightReceiver(store, receiver_id="engine-0") as receiver:
+        receiver.load_into(list)
+        record = store / "receivers" / "engine-0.json"
+        told = json.loads(record.read_text())
+        told |= {"host": ODD[:30], "problem": f"{ODD}\nand more", "problem_version": 1}
+        record.write_text(json.dumps(told))
+        yield store
+
+
+def squeezed(text: str) -> str:
+    """Without what a table puts between and into its columns."""
+    return "".join(letter for letter in text if letter not in " |\n│┃┊")
+
+
+RUN_SEVERAL = """
+import json, sys
+from dbuffer.tools import cli
+for arguments in json.loads(sys.argv[1]):
+    code = cli.run(arguments)
+    sys.stderr.flush()
+    print(f"MARK{code}", flush=True)
+"""
+
+
+def run_several(commands: list[tuple], encoding: str) -> list[tuple[int, str]]:
+    """Exit codes and output of commands, in one process."""
+    listed = json.dumps([[str(argument) for argument in arguments] for arguments in commands])
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_SEVERAL, listed],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0", "COLUMNS": "200"},
+    )
+    told = re.split(r"MARK(\d)\n", done.stdout.decode(encoding))
+    assert done.returncode == 0, told
+    return list(zip(map(int, told[1::2]), told[::2], strict=False))
+
+
+def commands_for(store: Path, tmp_path: Path) -> dict[str, tuple[tuple, int]]:
+    model = tmp_path / "model.safetensors"
+    save_file({"b\x1b": torch.ones(4)}, model)
+    return {
+        "ls": (("ls", store), 0),
+        "ls against": (("ls", store, "--against", model), 1),
+        "status": (("status", store), 0),
+        "verify": (("verify", store), 1),
+        "follow": (("follow", store, "--count", "1"), 0),
+        "follow a command": (("follow", store, "--count", "1", "--exec", f"false '{ODD}'"), 1),
+        "publish": (("publish", tmp_path / "[/x]\x1b[31m", tmp_path / "[/y]"), 1),
+        "debug": (("--debug", "ls", tmp_path / "[/x]\x1b[31m"), 1),
+        "help": (("--help",), 0),
+    }
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_nothing_raw_reaches_the_terminal(tmp_path, odd_store, encoding):
+    file = newest_file(odd_store)
+    data = bytearray(file.read_bytes())
+    data[2] ^= 1  # in the first tensor
+    file.write_bytes(data)
+    shown = squeezed(SHOWN) if encoding == "utf-8" else squeezed(SHOWN.replace("ü", r"\xfc"))
+    commands = commands_for(odd_store, tmp_path)
+    outcomes = run_several([arguments for arguments, _ in commands.values()], encoding)
+    for name, (_, expected), (code, told) in zip(
+        commands, commands.values(), outcomes, strict=True
+    ):
+        assert code == expected, (name, told)
+        assert not [c for c in told if not c.isprintable() and c != "\n"], (name, told)
+        assert ("Traceback" in told) == (name == "debug"), (name, told)
+        if name in ("ls", "ls against", "verify", "follow a command", "status"):
+            assert shown in squeezed(told), (name, told)
+        if name == "publish":
+            assert r"[/x]\x1b[31m" in told
+
+
+def test_json_is_as_it_was(odd_store):
+    commands = [("ls", odd_store), ("status", odd_store), ("follow", odd_store, "--count=1")]
+    outcomes = run_several([(*arguments, "--json") for arguments in commands], "ascii")
+    assert [code for code, _ in outcomes] == [0, 0, 0]
+    listed, status, followed = (json.loads(told) for _, told in outcomes)
+    assert listed["tensors"][0]["name"] == ODD
+    assert status["receivers"][0]["host"] == ODD[:30]
+    assert followed["metadata"] == {"run": ODD}
+
+
+def test_what_is_logged_is_made_printable(odd_store):
+    (odd_store / "receivers" / "other.json").write_bytes(b'{"format": 2, "\\u001b[31m": 1}')
+    ((code, told),) = run_several([("status", odd_store)], "utf-8")
+    assert code == 0, told
+    assert "passing over a record that is of no use" in told
+    assert "\x1b" not in told

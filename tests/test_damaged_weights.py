@@ -26,8 +26,8 @@ from hypothesis import strategies as st
 from support import SMALL, Child, newest
 
 import dbuffer
-from dbuffer import buffer as buffer_module
-from dbuffer.layout import digest
+from dbuffer.format.layout import digest
+from dbuffer.store import buffer as buffer_module
 
 pytestmark = pytest.mark.usefixtures("settle_quickly")
 

@@ -17,9 +17,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from dbuffer.demo import DemoError, DemoOptions, DemoResult, engines, loop, run_demo, show_demo
-from dbuffer.demo.engines import Refreshed, TorchEngine
-from dbuffer.demo.records import Tokens
+from dbuffer.errors import OptionError
+from dbuffer.tools.demo import (
+    DemoError,
+    DemoOptions,
+    DemoResult,
+    engines,
+    loop,
+    run_demo,
+    show_demo,
+)
+from dbuffer.tools.demo.engines import Refreshed, TorchEngine
+from dbuffer.tools.demo.records import Tokens
 
 PID_FILE_VARIABLE = "DBUFFER_TEST_PID_FILE"
 
@@ -227,13 +236,13 @@ def test_missing_vllm_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "_is_installed", lambda package: False)
-    with pytest.raises(DemoError, match=r"transformers and matplotlib.*dbuffer\[demo\]"):
+    with pytest.raises(DemoError, match=r"transformers and matplotlib.*\.\[demo\]"):
         run_demo(options(tmp_path))
 
 
 @pytest.mark.parametrize("changes", [{"steps": 3}, {"engine": "sglang"}])
 def test_options_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
-    with pytest.raises(DemoError):
+    with pytest.raises(OptionError):
         options(tmp_path, **changes)
 
 

@@ -22,10 +22,11 @@ from rich.console import Console
 from support import SMALL, TIMEOUT_S, Child, newest, without_flock
 
 import dbuffer
-from dbuffer import cli, doctor, filesystem
-from dbuffer.doctor import peer, probes, scratch
-from dbuffer.doctor.process import OtherProcess
-from dbuffer.render import doctor_table
+from dbuffer.store import filesystem
+from dbuffer.tools import cli, doctor
+from dbuffer.tools.doctor import peer, probes, scratch
+from dbuffer.tools.doctor.process import OtherProcess
+from dbuffer.tools.render import doctor_table
 
 MEGABYTE = 1 << 20
 NOBODY = 65534
@@ -286,7 +287,7 @@ def test_without_locks(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_events(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dbuffer.watcher.Observer.start", fail(errno.EMFILE))
+    monkeypatch.setattr("dbuffer.store.watcher.Observer.start", fail(errno.EMFILE))
     monkeypatch.setattr(probes, "_EVENT_TIMEOUT_S", 0.1)
     examination = doctor.examine(place)
     assert examination.broken == ()
@@ -435,7 +436,7 @@ def test_locks_that_do_not_reach_the_other_host(place: Path) -> None:
     assert examination.peers[0].locks_exclude is False
     assert examination.broken == ()
     (finding,) = (each for each in examination.findings if each.probe.endswith(": locks"))
-    assert "epochs" in finding.consequence
+    assert "by its epoch" in finding.consequence
 
 
 def be_peer_that_dies(connection: Connection, place: Path) -> None:
@@ -532,7 +533,7 @@ def test_command_names_the_guarantee_that_cannot_hold(
     code, out, _ = call(capsys, path)
     assert code == 1
     assert "BROKEN" in out
-    assert "guarantee 6 (Bad input is refused) cannot hold here" in out
+    assert "guarantee 6 (Bad input is rejected) cannot hold here" in out
     wide = Console(width=400)
     with wide.capture() as shown:
         wide.print(doctor_table(doctor.examine(path)))

@@ -12,17 +12,23 @@ from dbuffer import errors
 
 STANDARD_TYPES = {
     "AcknowledgementTimeoutError": TimeoutError,
+    "BridgeSetupError": RuntimeError,
+    "BridgeStateError": RuntimeError,
+    "ReceiverActiveError": BlockingIOError,
     "ReceiverFailedError": RuntimeError,
     "ChecksumError": ValueError,
     "ClosedError": ValueError,
+    "EngineEndedError": ValueError,
     "EngineBrokenError": RuntimeError,
     "EngineBusyError": RuntimeError,
     "EngineUnreachableError": ConnectionError,
     "EngineUnsupportedError": NotImplementedError,
     "EngineUpdateError": RuntimeError,
     "InvalidWeightsError": ValueError,
+    "NotReadyError": RuntimeError,
     "OptionError": ValueError,
     "RankFailedError": RuntimeError,
+    "RankTimeoutError": TimeoutError,
     "ResidencyError": NotImplementedError,
     "SnapshotEvictedError": RuntimeError,
     "StoreCorruptError": ValueError,
@@ -35,6 +41,7 @@ STANDARD_TYPES = {
     "TargetTypeError": TypeError,
     "TrainerUnsupportedError": NotImplementedError,
     "VersionError": ValueError,
+    "StoreReplacedError": RuntimeError,
     "VersionRegressedError": RuntimeError,
     "VersionTimeoutError": TimeoutError,
     "WeightsMismatchError": ValueError,
@@ -90,8 +97,8 @@ def test_all_is_complete_and_sorted():
     assert sorted(set(dbuffer.__all__)) == list(dbuffer.__all__)
     public = {
         name
-        for name, value in vars(dbuffer).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
+        for name in dir(dbuffer)
+        if not name.startswith("_") and not inspect.ismodule(getattr(dbuffer, name))
     }
     assert public | {"__version__"} == set(dbuffer.__all__)
     assert set(defined_errors()) <= set(dbuffer.__all__)

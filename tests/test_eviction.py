@@ -152,7 +152,7 @@ def test_the_log_names_every_receiver_that_was_evicted(
         publish(sender, 1)
         leaves = [hold(one)[1], hold(two)[1]]
         hold(quick)[1].close()
-        with caplog.at_level(logging.WARNING, "dbuffer.writer"):
+        with caplog.at_level(logging.WARNING, "dbuffer.store.writer"):
             publish(sender, 2, 3)
         for leave in leaves:
             with pytest.raises(dbuffer.SnapshotEvictedError):

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbuffer import filesystem
 from dbuffer.errors import (
     StoreAccessError,
     StoreCorruptError,
@@ -23,6 +22,8 @@ from dbuffer.errors import (
     StoreInsecureError,
     StoreNotFoundError,
 )
+from dbuffer.store import filesystem
+from dbuffer.store.media import medium_of
 
 
 def num_descriptors() -> int:
@@ -236,10 +237,11 @@ class TestDescriptor:
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
     def test_is_closed_in_a_forked_child(self, tmp_path):
         descriptor = self.open(tmp_path / "file")
+        number = descriptor.number
         child = os.fork()
         if child == 0:
             try:
-                os.fstat(descriptor.number)
+                os.fstat(number)
             except OSError:
                 os._exit(0 if not descriptor.is_open else 2)
             os._exit(1)
@@ -334,52 +336,79 @@ class TestMounts:
         return install
 
     def test_the_real_table(self, tmp_path):
-        mount = filesystem.mount_of(tmp_path)
-        assert mount == filesystem.mount_of(tmp_path / "not" / "there")
+        medium = medium_of(tmp_path)
+        there = medium_of(tmp_path / "not" / "there")
+        assert (medium.name, medium.filesystem) == (there.name, there.filesystem)
         kind = subprocess.run(
             ["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True
         ).stdout.strip()
-        assert mount.filesystem[:3] == kind[:3]  # stat says ext2/ext3 for all of them
+        assert medium.filesystem[:3] == kind[:3]  # stat says ext2/ext3 for all of them
 
     def test_the_nearest_one_counts(self, tmp_path, mounts):
         mounts(("/a/b", "xfs"), ("/a", "nfs4"), ("/a/bc", "tmpfs"))
-        assert filesystem.mount_of(tmp_path / "a" / "b" / "c").filesystem == "xfs"
-        assert filesystem.mount_of(tmp_path / "a" / "x").filesystem == "nfs4"
-        assert filesystem.mount_of(tmp_path / "a" / "bc").filesystem == "tmpfs"
-        assert filesystem.mount_of(tmp_path / "ab").filesystem == "ext4"
+        assert medium_of(tmp_path / "a" / "b" / "c").filesystem == "xfs"
+        assert medium_of(tmp_path / "a" / "x").filesystem == "nfs4"
+        assert medium_of(tmp_path / "a" / "bc").filesystem == "tmpfs"
+        assert medium_of(tmp_path / "ab").filesystem == "ext4"
 
     def test_the_latest_of_several_on_one_place_counts(self, tmp_path, mounts):
         mounts(("/a", "nfs4"), ("/a", "tmpfs"))
-        assert filesystem.mount_of(tmp_path / "a").filesystem == "tmpfs"
+        assert medium_of(tmp_path / "a").filesystem == "tmpfs"
 
     def test_links_are_followed(self, tmp_path, mounts):
         (tmp_path / "real").mkdir()
         (tmp_path / "link").symlink_to(tmp_path / "real")
         mounts(("/real", "nfs4"))
-        assert filesystem.mount_of(tmp_path / "link" / "store").is_network
+        assert medium_of(tmp_path / "link" / "store").name == "network"
 
     @pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p"])
     @pytest.mark.parametrize("prefix", ["", "fuse."])
     def test_network(self, tmp_path, mounts, kind, prefix):
         mounts(("/a", prefix + kind))
-        mount = filesystem.mount_of(tmp_path / "a")
-        assert mount.is_network
-        assert not mount.can_rewrite_in_place
+        medium = medium_of(tmp_path / "a")
+        assert medium.name == "network"
+        assert not medium.can_rewrite_in_place
 
     @pytest.mark.parametrize(("kind", "rewrites"), [("tmpfs", 1), ("ext4", 1), ("xfs", 1)])
     def test_local(self, tmp_path, mounts, kind, rewrites):
         mounts(("/a", kind))
-        mount = filesystem.mount_of(tmp_path / "a")
-        assert not mount.is_network
-        assert mount.can_rewrite_in_place
+        medium = medium_of(tmp_path / "a")
+        assert medium.name == "local"
+        assert medium.can_rewrite_in_place
 
     @pytest.mark.parametrize("kind", ["btrfs", "zfs", "neverheardofit"])
     def test_a_copy_on_write_or_unknown_one_is_never_rewritten(self, tmp_path, mounts, kind):
         mounts(("/a", kind))
-        assert not filesystem.mount_of(tmp_path / "a").can_rewrite_in_place
+        assert not medium_of(tmp_path / "a").can_rewrite_in_place
 
 
 @given(st.text(st.sampled_from("ab \t\n\\0134é"), max_size=20))
 def test_mount_points_are_read_as_the_kernel_writes_them(text):
     written = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in text)
     assert filesystem._unescape(written) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "is_ours"),
+    [
+        (".CURRENT.123.0.tmp", True),
+        (".manifest.json.4194304.17.tmp", True),
+        (".engine-0.rank-1.json.1.2.tmp", True),
+        (".upload.tmp", False),
+        (".notes.txt.tmp", False),
+        (".a.b.c.tmp", False),
+        (".CURRENT.123.tmp", False),
+        (".CURRENT.123.x.tmp", False),
+        (".my notes.1.2.tmp", False),
+    ],
+)
+def test_other_peoples_temporaries_stay(tmp_path, name, is_ours):
+    (tmp_path / name).touch()
+    (tmp_path / ".directory.1.2.tmp").mkdir()
+    (tmp_path / ".link.1.2.tmp").symlink_to("nowhere")
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1), follow_symlinks=False)
+    filesystem.remove_stale_temporaries(tmp_path)
+    assert (tmp_path / name).exists() != is_ours
+    assert (tmp_path / ".directory.1.2.tmp").is_dir()
+    assert (tmp_path / ".link.1.2.tmp").is_symlink()

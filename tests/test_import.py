@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import graphlib
+import importlib
 import importlib.metadata
 import json
 import subprocess
@@ -10,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dbuffer
 
@@ -31,33 +34,25 @@ OPTIONAL_PACKAGES = (
 
 MAX_IMPORT_S = 0.3
 
-LAYERS = (
-    *(
-        "errors",
-        "names",
-        "manifest",
-        "layout",
-        "comparison",
-        "filesystem",
-        "buffer",
-        "retirement",
-        "writer",
-    ),
-    *(
-        "acknowledgements",
-        "tensors",
-        "spans",
-        "parts",
-        "output",
-        "checkpoint",
-        "sources",
-        "targets",
-        "snapshot",
-    ),
-    *("watcher", "sender", "resident", "agreement", "shards", "rank_output", "sharded", "records"),
-    *("receiver", "relay", "mirror", "stager"),
+ROOMS = (
+    "errors",
+    "runtime",
+    "format",
+    "store",
+    "io",
+    "weights",
+    "ranks",
+    "publish",
+    "receive",
+    "mirror",
+    "integrations",
+    "tools",
+    "examples",
 )
 """Imports point from right to left."""
+
+MAX_ENTRIES = 12
+BESIDES = {"__init__.py", "__main__.py", "__pycache__", "errors.py", "py.typed"}
 
 PROBE = """
 import json, logging, os, signal, sys, threading, time
@@ -78,7 +73,7 @@ def state():
 before = state()
 loaded = set(sys.modules)
 started = time.perf_counter()
-import dbuffer
+from dbuffer import *
 import_s = time.perf_counter() - started
 after = state()
 print(json.dumps({
@@ -114,7 +109,7 @@ def test_imports_no_optional_package(probes):
 def test_imports_neither_command_line_nor_integrations(probes):
     for probe in probes:
         outer = {name.split(".")[1] for name in probe["submodules"]}
-        assert not outer & {"cli", "demo", "integrations", "__main__"}
+        assert not outer & {"tools", "examples", "integrations", "__main__"}
 
 
 def test_takes_little_longer_than_tensordict(probes):
@@ -128,6 +123,66 @@ def test_has_no_side_effects(probes):
         assert probe["handlers"] == []
 
 
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_torch_is_imported_when_it_is_needed():
+    done = run(
+        "import sys, dbuffer, dbuffer.errors, dbuffer.weights.names\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert set(dbuffer.__all__) <= set(dir(dbuffer))\n"
+        "assert 'torch' not in sys.modules\n"
+        "sender = dbuffer.WeightSender\n"
+        "assert 'torch' in sys.modules\n"
+        "from dbuffer.publish.sender import WeightSender\n"
+        "assert sender is WeightSender is dbuffer.WeightSender\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "follow --help", "status STORE"])
+def test_commands_that_need_no_torch_do_not_import_it(tmp_path, arguments):
+    with dbuffer.WeightSender(tmp_path / "store") as sender:
+        sender.send({"w": torch.ones(2)})
+    done = run(
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(sorted({'torch', 'tensordict'} & set(sys.modules))))\n"
+        "from dbuffer.__main__ import main\n"
+        "main()",
+        *arguments.replace("STORE", str(tmp_path / "store")).split(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_all_names_are_there():
+    found: dict[str, object] = {}
+    exec("from dbuffer import *", found)
+    found.pop("__builtins__")
+    assert found.keys() == set(dbuffer.__all__)
+    assert all(getattr(dbuffer, name) is value for name, value in found.items())
+    with pytest.raises(AttributeError, match="module 'dbuffer' has no attribute 'WeightSendr'"):
+        dbuffer.WeightSendr  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'WeightSendr'"):
+        exec("from dbuffer import WeightSendr")
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    imported = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dbuffer.")
+        for alias in node.names
+    }
+    assert {*imported, "__version__"} == set(dbuffer.__all__)
+    for name, module in imported.items():
+        assert getattr(importlib.import_module(module), name) is getattr(dbuffer, name)
+        assert dbuffer._MODULE_OF.get(name, module.partition(".")[2]) == module.partition(".")[2]
+
+
 def test_the_version_is_that_of_the_package():
     assert dbuffer.__version__ == importlib.metadata.version("dbuffer")
 
@@ -136,20 +191,60 @@ def test_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_imports_point_one_way(layer):
-    path = PACKAGE / f"{layer}.py"
-    below = set(LAYERS[: LAYERS.index(layer)])
-    assert imported_from_dbuffer(path) <= below
+def test_rooms_are_few_and_each_says_its_job():
+    rooms = {path.name for path in PACKAGE.iterdir()} - BESIDES
+    assert rooms == set(ROOMS) - {"errors"}
+    assert len(rooms) <= MAX_ENTRIES
+    for room in rooms:
+        said = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text("utf-8")))
+        assert said is not None
+        assert said.splitlines()[0].endswith(".")
 
 
-def imported_from_dbuffer(path: Path) -> set[str]:
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_one_way(room):
+    below_or_here = set(ROOMS[: ROOMS.index(room) + 1])
+    place = PACKAGE / room
+    for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+        assert rooms_imported(path) <= below_or_here, path
+
+
+def test_modules_of_a_room_import_in_no_circle():
+    graph = {
+        module_of(path): modules_imported(path) - {module_of(path)}
+        for path in PACKAGE.rglob("*.py")
+    }
+    graph["dbuffer"] = set()  # imports what it exports, when it is asked for
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """The rooms of this package that a file imports from, also inside functions.
+
+    What it imports from the package itself is public, and stands nowhere in the order.
+    """
+    return {name.split(".")[1] for name in modules_imported(path) if "." in name}
+
+
+def modules_imported(path: Path) -> set[str]:
     """The modules of this package that a file imports, also inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "dbuffer":
-            module = (node.module or "").removeprefix("dbuffer").removeprefix(".")
-            found |= {module} if module else {alias.name for alias in node.names}
+            module = node.module or ""
+            found |= {nearest_module(f"{module}.{alias.name}") for alias in node.names}
         if isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("dbuffer.")}
+            found |= {a.name for a in node.names if a.name.partition(".")[0] == "dbuffer"}
     return found
+
+
+def nearest_module(name: str) -> str:
+    """Of ``a.b.c``: that, if it is a module, and ``a.b`` if ``c`` is a name in it."""
+    place = PACKAGE.parent.joinpath(*name.split("."))
+    is_module = place.is_dir() or place.with_suffix(".py").is_file()
+    return name if is_module else name.rpartition(".")[0]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")

@@ -1,4 +1,4 @@
-"""Guarantee 3 where the process lives on: interrupts and failing flushes at every step.
+"""Guarantee 3 where the process lives on: interrupts and failing flushes at every moment.
 
 Control-C, a signal handler that raises, a disk that reports an error: the sender's own cleaning
 up runs then, which a crash skips, and it must not take away what is published already.
@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from steps import CASES
-from support import OTHER, SMALL, Step, assert_tidy, at_step, make_temporaries_old, newest
+from support import (
+    OTHER,
+    SMALL,
+    Record,
+    assert_tidy,
+    at_call,
+    make_temporaries_old,
+    moments,
+    newest,
+)
+from test_crash import SITUATIONS, Flip, last_before, noting
 
 import dbuffer
 
@@ -37,27 +48,35 @@ def assert_goes_on(sender: dbuffer.WeightSender, expected: int | None) -> None:
         assert_tidy(store)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("settle_slowly")
-@pytest.mark.parametrize(("situation", "step", "is_published"), CASES)
-def test_interrupted_at_a_step_of_a_publish(
-    store: Path, situation: str, step: Step, is_published: bool
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_interrupted_at_every_moment_of_a_publish(
+    shm_path: Path, situation: str, record_property: Record
 ) -> None:
-    is_first, durable = situation.startswith("first"), situation.endswith("durable")
-    last = None if is_first else 3
-    with dbuffer.WeightSender(store, durable=durable, checksum=True, num_threads=1) as sender:
-        for version in range(1, (last or 0) + 1):
-            sender.send(SMALL.weights(version))
-        version = (last or 0) + 1
-        weights = (OTHER if situation == "new layout" else SMALL).weights(version)
-        at_step(step, interrupt)
-        try:
-            with pytest.raises(KeyboardInterrupt):
+    flip = Flip(last_before(situation))
+    durable = situation.endswith("durable")
+    for number in itertools.count(1):
+        store = shm_path / f"{number}"
+        with dbuffer.WeightSender(store, durable=durable, checksum=True, num_threads=1) as sender:
+            for version in range(1, flip.new):
+                sender.send(SMALL.weights(version))
+            weights = (OTHER if situation == "new layout" else SMALL).weights(flip.new)
+            at_call(number, interrupt, moments())
+            try:
                 sender.send(weights)
-        finally:
-            sys.setprofile(None)
-        started = time.monotonic()
-        assert_goes_on(sender, version if is_published else last)
-        assert time.monotonic() - started < 5.0  # and not half a minute
+                sys.setprofile(None)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+            started = time.monotonic()
+            with noting(number):
+                assert_goes_on(sender, flip.check(newest(store, verify=True)))
+            assert time.monotonic() - started < 5.0  # and not half a minute
+        shutil.rmtree(store)
+    flip.check_all()
+    record_property("senders interrupted at a moment of a publish", flip.moments)
 
 
 @pytest.mark.parametrize("failing", range(1, 8))

@@ -12,15 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbuffer.errors import StoreCorruptError, StoreFormatError
-from dbuffer.layout import (
+from dbuffer.format.layout import (
     ALIGNMENT_BYTES,
     BLOCK_BYTES,
     ITEM_BYTES,
     Layout,
-    Placed,
+    Piece,
     TensorSpec,
     align,
 )
+from dbuffer.format.manifest import FORMAT
 
 specs = st.builds(
     TensorSpec,
@@ -185,7 +186,7 @@ def layouts_in_parts(draw) -> Layout:
         for start, end in itertools.pairwise([0, *sorted(cuts), size] if size else []):
             part = draw(st.integers(0, len(part_bytes) - 1))
             place = align(part_bytes[part])
-            pieces.append(Placed(index, start, end - start, part, place))
+            pieces.append(Piece(index, start, end - start, part, place))
             part_bytes[part] = place + end - start
     return dataclasses.replace(layout, part_bytes=tuple(part_bytes), pieces=tuple(pieces))
 
@@ -210,7 +211,7 @@ def test_good_pieces_are_read():
     layout = Layout.decode(layout_json(parts=[80, 8], pieces=GOOD_PIECES), end=128)
     assert layout.is_in_parts
     assert layout.part_bytes == (80, 8)
-    assert layout.pieces[1] == Placed(tensor=0, offset=8, num_bytes=16, part=0, place=64)
+    assert layout.pieces[1] == Piece(tensor=0, offset=8, num_bytes=16, part=0, place=64)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_pieces_that_do_not_fit_are_refused(values):
 
 def test_an_unknown_format_says_so():
     with pytest.raises(StoreFormatError):
-        Layout.decode(layout_json(format=2), end=128)
+        Layout.decode(layout_json(format=FORMAT + 1), end=128)
 
 
 @given(layouts() | layouts_in_parts(), st.data())

@@ -107,6 +107,19 @@ def test_error_says_that_the_engine_sleeps(observed: Any) -> None:
     assert "wake it up first" in observed["failures"]["asleep"][0]["error"]
 
 
+def test_first_of_two_managers_of_an_engine_hears_of_the_second_at_once(observed: Any) -> None:
+    for seen in observed["two managers"]:
+        assert seen["error"].startswith("EngineUpdateError: ")
+        assert "another follower told the engine to follow another store" in seen["error"]
+        assert seen["first store"] in seen["error"]
+        assert seen["error_s"] < 60, "its time-out is ten minutes"
+
+
+def test_second_of_two_managers_of_an_engine_goes_on(observed: Any) -> None:
+    for seen in observed["two managers"]:
+        assert seen["after"] == seen["fresh"]
+
+
 def test_ranks_without_a_follower_are_one_engine(observed: Any) -> None:
     """Each calls its own worker, as vLLM has it where torchrun started the ranks."""
     first, second = observed["without a follower"]
@@ -197,6 +210,21 @@ class Program:
         manager.broadcast_to_engine()
         return seen | {"next": greedy(self.llm)}
 
+    def observe_two_managers(self) -> dict[str, Any]:
+        """A second one for an engine that has one."""
+        trainer = Trainer("zero-1", make_model(SEEDS[0]))
+        first = BroadcastManager(trainer.actor, trainer.strategy, self.llm)
+        with BroadcastManager(trainer.actor, trainer.strategy, self.llm) as second:
+            started = time.monotonic()
+            error = error_of(first.broadcast_to_engine)
+            error_s = time.monotonic() - started
+            second.broadcast_to_engine()
+            after = greedy(self.llm)
+            distributed.barrier()
+        first.close()
+        seen = {"error": error, "error_s": error_s, "first store": str(first.store)}
+        return seen | {"after": after, "fresh": self.fresh_answers}
+
     def observe_without_follower(self) -> dict[str, Any]:
         """Workers that are told by vLLM's own call, once on each rank."""
         store = self.directory / "store"
@@ -245,15 +273,15 @@ class Program:
 
 @contextmanager
 def failing_write(*, enabled: bool) -> Iterator[None]:
-    write = dbuffer.rank_output.SharedFile.write
+    write = dbuffer.publish.rank_output.SharedFile.write
 
     def fail(*_: Any) -> None:
         raise OSError(WRITE_ERROR)
 
     if enabled:
-        dbuffer.rank_output.SharedFile.write = fail
+        dbuffer.publish.rank_output.SharedFile.write = fail
     yield
-    dbuffer.rank_output.SharedFile.write = write
+    dbuffer.publish.rank_output.SharedFile.write = write
 
 
 @contextmanager
@@ -317,6 +345,7 @@ def main(directory: Path) -> None:
     seen = {
         "trainers": trainers,
         "failures": {name: [of_rank[name] for of_rank in failures] for name in FAILURES},
+        "two managers": by_rank(program.observe_two_managers()),
         "without a follower": by_rank(program.observe_without_follower()),
     }
     seen["rank lost"] = program.observe_lost_rank()

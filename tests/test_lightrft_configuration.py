@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightrft_parts import Actor, strategy_for
-from support import Child
+from support import TIMEOUT_S, Child
 from torch import nn
 from worlds import World
 
 import dbuffer
-from dbuffer.integrations.lightrft import BroadcastManager, directory
+from dbuffer.integrations.lightrft import BroadcastManager, directory, manager
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
 from dbuffer.integrations.lightrft.directory import JobDirectory
 from dbuffer.integrations.lightrft.engines import mine_of
+from dbuffer.receive.stager import Stager
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +45,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"),
         ("model.language_model.norm.weight", "model.norm.weight"),
         ("model.language_model.lm_head.weight", "lm_head.weight"),
+        ("model.multi_modal_projector.linear_1.bias", "multi_modal_projector.linear_1.bias"),
+        ("model.vision_tower.encoder.norm.weight", "vision_tower.encoder.norm.weight"),
+        ("model.audio_tower.conv1.weight", "audio_tower.conv1.weight"),
+        ("model.image_newline", "image_newline"),
+        ("language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("visual.merger.mlp.0.weight", "visual.merger.mlp.0.weight"),
         # A language model's own are right as they are.
         ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
         ("model.embed_tokens.weight", "model.embed_tokens.weight"),
@@ -102,6 +117,25 @@ def test_dtype_is_lightrfts(trainer: str, dtype: torch.dtype | None) -> None:
 def test_only_sglang_has_other_names() -> None:
     assert Configuration.of(strategy_for("fsdp2")).rename is None
     assert Configuration.of(strategy_for("fsdp2", "sglang")).rename is SGLANG_NAMES
+
+
+def test_names_of_a_trainer_of_text_only_stay() -> None:
+    strategy = strategy_for("fsdp2", "sglang")
+    strategy.args.text_only = True
+    assert Configuration.of(strategy).rename is None
+    strategy.args.text_only = False
+    assert Configuration.of(strategy).rename is SGLANG_NAMES
+
+
+def test_what_a_strategy_does_not_say_is_in_its_config_or_lightrfts_default() -> None:
+    strategy = strategy_for("fsdp2 bf16")
+    del strategy.args.bf16
+    assert Configuration.of(strategy).dtype is torch.bfloat16
+    strategy.config = SimpleNamespace(bf16=False)
+    assert Configuration.of(strategy).dtype is torch.float16
+    silent = SimpleNamespace(engine_type="vllm", args=None)
+    expected = Configuration.of(strategy_for("zero-2 bf16"))
+    assert Configuration.of(silent) == expected
 
 
 def refuse(rank: int, place: Path, trainer: str, engine_type: str, model: str) -> str:
@@ -175,7 +209,7 @@ MODELS = {
         ("zero-4", "vllm", "wrapped", "zero_stage 4"),
         ("fsdp2", "vllm", "plain", "fully_shard"),
         ("fsdp2", "vllm", "flattened", "fully_shard"),
-        ("zero-1", "vllm", "plain", "no engine of DeepSpeed's"),
+        ("zero-1", "vllm", "plain", "not a DeepSpeed engine"),
         ("zero-1", "vllm", "pipeline", "pipeline"),
         ("zero-3", "vllm", "adapted", "lora_A"),
         ("fsdp2", "sglang", "adapted, sharded", "lora_A"),
@@ -230,6 +264,126 @@ def test_engines_that_a_rank_has_to_do_with() -> None:
     assert mine_of(SGLangWrapper(1), 0) == []
 
 
+def hold(rank: int, place: Path) -> str:
+    """Make a manager, with an engine that nobody looks at, and keep it."""
+    held["manager"] = followed_by_a_stand_in(place)
+    return str(held["manager"].store)
+
+
+def followed_by_a_stand_in(place: Path) -> BroadcastManager:
+    directory._SHARED_MEMORY = place
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "follow", lambda engine_type, *rest: StandIn(*rest))
+        return BroadcastManager(Actor(sharded()), strategy_for("fsdp2"), "an engine")
+
+
+def let_go(rank: int, which: int) -> bool:
+    if rank == which:
+        held.pop("manager").close()
+    return True
+
+
+held: dict[str, BroadcastManager] = {}
+
+
+def test_store_of_a_job_goes_with_the_last_rank(world: World, tmp_path: Path) -> None:
+    """So that no engine of another rank looks at one that is gone."""
+    first, second = world.run(hold, tmp_path)
+    store = Path(first)
+    assert first == second
+    assert store.is_dir()
+    world.run(let_go, 0)
+    assert store.is_dir()
+    world.run(let_go, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+class StandIn:
+    """What follows in an engine's place: a real stager, as each of an engine's ranks has one."""
+
+    def __init__(self, engine: Any, store: Path, api_key: str | None, timeout_s: float) -> None:
+        self._stager = Stager(str(store), receiver_id=f"stand-in-{os.getpid()}")
+
+    def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> None:
+        self._stager.take(at_least=at_least, timeout_s=TIMEOUT_S)
+        self._stager.give_back(applied=at_least)
+
+    def stop_workers(self) -> None:
+        self._stager.close()
+
+    def close(self) -> None:
+        pass
+
+
+def end_without_close(place: Path) -> None:
+    """A program that ends as most do: nothing is closed, and the engine goes on to its last."""
+    # The first of these runs last.
+    weakref.finalize(StandIn, see_stagers_end)
+    meeting = f"file://{place / 'meeting'}"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    manager = held["manager"] = followed_by_a_stand_in(place)
+    manager.broadcast_to_engine()
+    print(manager.store)
+
+
+def see_stagers_end() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "dbuffer-stager":
+            thread.join(STAGER_SEES_S)
+
+
+STAGER_SEES_S = 5.0
+"""By when it has seen that the store is gone, if it has not ended."""
+
+
+def test_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).parent.exists()
+    assert done.stderr == ""
+
+
+def be_terminated(connection: Connection, place: Path, own: str) -> None:
+    directory._SHARED_MEMORY = place
+    if own == "handler":
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
+    elif own == "thread":
+        with ThreadPoolExecutor(1) as pool:  # where no handler can be installed
+            pool.submit(JobDirectory).result()
+    kept = [JobDirectory(), JobDirectory()]
+    for one in kept:
+        one.store.mkdir()
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(TIMEOUT_S)
+    connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    connection.send([one.store for one in kept])
+    connection.recv()
+
+
+@pytest.mark.parametrize(
+    ("own", "code"), [("", -signal.SIGTERM), ("thread", -signal.SIGTERM), ("handler", 7)]
+)
+def test_store_of_a_job_that_is_terminated_goes_with_it(
+    tmp_path: Path, own: str, code: int
+) -> None:
+    with Child(be_terminated, tmp_path, own) as child:
+        assert child.receive() == (code if own == "handler" else -signal.SIGTERM)
+        stores = child.receive()
+        assert all(store.exists() for store in stores), "a forked child's end is not the job's"
+        child.signal(signal.SIGTERM)
+        assert child.wait() == code
+        assert not any(store.exists() for store in stores)
+
+
+def test_nothing_is_installed_for_signals_by_an_import() -> None:
+    program = "import signal, dbuffer.integrations.lightrft.manager; "
+    program += "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
 PROGRAM = """
 import os, sys
 from dbuffer.integrations.lightrft.directory import JobDirectory
@@ -269,3 +423,7 @@ def test_store_of_a_killed_job_goes_with_the_next_and_that_of_a_living_one_stays
             assert alive.exists()
     JobDirectory().remove()  # and those of this test go too
     assert not alive.exists()
+
+
+if __name__ == "__main__":
+    end_without_close(Path(sys.argv[1]))

@@ -52,6 +52,16 @@ def as_vision_language_model(model: Any) -> nn.Module:
     return whole
 
 
+class Wrapper:
+    """What LightRFT's wrapper round an engine has, on each of the ranks that share it."""
+
+    tp_group_cpu = "a group"
+
+    def __init__(self, engine: Any) -> None:
+        self._tp_rank = distributed.get_rank()
+        self._engine = engine
+
+
 def start_engine(checkpoint: Path) -> Any:
     import sglang
 
@@ -75,7 +85,7 @@ def main(directory: Path) -> None:
     seen["names"] = [name for name, _ in module.named_parameters()]
     fully_shard(module)
     strategy = strategy_for("fsdp2 bf16", "sglang")
-    with BroadcastManager(Actor(module), strategy, engine) as manager:
+    with BroadcastManager(Actor(module), strategy, Wrapper(engine)) as manager:
         manager.broadcast_to_engine()
         if engine is not None:
             seen["after"] = greedy(engine)

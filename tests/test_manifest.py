@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbuffer.errors import StoreCorruptError, StoreFormatError
-from dbuffer.manifest import (
+from dbuffer.format.manifest import (
     FORMAT,
     MAX_INTEGER,
     Manifest,
@@ -23,12 +23,13 @@ from dbuffer.manifest import (
 )
 
 RUN = "0123456789abcdef"
-POINTER = Pointer(version=7, buffer="A", generation=14, run=RUN)
+POINTER = Pointer(version=7, buffer="A", generation=14, run=RUN, history=RUN)
 MANIFEST = Manifest(
     state="complete",
     version=7,
     generation=14,
     run=RUN,
+    history=RUN,
     file=f"weights-{RUN}-13.td",
     file_bytes=1000,
     num_tensors=2,
@@ -49,6 +50,7 @@ RECORDS = (POINTER, MANIFEST, WRITER, RECEIVER)
 IDS = ("pointer", "manifest", "writer", "receiver")
 
 integers = st.integers(0, MAX_INTEGER)
+boots = st.just("") | st.uuids().map(str)
 runs = st.text("0123456789abcdef", min_size=16, max_size=16)
 # A pair of surrogates is one character to JSON; a string that holds one is no proper text.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -60,7 +62,12 @@ documents = st.recursive(
 )
 any_record = st.one_of(
     st.builds(
-        Pointer, version=integers, buffer=st.sampled_from("AB"), generation=integers, run=runs
+        Pointer,
+        version=integers,
+        buffer=st.sampled_from("AB"),
+        generation=integers,
+        run=runs,
+        history=st.none() | runs,
     ),
     st.builds(
         WriterRecord,
@@ -70,6 +77,9 @@ any_record = st.one_of(
         pid=integers,
         started_at=times,
         history=runs,
+        boot=boots,
+        pid_namespace=integers,
+        started=integers,
     ),
     st.builds(
         ReceiverRecord,
@@ -85,6 +95,14 @@ any_record = st.one_of(
         problem_version=st.none() | integers,
         in_session=st.booleans(),
         stats=st.dictionaries(texts, integers | times, max_size=4),
+        state=st.sampled_from([None, "serving", "broken"]),
+        attempt=st.none() | st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
+        boot=boots,
+        pid_namespace=integers,
+        started=integers,
+        owner=st.none() | runs,
+        instance=st.none() | runs,
+        is_made_up=st.booleans(),
     ),
     st.builds(
         Manifest,
@@ -92,6 +110,7 @@ any_record = st.one_of(
         version=integers,
         generation=integers,
         run=runs,
+        history=st.none() | runs,
         file=st.from_regex(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td", fullmatch=True),
         is_final=st.booleans(),
         origin=st.none() | st.from_regex(r"[0-9a-f]{16}-[0-9]{1,19}", fullmatch=True),
@@ -121,6 +140,17 @@ def test_every_field_must_be_there(record):
     for item in dataclasses.fields(record):
         with pytest.raises(StoreCorruptError, match=item.name):
             decode(type(record), changed(record, **{item.name: ...}))
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=IDS)
+def test_a_record_of_format_1_lacks_what_came_later(record):
+    later = {item.name: item.default for item in dataclasses.fields(record)}
+    missing = {name: later[name] for name in record.SINCE_2}
+    data = changed(record, format=1, **dict.fromkeys(missing, ...))
+    assert decode(type(record), data) == dataclasses.replace(record, **missing)
+    if missing:
+        with pytest.raises(StoreCorruptError, match="unknown fields"):
+            decode(type(record), changed(record, format=1))
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=IDS)

@@ -39,10 +39,10 @@ from support import (
 )
 
 import dbuffer
-from dbuffer.buffer import DoubleBuffer
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import mirror_metrics
-from dbuffer.manifest import ReceiverRecord
-from dbuffer.mirror import Copied, Mirror, start_mirror
+from dbuffer.mirror.mirror import Copied, Mirror, start_mirror
+from dbuffer.store.buffer import DoubleBuffer
 
 MEGABYTE = 1 << 20
 LONG = Pattern(num_tensors=9, numel=MEGABYTE // 8)  # 9 MB: read in three spans
@@ -199,6 +199,37 @@ def test_what_is_obsolete_is_skipped(remote: Path, local: Path) -> None:
     assert newest(local, verify=True) == 139
 
 
+def test_who_waits_for_a_version_finds_it_told_and_counted(remote: Path, local: Path) -> None:
+    """Readers have it before; what looks at the mirror itself comes after."""
+    may_go_on, told = threading.Event(), []
+
+    def on_copied(copied: Copied) -> None:
+        told.append((one.version, one.stats["copied"], newest(local)))
+        assert may_go_on.wait(10)
+
+    publish(remote, 1)
+    with quick(remote, local, on_copied=on_copied).start() as one:
+        until("it is copied", one.is_current)
+        with pytest.raises(dbuffer.VersionTimeoutError):
+            one.wait_until_current(0.2)
+        may_go_on.set()
+        one.wait_until_current(10)
+        assert told == [(1, 1, 1)]
+    with quick(remote, local).start() as one:
+        one.wait_until_current(10)
+        assert one.version == 1, "found published"
+
+
+def test_what_on_copied_raises_reaches_who_waits(remote: Path, local: Path) -> None:
+    def on_copied(copied: Copied) -> None:
+        raise KeyError(copied.version)
+
+    publish(remote, 1)
+    with quick(remote, local, on_copied=on_copied).start() as one:
+        with pytest.raises(KeyError):
+            one.wait_until_current(10)
+
+
 def test_versions_that_come_while_one_is_copied_are_skipped(remote: Path, local: Path) -> None:
     may_go_on, versions = threading.Event(), []
 
@@ -239,7 +270,7 @@ def test_a_local_store_on_a_network_mount(
             one.wait_until_current(10)
             assert newest(local, LONG, verify=True) == version
             assert str(local) not in Path("/proc/self/maps").read_text()
-    assert DoubleBuffer(local).mount.is_network
+    assert not DoubleBuffer(local).medium.maps_files
     manifest = DoubleBuffer(local).manifest("A")
     assert manifest.is_final
 
@@ -249,7 +280,7 @@ def test_waiting_for_what_does_not_come(remote: Path, local: Path) -> None:
     one = quick(remote, local)  # never started
     local.mkdir(mode=0o700)
     assert not one.is_current()
-    with pytest.raises(dbuffer.VersionTimeoutError, match=r"not brought up .* within 0\.1 s"):
+    with pytest.raises(dbuffer.VersionTimeoutError, match=r"did not catch up .* within 0\.1 s"):
         one.wait_until_current(0.1)
     one.close()
 
@@ -336,7 +367,7 @@ def damaged_on_the_way(
     with quick(remote, local, on_copied=on_copied).start() as one:
         for version in good:
             publish(remote, version, pattern=pattern)
-            one.wait_until_current(10)
+            until("it is copied", one.is_current)
         publish(remote, good[-1] + 1, pattern=pattern)
         flip_bit(newest_file(remote), 8 * 1000)
         may_go_on.set()
@@ -496,29 +527,46 @@ def test_a_problem_that_has_passed_is_not_shown_any_more(shm_path: Path, local: 
         until("it has passed", lambda: mirror_record(remote).problem is None, 5)
 
 
-def test_a_remote_store_that_was_emptied_ends_the_mirror(remote: Path, local: Path) -> None:
+def test_a_remote_store_that_was_emptied_is_waited_for(remote: Path, local: Path) -> None:
     publish(remote, 5)
-    one = quick(remote, local)
-    with one:
-        one._elect()
-        end = threading.Event()
-        result: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                one.run(end)
-            except dbuffer.DBufferError as error:
-                result.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
+    with quick(remote, local).start() as one:
         one.wait_until_current(10)
+        pointer = (remote / "CURRENT").read_bytes()
         (remote / "CURRENT").unlink()
-        thread.join(10)
-        end.set()
-    assert isinstance(result[0], dbuffer.VersionRegressedError)
-    assert "went back from version 5 to 0" in str(result[0])
-    assert newest(local) == 5
+        until("it is told", lambda: "from version 5 to 0" in (mirror_record(remote).problem or ""))
+        assert newest(local) == 5
+        (remote / "CURRENT").write_bytes(pointer)
+        publish(remote, 6)
+        until("it goes on", lambda: newest(local) == 6)
+
+
+@pytest.mark.parametrize("version", [1, 5, 9], ids=["lower", "equal", "higher"])
+def test_a_remote_store_that_was_begun_anew_is_mirrored(
+    remote: Path, local: Path, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Readers of the local store see what those of the remote one see: another history."""
+    publish(remote, 5)
+    target = SMALL.empty()
+    with quick(remote, local).start() as one, dbuffer.WeightReceiver(local) as receiver:
+        one.wait_until_current(10)
+        assert receiver.load_into(target) == 5
+        shutil.rmtree(remote)
+        with dbuffer.WeightSender(remote) as sender:
+            sender.send(SMALL.weights(3), version=version)
+            one.wait_until_current(10)
+            with pytest.raises(dbuffer.StoreReplacedError):
+                receiver.load_into(target)
+            assert SMALL.version_of(target) == 5
+            receiver.start_over()
+            assert receiver.load_into(target) == version
+            assert SMALL.version_of(target) == 3
+            sender.wait_applied(version, receivers=[receiver.receiver_id], timeout_s=10)
+            sender.send(SMALL.weights(4))
+            one.wait_until_current(10)
+            assert receiver.load_into(target) == version + 1
+        assert_tidy(local)
+    said = [record for record in caplog.records if "(mirroring it)" in record.message]
+    assert [record.levelname for record in said] == ["WARNING"]
 
 
 def test_a_remote_store_that_was_put_back_ends_the_mirror(remote: Path, local: Path) -> None:
@@ -531,7 +579,7 @@ def test_a_remote_store_that_was_put_back_ends_the_mirror(remote: Path, local: P
     shutil.rmtree(remote)
     remote.with_name("backup").rename(remote)
     before = contents(local)
-    with quick(remote, local) as one, pytest.raises(dbuffer.VersionRegressedError):
+    with quick(remote, local) as one, pytest.raises(dbuffer.StoreMismatchError, match="put back"):
         one.run()
     assert contents(local) == before
 
@@ -557,12 +605,12 @@ def run_to_a_step(connection: Connection, remote: Path, local: Path, step: Step)
 
 STEPS = {
     "before it claims": Step("call", "BufferWriter.claim"),
-    "before it makes the file": Step("call", "BufferWriter._create"),
+    "before it makes the file": Step("call", "make_file"),
     "before the layout": Step("call", "Footer.write"),
     "before the first byte": Step("call", "read_tensors"),
     "in the middle of the copy": Step("call", "read_into", nth=3),
-    "before it is checked": Step("call", "WeightReceiver.is_right"),
-    "before the checksums": Step("call", "Mirror._commit"),
+    "before it is checked": Step("call", "WeightReceiver.checksums_match"),
+    "before the checksums": Step("call", "Draft.commit"),
     "before the manifest": Step("call", "BufferWriter.commit"),
     "before the pointer": Step("call", "BufferWriter._put", nth=3),
 }
@@ -767,7 +815,7 @@ def test_two_remote_stores_do_not_share_a_local_one(
     remote: Path, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the one's mirror is at work, the other's readers would be given its versions."""
-    monkeypatch.setattr("dbuffer.mirror._PREPARED_S", 0.3)
+    monkeypatch.setattr("dbuffer.mirror.mirror._PREPARED_S", 0.3)
     publish(remote, 50)
     another = remote.with_name("another")
     publish(another, 1)
@@ -905,7 +953,7 @@ def test_the_command_counts_and_says_what_was_wrong(remote: Path, local: Path) -
         assert counts.returncode == 0, err
         assert out.startswith("version 1: 8 tensors, ")
         out, err = same.communicate(timeout=20)
-        assert (same.returncode, out) == (1, "")
+        assert (same.returncode, out) == (2, "")
         assert (
             err == f"dbuffer: {remote} and {remote} are one directory: there is nothing to mirror\n"
         )

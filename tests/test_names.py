@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dbuffer
-from dbuffer.names import Exact, NameMap, Pattern, Prefix
+from dbuffer.weights.names import Exact, NameMap, Pattern, Prefix
 
 NAMES = st.text(alphabet="abc._", max_size=8)
 RULES = st.one_of(
@@ -24,7 +24,7 @@ def first_that_fits(rules, name):
             return rule.to
         if isinstance(rule, Prefix) and name.startswith(rule.prefix):
             return rule.to + name.removeprefix(rule.prefix)
-        if isinstance(rule, Pattern) and dbuffer.names.re.fullmatch(rule.pattern, name):
+        if isinstance(rule, Pattern) and dbuffer.weights.names.re.fullmatch(rule.pattern, name):
             return rule.to
     return name
 
@@ -125,7 +125,7 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_a_file_that_is_too_large_is_not_read(tmp_path):
     file = tmp_path / "names.json"
     with file.open("wb") as sparse:
-        sparse.truncate(dbuffer.names.MAX_FILE_BYTES + 1)
+        sparse.truncate(dbuffer.weights.names.MAX_FILE_BYTES + 1)
     with pytest.raises(dbuffer.OptionError, match="bytes"):
         NameMap.read(file)
 
@@ -146,5 +146,5 @@ def test_a_sender_renames_by_rules(tmp_path):
 def test_two_tensors_of_one_name_are_refused(tmp_path):
     names = NameMap([Prefix("a.", ""), Prefix("b.", "")])
     with dbuffer.WeightSender(tmp_path / "store", rename=names) as sender:
-        with pytest.raises(dbuffer.InvalidWeightsError, match="one name"):
+        with pytest.raises(dbuffer.InvalidWeightsError, match="the same name"):
             sender.send({"a.x": torch.ones(1), "b.x": torch.ones(1)})

@@ -18,9 +18,9 @@ import pytest
 from support import SMALL, Child, Step, at_step, die, newest, stop
 
 import dbuffer
-from dbuffer import cli
-from dbuffer.buffer import DoubleBuffer
-from dbuffer.manifest import Manifest
+from dbuffer.format.manifest import Manifest
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools import cli
 
 
 @pytest.fixture(autouse=True)
@@ -295,13 +295,13 @@ def test_unpublished_version_is_not_put_together_of_two_moments(
             with monkeypatch.context() as patch:
                 patch.setattr(DoubleBuffer, "manifest", read_manifest)
                 publish(sender, 4)
-                patch.setattr(dbuffer.filesystem, "replace_file", all_but_the_pointer)
+                patch.setattr(dbuffer.store.filesystem, "replace_file", all_but_the_pointer)
                 with pytest.raises(KeyError):
                     publish(sender, 5)
             take_away(store)
         return found
 
-    replace_file = dbuffer.filesystem.replace_file
+    replace_file = dbuffer.store.filesystem.replace_file
 
     def all_but_the_pointer(path: Path, data: bytes, **options: object) -> None:
         if path.name == "CURRENT":

@@ -10,22 +10,30 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support import OTHER, SMALL
 
 import dbuffer
 from dbuffer import (
+    AcknowledgementTimeoutError,
     ChecksumError,
     ClosedError,
     SnapshotEvictedError,
+    StoreCorruptError,
     StoreInsecureError,
     StoreNotFoundError,
+    StoreReplacedError,
     VersionRegressedError,
     VersionTimeoutError,
     WeightReceiver,
     WeightSender,
 )
+from dbuffer.format.layout import Layout
+from dbuffer.receive.stager import Stager
+from dbuffer.store.buffer import DoubleBuffer
 
 SOON_S = 5.0
 
@@ -239,6 +247,52 @@ class TestSnapshots:
             assert "3 tensors" in repr(snapshot.tensors)
 
 
+class TestThePointer:
+    """It is read once a version: over a network each look costs three round trips."""
+
+    @pytest.fixture
+    def looks(self, monkeypatch):
+        counted: list[Path] = []
+        pointer = DoubleBuffer.pointer
+
+        def look(store: DoubleBuffer) -> Any:
+            counted.append(store.root)
+            return pointer(store)
+
+        monkeypatch.setattr(DoubleBuffer, "pointer", look)
+        return counted
+
+    def test_is_read_once_to_open_or_load(self, sender, receiver, looks):
+        sender.send(weights_of(1))
+        looks.clear()
+        with receiver.open(timeout_s=1):
+            pass
+        assert len(looks) == 1
+        assert receiver.load_into(weights_of(0)) == 1
+        assert len(looks) == 2
+
+    def test_is_not_read_again_by_who_has_waited(self, sender, receiver, looks):
+        sender.send(weights_of(1))
+        looks.clear()
+        assert receiver.wait_for_version(timeout_s=1) == 1
+        with receiver.open_seen(0, timeout_s=1) as snapshot:
+            assert snapshot.version == 1
+        with receiver.hold_seen(0) as held:
+            assert held.manifest.version == 1
+        assert len(looks) == 1
+
+    @pytest.mark.parametrize("num_publishes", [1, 2, 3])
+    def test_one_that_is_out_of_date_is_read_again(self, sender, receiver, num_publishes):
+        sender.send(weights_of(1))
+        assert receiver.wait_for_version(timeout_s=1) == 1
+        for version in range(2, 2 + num_publishes):
+            sender.send(weights_of(version))
+        with receiver.open_seen(0, timeout_s=1) as snapshot:
+            # What was seen is still there until its buffer is taken for another version.
+            assert snapshot.version == (1 if num_publishes == 1 else 1 + num_publishes)
+            assert values_in(snapshot.tensors) == {float(snapshot.version)}
+
+
 class TestEviction:
     def test_the_snapshot_raises_on_exit(self, sender, receiver, caplog):
         sender.send(weights_of(1))
@@ -283,7 +337,7 @@ class TestEviction:
                 for value in (2, 3):
                     sender.send(weights_of(value))
 
-        with caplog.at_level(logging.WARNING, "dbuffer.receiver"):
+        with caplog.at_level(logging.WARNING, "dbuffer.receive.receiver"):
             assert receiver.load_into(load_weights) == 3
         assert [values_in(tensors) for tensors in loaded] == [{1.0}, {3.0}]
         assert "version 1" in caplog.text
@@ -542,6 +596,116 @@ class TestVerifying:
             WeightReceiver(store, verify="always")
 
 
+class TestKeptLayouts:
+    @pytest.fixture
+    def decoded(self, monkeypatch):
+        """How many tensors each layout had that was decoded."""
+        counts = []
+        original = Layout.decode.__func__
+
+        def decode(kind, data, end):
+            layout = original(kind, data, end)
+            counts.append(len(layout.specs))
+            return layout
+
+        monkeypatch.setattr(Layout, "decode", classmethod(decode))
+        return counts
+
+    READERS = ("open", "load_into a function", "load_into tensors", "follow", "stage")
+
+    @pytest.mark.parametrize("mount", ["local", "network"])
+    @pytest.mark.parametrize("how", READERS)
+    def test_are_decoded_once(self, monkeypatch, store, decoded, how, mount):
+        monkeypatch.setenv("DBUFFER_MOUNT", mount)
+        with WeightSender(store) as sender, contextlib.ExitStack() as stack:
+            read = self.reader(how, store, stack)
+            for version in range(1, 6):
+                sender.send(SMALL.weights(version))
+                read(version)
+        assert decoded == [len(SMALL.names)]
+
+    @staticmethod
+    def reader(how, store, stack):
+        if how == "stage":
+            stager = stack.enter_context(
+                contextlib.closing(Stager(str(store), receiver_id="stager", poll_interval_s=0.05))
+            )
+
+            def stage(version):
+                staged = stager.take(version, timeout_s=30)
+                assert SMALL.version_of(staged.tensors) == version
+                stager.give_back(applied=version)
+
+            return stage
+        receiver = stack.enter_context(WeightReceiver(store))
+        if how == "follow":
+            snapshots = receiver.follow()
+            stack.callback(snapshots.close)
+
+            def follow(version):
+                assert SMALL.version_of(next(snapshots).tensors) == version
+
+            return follow
+        if how == "open":
+
+            def look(version):
+                with receiver.open() as snapshot:
+                    assert SMALL.version_of(snapshot.tensors) == version
+
+            return look
+        target = SMALL.empty()
+
+        def load(version):
+            into = target if how.endswith("tensors") else lambda pairs: target.update(clones(pairs))
+            assert receiver.load_into(into) == version
+            assert SMALL.version_of(target) == version
+
+        return load
+
+    def test_those_of_both_buffers_are_kept(self, store, decoded):
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for version in range(1, 8):
+                pattern = (SMALL, OTHER)[version % 2]
+                sender.send(pattern.weights(version))
+                with receiver.open() as snapshot:
+                    assert pattern.version_of(snapshot.tensors) == version
+                assert len(receiver._store.layouts._kept) <= 2
+            sender.send({"third": torch.ones(2)})
+            receiver.load_into(list)
+            assert len(receiver._store.layouts._kept) == 2
+        assert decoded == [len(OTHER.names), len(SMALL.names), 1]
+
+    @pytest.mark.parametrize("mount", ["local", "network"])
+    def test_the_files_own_is_checked_all_the_same(self, monkeypatch, store, mount):
+        monkeypatch.setenv("DBUFFER_MOUNT", mount)
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for version in (1, 2):
+                sender.send(SMALL.weights(version))
+                receiver.load_into(list)
+            sender.send(SMALL.weights(3))
+            pointer = DoubleBuffer(store).pointer()
+            manifest = DoubleBuffer(store).manifest(pointer.buffer)
+            path = store / pointer.buffer / manifest.file
+            with path.open("r+b") as file:
+                file.seek(manifest.layout_offset + 40)
+                file.write(b"!")
+            with pytest.raises(StoreCorruptError, match="its layout was damaged"):
+                receiver.load_into(list)
+
+    def test_a_snapshots_aliases_are_its_own(self, store):
+        tensor = torch.ones(3)
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for _ in range(2):
+                sender.send({"a": tensor, "b": tensor})
+                with receiver.open() as snapshot:
+                    assert snapshot.aliases == {"b": "a"}
+                    snapshot.aliases.clear()
+
+
+def clones(pairs):
+    return {name: tensor.clone() for name, tensor in pairs}
+
+
 class TestStore:
     def test_that_went_back_is_noticed(self, sender, receiver, store):
         sender.send(weights_of(1), version=10)
@@ -551,7 +715,7 @@ class TestStore:
         with WeightSender(store) as again:
             again.send(weights_of(5), version=5)
             target = weights_of(0)
-            with pytest.raises(VersionRegressedError, match="10 to 5"):
+            with pytest.raises(StoreReplacedError, match=r"version 10, and .* version 5"):
                 receiver.load_into(target)
             with pytest.raises(VersionRegressedError), receiver.open(timeout_s=0):
                 pass
@@ -559,17 +723,46 @@ class TestStore:
             with WeightReceiver(store) as new:
                 assert new.load_into(target) == 5
 
-    def test_that_was_made_anew_and_went_on(self, sender, receiver, store):
+    @pytest.mark.parametrize("version", [9, 10, 11], ids=["lower", "equal", "higher"])
+    @pytest.mark.parametrize("left", [(), ("writer.json", "receivers")], ids=["removed", "emptied"])
+    def test_that_was_begun_anew_is_noticed(self, sender, receiver, store, version, left):
+        """Its numbers say nothing: a new run's version 10 is not the version 10 that was loaded."""
         sender.send(weights_of(1), version=10)
         receiver.load_into(weights_of(0))
         sender.close()
-        shutil.rmtree(store)
+        for path in store.iterdir():
+            if path.name not in left:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         with WeightSender(store) as again:
-            again.send(weights_of(2), version=11)
-            target = weights_of(0)
-            assert receiver.load_into(target) == 11
+            again.send(weights_of(2), version=version)
+            target = weights_of(1)
+            for use in (
+                lambda: receiver.load_into(target),
+                lambda: receiver.wait_for_version(timeout_s=0),
+                lambda: receiver.wait_for_version(10, timeout_s=0),
+                lambda: receiver.open(timeout_s=0).__enter__(),
+                lambda: receiver.open(version=version, timeout_s=0).__enter__(),
+                lambda: next(receiver.follow()),
+            ):
+                with pytest.raises(StoreReplacedError, match=rf"version 10, .* version {version}"):
+                    use()
+            assert values_in(target) == {1.0}
+            with pytest.raises(AcknowledgementTimeoutError):
+                again.wait_applied(version, timeout_s=0)
+            receiver.start_over()
+            assert receiver.load_into(target) == version
             assert values_in(target) == {2.0}
-            again.wait_applied(11, timeout_s=0)
+            again.wait_applied(version, timeout_s=0)
+
+    def test_that_a_sender_took_over_goes_on(self, sender, receiver, store):
+        """A trainer that is started again is no new run of versions; nor one without its record."""
+        sender.send(weights_of(1))
+        receiver.load_into(weights_of(0))
+        sender.close()
+        (store / "writer.json").unlink()
+        with WeightSender(store) as again:
+            again.send(weights_of(2))
+            assert receiver.load_into(weights_of(0)) == 2
 
     def test_that_was_removed_is_noticed(self, sender, receiver, store):
         sender.send(weights_of(1))

@@ -14,10 +14,10 @@ import pytest
 from support import SMALL, Child
 
 import dbuffer
-from dbuffer.buffer import RECEIVERS_DIRECTORY, DoubleBuffer
 from dbuffer.errors import StoreCorruptError
-from dbuffer.manifest import ReceiverRecord, decode
-from dbuffer.records import RecordFile
+from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord, decode
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import RecordFile
 
 NOBODY = 65534
 
@@ -130,7 +130,7 @@ def use_read_only_store(connection: Connection, store: Path) -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: messages.append(entry.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dbuffer.records").addHandler(handler)
+    logging.getLogger("dbuffer.store.records").addHandler(handler)
     record = RecordFile(store, "one")
     directory = store / RECEIVERS_DIRECTORY
     for mode in (0o500, 0o700, 0o500):

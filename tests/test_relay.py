@@ -16,11 +16,11 @@ import pytest
 from support import SMALL, Child, newest
 
 import dbuffer
-from dbuffer.buffer import RECEIVERS_DIRECTORY, DoubleBuffer
-from dbuffer.manifest import ReceiverRecord
-from dbuffer.mirror import Mirror
-from dbuffer.records import RecordFile
-from dbuffer.relay import RELAY_INTERVAL_S, AcknowledgementRelay
+from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord
+from dbuffer.mirror.mirror import Mirror
+from dbuffer.mirror.relay import RELAY_INTERVAL_S, AcknowledgementRelay
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.records import RecordFile
 
 POLL_S = 0.05
 

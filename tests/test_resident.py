@@ -31,8 +31,9 @@ from support import (
 from torch import nn
 
 import dbuffer
-from dbuffer import ResidentModel, filesystem
-from dbuffer.writer import BufferWriter
+from dbuffer import ResidentModel
+from dbuffer.store import filesystem
+from dbuffer.store.writer import BufferWriter
 
 BIG = Pattern(num_tensors=8, numel=1 << 16)
 """4 MiB: what is copied shows in the blocks of the store's files."""
@@ -191,7 +192,7 @@ def test_checkpoints_of_it_are_as_large_as_it_is(store: Path, tmp_path: Path) ->
 
 def test_names_are_mapped_and_versions_given(store: Path) -> None:
     model = nn.Linear(2, 3)
-    rename = dbuffer.names.NameMap([dbuffer.names.Exact("weight", "w")])
+    rename = dbuffer.weights.names.NameMap([dbuffer.weights.names.Exact("weight", "w")])
     with ResidentModel(model, store, rename=rename) as resident:
         assert resident.publish(version=40).version == 40
         with pytest.raises(dbuffer.VersionError):
@@ -237,7 +238,7 @@ def publish_protected(connection: Connection, store: Path) -> None:
     home = resident._home
     assert home is not None
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(home.mapped.address), home.footer.file_bytes, 1) == 0
+    assert libc.mprotect(ctypes.c_void_p(home.mapped.address), home.draft.footer.file_bytes, 1) == 0
     at_step(Step("c_return", "replace", "CURRENT"), die)
     resident.publish()
 
@@ -256,7 +257,7 @@ def test_what_is_published_is_the_file_that_was_trained_in(store: Path) -> None:
             (trained_in,) = mapped_files(model)
             blocks = {path: path.stat().st_blocks for path in store.rglob("weights-*")}
             resident.publish()
-            pointer = dbuffer.buffer.DoubleBuffer(store).pointer()
+            pointer = dbuffer.store.buffer.DoubleBuffer(store).pointer()
             assert pointer is not None
             assert Path(trained_in).parent == store / pointer.buffer
             (file,) = weights_files(store)[pointer.buffer]
@@ -412,6 +413,31 @@ def test_parts_of_something_larger_are_refused(store: Path, make: Callable[[], n
         ResidentModel(model, store)
     assert model.weight.data_ptr() == place
     assert not store.exists()
+
+
+def test_what_state_dict_makes_anew_is_refused(store: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_state_dict_post_hook(
+        lambda _, state, *__: state.update(bias=state["bias"].detach().clone())
+    )
+    with pytest.raises(dbuffer.ResidencyError, match="'bias' is none of the module's"):
+        ResidentModel(model, store)
+    assert not store.exists()
+
+
+def test_state_that_is_no_tensor_is_refused_and_the_model_moves_out_all_the_same(
+    store: Path,
+) -> None:
+    model = nn.Linear(2, 2)
+    with ResidentModel(model, store) as resident:
+        resident.publish()
+        model.register_state_dict_post_hook(lambda _, state, *__: state.update(scales=(1, 2)))
+        with pytest.raises(dbuffer.InvalidWeightsError, match=r"'scales' \(tuple\)"):
+            resident.publish()
+    place = model.weight.untyped_storage().data_ptr()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = [[int(end, 16) for end in row[0].split("-")] for row in maps if str(store) in row[-1]]
+    assert not [one for one in ends if one[0] <= place < one[1]]
 
 
 def test_a_network_mount_is_refused(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,7 +633,7 @@ def test_an_interrupted_change_of_sides_does_not_train_on_in_what_is_published(
     model = Patterned()
     with ResidentModel(model, store) as resident:
         model.step(1)
-        with failing(monkeypatch, dbuffer.tensors.Copier, "write", KeyboardInterrupt()):
+        with failing(monkeypatch, dbuffer.io.copier.Copier, "write", KeyboardInterrupt()):
             with pytest.raises(KeyboardInterrupt):
                 resident.publish()
         model.step(2)
@@ -628,7 +654,7 @@ BEFORE_THE_FLIP = {
 AFTER_THE_FLIP = {
     "pointer in place": Step("c_return", "replace", "CURRENT"),
     "before the other buffer is claimed": Step("call", "BufferWriter.claim"),
-    "the other buffer locked": Step("return", "BufferWriter._lock_existing"),
+    "the other buffer locked": Step("return", "_RewrittenFiles._lock_existing"),
     "the other buffer marked": Step("c_return", "replace", "manifest.json", nth=2),
     "before the copy": Step("call", "Copier.write"),
     "before the parameters move": Step("call", "ResidentModel._point"),
@@ -638,19 +664,18 @@ MOVING_IN = {
     "before the mark": Step("call", "replace_file", "manifest.json"),
     "mark in place": Step("c_return", "replace", "manifest.json"),
     "new file allocated": Step("return", "allocate"),
-    "layout written": Step("return", "Footer.write"),
     "before the copy": Step("call", "Copier.write"),
     "moved in": Step("return", "ResidentModel._point"),
 }
 
 
-def train_until(connection: Connection, store: Path, step: Step) -> None:
-    """Publish 1 to 3 and die at ``step`` of the fourth."""
+def train_until(connection: Connection, store: Path, step: Step, last: int = 4) -> None:
+    """Publish, and die at ``step`` of the ``last`` publish."""
     model = Patterned()
     resident = ResidentModel(model, store, checksum=True, num_threads=1)
-    for version in (1, 2, 3, 4):
+    for version in range(1, last + 1):
         model.step(version)
-        if version == 4:
+        if version == last:
             at_step(step, die)
         resident.publish()
     sys.setprofile(None)
@@ -698,6 +723,12 @@ def test_killed_at_a_step_of_a_publish(store: Path, step: Step, last: int) -> No
     with Child(train_until, store, step) as child:
         assert child.wait() == -signal.SIGKILL, "the step was never reached"
     assert_goes_on(store, last)
+
+
+def test_killed_when_the_first_version_has_its_layout(store: Path) -> None:
+    with Child(train_until, store, Step("return", "Footer.write"), 1) as child:
+        assert child.wait() == -signal.SIGKILL, "the step was never reached"
+    assert_goes_on(store, None)
 
 
 @pytest.mark.parametrize("step", MOVING_IN.values(), ids=MOVING_IN)

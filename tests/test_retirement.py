@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,9 +18,10 @@ import torch
 from support import OTHER, SMALL, Child, newest, weights_files
 
 import dbuffer
-from dbuffer import retirement
-from dbuffer.manifest import ReceiverRecord, encode
-from dbuffer.retirement import KEEP_AT_LEAST_S, RetiredFiles
+from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.store import retirement
+from dbuffer.store.liveness import owner_fields
+from dbuffer.store.retirement import KEEP_AT_LEAST_S, RetiredFiles
 
 READER_TIMEOUT_S = 60.0
 
@@ -88,12 +88,16 @@ def old_file(tmp_path: Path) -> Path:
 class Retiring:
     """One file that was retired at 0 s, and who says to read what."""
 
-    def __init__(self, path: Path, version: int | None, clock: Clock) -> None:
+    def __init__(
+        self, path: Path, version: int | None, clock: Clock, named: tuple[int, ...] = ()
+    ) -> None:
         self.records: list[ReceiverRecord] = []
         self.let_go: list[Path] = []
         self._path, self._clock = path, clock
         self._start_s = clock.now_s
-        self._files = RetiredFiles(lambda: self.records, READER_TIMEOUT_S, self._note)
+        self._files = RetiredFiles(
+            lambda: self.records, READER_TIMEOUT_S, self._note, lambda: named
+        )
         self._files.add(path, version)
 
     def _note(self, path: Path) -> None:
@@ -139,12 +143,22 @@ def test_no_file_stays_for_longer_than_readers_are_waited_for(
 def test_a_file_of_which_nothing_is_known_stays_for_as_long_as_readers_are_waited_for(
     old_file: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its version is not known, so no record can say that it is not read."""
+    """Of its version nothing is known, so that who reads a version with no name may read this."""
     retiring = Retiring(old_file, None, clock)
     retiring.records = [record_of(None), record_of(3, "other")]
     assert retiring.is_there_at(READER_TIMEOUT_S - 0.01)
     assert not retiring.is_there_at(READER_TIMEOUT_S)
-    assert not caplog.records
+    assert "which other has read" in caplog.text
+
+
+@pytest.mark.parametrize("held", [None, 8])
+def test_a_file_of_which_nothing_is_known_goes_when_all_read_others(
+    old_file: Path, clock: Clock, held: int | None
+) -> None:
+    retiring = Retiring(old_file, None, clock, named=(7, 8))
+    retiring.records = [record_of(held)]
+    assert retiring.is_there_at(KEEP_AT_LEAST_S - 0.01)
+    assert not retiring.is_there_at(KEEP_AT_LEAST_S)
 
 
 def test_a_file_is_as_old_as_its_first_retirement(old_file: Path, clock: Clock) -> None:
@@ -252,8 +266,10 @@ def test_records_of_dead_processes_count_only_where_nobody_can_tell(
         pid = child.pid
     publish(sender, 1, 2)
     [old] = weights_files(store)["B"]
-    host = socket.gethostname() if is_here else "another-host"
-    put_record(store, record_of(1, "dead", host, pid))
+    record = record_of(1, "dead", pid=pid)
+    if is_here:
+        record = dataclasses.replace(record, **owner_fields() | {"pid": pid, "started": 0})
+    put_record(store, record)
     publish(sender, 3)
     clock.now_s += KEEP_AT_LEAST_S
     publish(sender, 4)
@@ -333,20 +349,73 @@ def publish_and_die(connection: Connection, store: Path) -> None:
 def test_what_a_dead_writer_kept_goes_when_readers_were_waited_for(
     store: Path, clock: Clock
 ) -> None:
-    """The next writer knows no version of them, and none has waited for their readers."""
+    """The next writer knows no version of them, and someone reads one that has no name."""
     with Child(publish_and_die, store) as child:
         assert child.wait() == -signal.SIGKILL
     left = set(files_in(store)) - set(named_files(store))
     assert left, "the killed writer had put files away"
     with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=READER_TIMEOUT_S) as sender:
+        put_record(store, record_of(3))
         assert left < set(files_in(store)), "another host may read them"
         publish(sender, 6)
-        clock.now_s += READER_TIMEOUT_S - 0.01
+        clock.now_s += READER_TIMEOUT_S - 10  # the files are some moments old
         publish(sender, 7)
         assert left < set(files_in(store))
-        clock.now_s += 0.01
+        clock.now_s += 10
         publish(sender, 8)
         assert not left & set(files_in(store))
+
+
+def grow_older(store: Path, age_s: float) -> None:
+    """Let all that is there have been written so much earlier."""
+    for path in (*store.glob("[AB]/*"), store / "writer.json"):
+        found = path.stat()
+        os.utime(path, (found.st_atime - age_s, found.st_mtime - age_s))
+
+
+def test_writers_that_die_again_and_again_leave_little(store: Path) -> None:
+    """A file's age is its own: it does not begin anew with each writer that lives for a moment."""
+    left = []
+    for _ in range(6):
+        with Child(publish_and_die_above, store) as child:
+            assert child.wait() == -signal.SIGKILL
+        left.append(len(files_in(store)))
+        grow_older(store, KEEP_AT_LEAST_S / 2)  # what one writer lives, on the filesystem's clock
+    assert max(left[2:]) <= left[1] + 5, left
+    assert newest(store) == 30
+
+
+def publish_and_die_above(connection: Connection, store: Path) -> None:
+    os.environ["DBUFFER_MOUNT"] = "network"
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        last = sender._writer._last_version()
+        for version in range(last + 1, last + 6):
+            sender.send(SMALL.weights(version))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_half_a_version_of_a_dead_writer_counts_from_when_it_was_dropped(
+    store: Path, clock: Clock
+) -> None:
+    """By the next file in its buffer, in as many parts as that has."""
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        publish(sender, 1, 2)
+    names = dict.fromkeys(("A", "B"), "weights-0123456789abcdef-9")
+    for buffer, name in names.items():
+        for part in ("", ".r0", ".r1"):
+            path = store / buffer / f"{name}{part}.td"
+            path.write_bytes(b"old")
+    grow_older(store, 1000.0)
+    for buffer in names:
+        for number, path in enumerate(sorted((store / buffer).glob("weights-012*"))):
+            written_at = path.stat().st_mtime - 100.0 + number
+            os.utime(path, (written_at, written_at))
+    with dbuffer.WeightSender(store, num_threads=1) as sender:
+        ages_s = sender._writer._files._ages_s("A", list((store / "A").glob("weights-*")))
+        assert 990 < ages_s["weights-0123456789abcdef-9.td"] < 1090
+        publish(sender, 3)
+        assert not list(store.glob("?/weights-0123456789abcdef-9*"))
+    assert clock.now_s == 1000.0
 
 
 def test_only_weights_files_are_removed(
@@ -368,7 +437,7 @@ def test_a_record_is_read_as_it_is_now(store: Path, sender: dbuffer.WeightSender
     """What a receiver of ours says while it reads is what a writer goes by."""
     publish(sender, 1, 2)
     with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=1) as receiver:
-        with receiver.hold() as held:
+        with receiver.hold_seen() as held:
             assert held is not None
             record = sender._writer.store.receiver("mine")
             assert record is not None

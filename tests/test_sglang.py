@@ -53,6 +53,10 @@ def test_switching_back_restores_every_token_of_the_fresh_engine(seen: dict[str,
     assert seen["switched back"] == seen["fresh A"] == seen["transformers A"]
 
 
+def test_a_request_that_cannot_be_read_ends_no_engine(seen: dict[str, Any]) -> None:
+    assert seen["after a bad request"] == seen["fresh A"]
+
+
 def test_bfloat16_weights_are_loaded(seen: dict[str, Any]) -> None:
     assert seen["bfloat16"] == seen["transformers bfloat16 B"]
 
@@ -139,6 +143,8 @@ def main(directory: str) -> None:
         "transformers A": transformers_greedy(models[0]),
         "transformers B": transformers_greedy(models[1]),
     }
+    ask_what_cannot_be_read(engine)
+    seen["after a bad request"] = greedy(engine)
     fail_at_first(engine, path / "first", weights, seen)
     rename(engine, path / "renamed", weights, seen)
     switch_and_fail(engine, path / "store", weights, seen)
@@ -149,6 +155,15 @@ def main(directory: str) -> None:
     greedy(engine)  # its schedulers die of it, and this process with them
     seen["request to a broken engine"] = "answered"
     leave(path, seen)
+
+
+def ask_what_cannot_be_read(engine: Any) -> None:
+    """As a follower with another version of dbuffer might."""
+    from dbuffer.integrations.sglang import OfflineEngine
+    from dbuffer.integrations.sglang.commands import Command
+
+    bad = Command(engine_id="bad", instance_id="bad", request={"call": "begin"})
+    OfflineEngine(engine)._command_ranks(bad)
 
 
 def leave(path: Path, seen: dict[str, Any]) -> None:
@@ -180,7 +195,7 @@ def rename(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None
 def switch_and_fail(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
     from sglang_faults import order
 
-    from dbuffer.buffer import DoubleBuffer
+    from dbuffer.store.buffer import DoubleBuffer
 
     with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
         for name, index in (("switched", 1), ("switched back", 0)):

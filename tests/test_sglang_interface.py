@@ -22,9 +22,11 @@ from sglang_engines import PYTHON, WHOLE
 
 import dbuffer
 from dbuffer import Exact, NameMap, Pattern, Prefix
+from dbuffer.integrations.engine.messages import BeginRequest, RankRequest, decode_request
+from dbuffer.integrations.engine.options import UpdateRequest
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
 from dbuffer.integrations.sglang.commands import Command
-from dbuffer.integrations.sglang.follower import server_follower
+from dbuffer.integrations.sglang.following import server_follower
 
 SCRIPT = Path(__file__).parent / "sglang_cpu" / "record_interface.py"
 RECORD = json.loads(SCRIPT.with_name("sglang_interface.json").read_text())
@@ -148,11 +150,11 @@ def test_server_is_switched_in_calls_that_are_on_record(
 ) -> None:
     assert engine.facts().num_ranks == 2
     assert not engine.is_paused()
-    options = {"store": str(tmp_path / "store"), "engine_id": "engine"}
-    engine.rpc("dbuffer_init", init_info=options)
+    options = EngineOptions(store=str(tmp_path / "store"), engine_id="engine")
+    engine.begin(BeginRequest(options=options))
     server.asked.clear()
     engine.pause("keep")
-    engine.rpc("dbuffer_update", update_info={"at_least": 1})
+    engine.update(UpdateRequest(at_least=1))
     engine.set_weight_version("1")
     engine.resume()
     assert engine.weight_version() == "1"
@@ -170,20 +172,20 @@ def test_nothing_is_loaded_before_the_caches_were_flushed(
     server: Recorded, engine: ServerEngine
 ) -> None:
     engine.pause("keep")
-    engine.rpc("dbuffer_update", update_info={"at_least": 1})
+    engine.update(UpdateRequest(at_least=1))
     updates = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
     assert [body["flush_cache"] for body in updates] == [True, False]
-    assert [command_in(body).method for body in updates] == ["dbuffer_nothing", "dbuffer_update"]
+    assert [request_in(body) for body in updates] == [None, UpdateRequest(at_least=1)]
 
 
 def test_every_rank_is_told_and_no_weights_travel(server: Recorded, engine: ServerEngine) -> None:
     engine.facts()
-    engine.rpc("dbuffer_update", update_info={"at_least": 7})
+    engine.update(UpdateRequest(at_least=7))
     [body] = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
     assert len(body["serialized_named_tensors"]) == 2
     assert len(body["serialized_named_tensors"][0]) < 2000
     command = command_in(body)
-    assert command.arguments == {"update_info": {"at_least": 7}}
+    assert request_in(body) == UpdateRequest(at_least=7)
     assert command.names("a.x") == "b.x"
 
 
@@ -196,9 +198,10 @@ def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path: Path) 
     recorded = RecordedEngine()
     engine = OfflineEngine(recorded)
     assert engine.facts().num_ranks == 2
-    engine.rpc("dbuffer_init", init_info={"store": str(tmp_path / "s"), "engine_id": "engine"})
+    options = EngineOptions(store=str(tmp_path / "s"), engine_id="engine")
+    engine.begin(BeginRequest(options=options))
     engine.pause("keep")
-    engine.rpc("dbuffer_update", update_info={"at_least": 1})
+    engine.update(UpdateRequest(at_least=1))
     assert engine.weight_version() == "default"
     updates = [a for name, a in recorded.asked if name == "update_weights_from_tensor"]
     assert [update["load_format"] for update in updates] == [LOADER] * 3
@@ -209,7 +212,7 @@ def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path: Path) 
     ("changed", "says"),
     [
         ({"custom_weight_loader": []}, f"--custom-weight-loader {LOADER}"),
-        ({"custom_weight_loader": None}, "takes no weights from a store"),
+        ({"custom_weight_loader": None}, "not started for dbuffer"),
         ({"dp_size": 2}, "dp_size above 1"),
         ({"pp_size": 2}, "pp_size above 1"),
         ({"speculative_algorithm": "EAGLE"}, "draft model"),
@@ -234,7 +237,7 @@ def test_engine_that_was_started_again_is_another_one(
 
 def test_rules_reach_the_ranks_as_they_are() -> None:
     names = NameMap([Exact("a", "b"), Prefix("model.", ""), Pattern(r"(.*)\.gamma", r"\1.weight")])
-    sent = Command(method="m", engine_id="e", arguments={}, rename=names.as_json())
+    sent = Command(engine_id="e", instance_id="i", rename=names.as_json())
     there = Command.parse(pickle.loads(sent.as_payload())).names
     assert there is not None
     assert there.rules == names.rules
@@ -247,14 +250,19 @@ def test_loader_says_whose_it_is(tensors: Any) -> None:
 
 
 def test_options_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
-    with pytest.raises(dbuffer.OptionError, match="pause is 'wait'"):
+    with pytest.raises(dbuffer.OptionError, match="invalid pause 'wait'"):
         follow("http://engine", tmp_path, pause="wait")  # type: ignore[arg-type]
     with pytest.raises(dbuffer.OptionError, match="rename is a function"):
         follow("http://engine", tmp_path, rename=lambda name: name)  # type: ignore[arg-type]
     with pytest.raises(dbuffer.OptionError, match="cannot read names"):
         server_follower("http://engine", EngineOptions(store="s"), rename=tmp_path / "none")
-    with pytest.raises(dbuffer.EngineUnsupportedError, match="no engine of SGLang's"):
+    with pytest.raises(dbuffer.EngineUnsupportedError, match="not an engine of SGLang"):
         follow(object(), tmp_path)
+
+
+def request_in(body: dict[str, Any]) -> RankRequest | None:
+    request = command_in(body).request
+    return None if request is None else decode_request(request)
 
 
 def command_in(body: dict[str, Any]) -> Command:

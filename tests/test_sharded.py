@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import signal
@@ -40,20 +41,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import Failure, World
 
 import dbuffer
-from dbuffer import (
-    LazyTensor,
-    ShardedWeightSender,
-    WeightReceiver,
-    WeightSender,
-    agreement,
-    filesystem,
-    retirement,
-)
-from dbuffer.buffer import DoubleBuffer
-from dbuffer.layout import TensorSpec
-from dbuffer.manifest import is_part_of
-from dbuffer.shards import Box, make_plan
-from dbuffer.verification import verify_store
+from dbuffer import LazyTensor, ShardedWeightSender, WeightReceiver, WeightSender
+from dbuffer.format.layout import TensorSpec
+from dbuffer.format.manifest import is_part_of
+from dbuffer.publish.shards import Box, make_plan
+from dbuffer.ranks import agreement
+from dbuffer.store import filesystem, retirement
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools.verification import verify_store
 
 Case = tuple[Any, dict[str, torch.Tensor]]
 """What is sent, sharded, and the same whole, as state dict."""
@@ -364,10 +359,10 @@ def test_small_plain_tensors_are_all_of_one_rank(world, store):
 def test_large_plain_tensors_are_spread_over_the_ranks():
     specs = [TensorSpec(f"{index}", "float32", (1024, 1024)) for index in range(8)]
     specs.append(TensorSpec("small", "float32", (8,)))
-    boxes = [Box((0,) * len(spec.shape), spec.shape) for spec in specs]
-    plan = make_plan(specs, [boxes] * 4, runs_only=False)
-    assert [len(pieces) for pieces in plan.pieces] == [3, 2, 2, 2]
-    assert not plan.gathers
+    boxes = [Box(index, (0,) * len(spec.shape), spec.shape) for index, spec in enumerate(specs)]
+    plan = make_plan(specs, [boxes] * 4, rows_only=False)
+    assert [len(written) for written in plan.boxes] == [3, 2, 2, 2]
+    assert not plan.gathered
 
 
 def send_parts(rank: int, store: Path, versions: list[int], keep_s: float = 0.0) -> None:
@@ -495,6 +490,14 @@ def open_without_threads(rank: int, store: Path) -> None:
     ShardedWeightSender(store, num_threads=0 if rank == BAD else None)
 
 
+def open_with_no_time(rank: int, store: Path) -> None:
+    ShardedWeightSender(store, rank_timeout_s=math.nan if rank == BAD else 60)
+
+
+def open_at_no_path(rank: int, store: Path) -> None:
+    ShardedWeightSender("" if rank == BAD else store)
+
+
 def open_twice(rank: int, store: Path) -> None:
     with ShardedWeightSender(store), ShardedWeightSender(store):
         pass
@@ -510,7 +513,9 @@ def open_where_others_write(rank: int, store: Path) -> None:
     ("function", "kind", "message"),
     [
         (open_with_a_bad_option, "OptionError", "rank 1 could not .*int8"),
-        (open_without_threads, "OptionError", "rank 1 could not .*num_threads is 0"),
+        (open_without_threads, "OptionError", "rank 1 could not .*invalid num_threads 0"),
+        (open_with_no_time, "OptionError", "rank 1 could not .*invalid rank_timeout_s nan"),
+        (open_at_no_path, "OptionError", "rank 1 could not .*invalid store ''"),
         (open_twice, "WriterActiveError", "rank 0 could not open the store: process"),
         (open_where_others_write, "StoreInsecureError", "rank 0 could not .*0777"),
     ],
@@ -535,14 +540,14 @@ def send_elsewhere(rank: int, store: Path) -> None:
 
 
 def open_on_another_machine(rank: int, store: Path) -> None:
-    original = agreement.Peer.here
+    original = agreement.Process.here
     if rank == BAD:
-        elsewhere = dataclasses.replace(original(), host="elsewhere", machine="other")
-        agreement.Peer.here = lambda: elsewhere
+        elsewhere = dataclasses.replace(original(), host="elsewhere", boot="other")
+        agreement.Process.here = lambda: elsewhere
     try:
         ShardedWeightSender(store)
     finally:
-        agreement.Peer.here = original
+        agreement.Process.here = original
 
 
 def test_a_local_store_cannot_be_written_from_two_machines(world, store):
@@ -655,9 +660,9 @@ def send_where_one_cannot(rank: int, store: Path, function: str, on_rank: int) -
         if rank == on_rank:
             owner, name = {
                 "_write_held": (ShardedWeightSender, "_write_held"),
-                "gathered": (dbuffer.shards, "held_boxes"),
-                "commit": (dbuffer.writer.BufferWriter, "commit"),
-                "claim": (dbuffer.writer.BufferWriter, "claim"),
+                "gathered": (dbuffer.publish.shards, "held_boxes"),
+                "commit": (dbuffer.store.writer.BufferWriter, "commit"),
+                "claim": (dbuffer.store.writer.BufferWriter, "claim"),
             }[function]
             original = getattr(owner, name)
 
@@ -837,7 +842,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path):
         step = STEPS["in the middle of its rows"][1]
         world.begin(send_until, store, 1, step, stop, 1.0)
         message, waited_s = world.outcome(0)
-        assert "a rank was lost when the ranks were to write what it holds" in message
+        assert "a rank was lost while the ranks tried to write what it holds" in message
         assert 0.5 < waited_s < 10
         assert newest(store, verify=True) == 3
         with World(tmp_path, 2) as other:

@@ -13,12 +13,13 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict, TensorDictParams
+from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import dbuffer
 from dbuffer import InvalidWeightsError, LazyTensor, WeightReceiver, WeightSender
-from dbuffer.layout import ITEM_BYTES
+from dbuffer.format.layout import ITEM_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -236,7 +237,7 @@ class TestNames:
             publish(iter(weights.items()) if as_stream else weights, rename=rename)
 
     def test_renamed_to_no_name_is_refused(self, publish):
-        with pytest.raises(InvalidWeightsError, match="not a name"):
+        with pytest.raises(InvalidWeightsError, match="not a string"):
             publish({"a": torch.zeros(1)}, rename=lambda _: None)
 
     def test_an_alias_is_renamed_too(self, publish):
@@ -324,6 +325,18 @@ def process_group(tmp_path, monkeypatch):
     torch.distributed.destroy_process_group()
 
 
+class WithState(nn.Linear):
+    def __init__(self, state):
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
 class TestModules:
     @pytest.fixture
     def model(self):
@@ -340,15 +353,23 @@ class TestModules:
         assert "kept" in published.tensors
         assert "scratch" not in published.tensors
 
-    def test_what_is_no_tensor_in_a_modules_state_is_left_out(self, publish):
-        class WithState(nn.Linear):
-            def get_extra_state(self):
-                return {"version": 3}
+    @pytest.mark.parametrize("state", [{"version": 3}, 7, b"bytes"], ids=repr)
+    def test_extra_state_that_is_no_tensor_is_refused(self, publish, state):
+        message = rf"lost: '1\._extra_state' \({type(state).__name__}\)"
+        with pytest.raises(InvalidWeightsError, match=message):
+            publish(nn.Sequential(nn.Linear(2, 2), WithState(state)))
 
-            def set_extra_state(self, state):
-                pass
+    def test_extra_state_that_is_a_tensor_or_none(self, publish):
+        assert list(publish(WithState(None)).tensors) == ["weight", "bias"]
+        published = publish(WithState(torch.ones(3)))
+        assert published.tensors["_extra_state"].tolist() == [1, 1, 1]
 
-        assert list(publish(WithState(2, 2)).tensors) == ["weight", "bias"]
+    @pytest.mark.filterwarnings("ignore:.*(migrations|quantiz)")
+    def test_a_quantised_module_is_refused(self, publish):
+        model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4))
+        packed = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+        with pytest.raises(InvalidWeightsError, match=r"'1\._packed_params\._packed_params'"):
+            publish(packed)
 
     @compiles
     def test_a_compiled_module(self, publish, model):
@@ -416,6 +437,19 @@ class TestTensorDicts:
         weights = TensorDict({"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}})
         with pytest.raises(InvalidWeightsError, match=r"a\.b"):
             publish(weights)
+
+    def test_lazy_stacks_of_alike_members(self, publish):
+        stack = lazy_stack([TensorDict({"w": torch.ones(2)}), TensorDict({"w": torch.zeros(2)})])
+        published = publish(TensorDict({"in": stack, "c": torch.ones(1)}))
+        assert published.tensors["in.w"].tolist() == [[1, 1], [0, 0]]
+
+    @pytest.mark.parametrize("other", [{}, {"w": torch.ones(2), "x": torch.ones(1)}, {"w": 3}])
+    @pytest.mark.parametrize("nested", [False, True])
+    def test_a_lazy_stack_that_hides_a_tensor_is_refused(self, publish, other, nested):
+        members = [TensorDict({"w": torch.ones(2)}), TensorDict(other)]
+        stack = lazy_stack([lazy_stack(members)]) if nested else lazy_stack(members)
+        with pytest.raises(InvalidWeightsError, match=r"is a lazy stack .* differ in '(w|x)'"):
+            publish(TensorDict({"in": stack, "c": torch.ones(1)}))
 
 
 class TestPairs:
@@ -485,6 +519,7 @@ class TestRefusals:
         "compressed": lambda: torch.eye(3).to_sparse_csr(),
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "made of others": lambda: TwoTensor(torch.ones(3), torch.ones(3)),
         "of four bits": lambda: torch.empty(3, dtype=torch.uint4),
         "an array": lambda: torch.ones(3).numpy(),
         "a number": lambda: 3.0,
@@ -767,7 +802,7 @@ class TestLazyTensors:
     def test_what_turns_out_otherwise_is_refused(self, store, kind, made):
         with WeightSender(store) as sender, WeightReceiver(store) as receiver:
             sender.send({"w": torch.zeros(4)})
-            with pytest.raises(InvalidWeightsError, match="turned out as"):
+            with pytest.raises(InvalidWeightsError, match="but is"):
                 sender.send(kind([("w", LazyTensor(torch.float32, (4,), lambda: made))]))
             target = {"w": torch.ones(4)}
             assert receiver.load_into(target) == 1

@@ -15,9 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dbuffer
-from dbuffer import spans
-from dbuffer.layout import BLOCK_BYTES, ITEM_BYTES, SPAN_BYTES, Layout, TensorSpec
-from dbuffer.tensors import DTYPE_NAMES, DTYPES, Copier, FileTensors, MappedTensors
+from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, SPAN_BYTES, Layout, TensorSpec
+from dbuffer.io import transfer
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import DTYPE_NAMES, DTYPES, FileTensors, MappedTensors
+from dbuffer.store.filesystem import Descriptor
 
 EDGES = [0, 1, 63, 64, 65, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1]
 LONG = [SPAN_BYTES - 64, SPAN_BYTES, SPAN_BYTES + 1, 2 * SPAN_BYTES + 17]
@@ -56,6 +58,11 @@ class Files:
             os.close(self._opened.pop())
 
 
+def handed(number: int) -> Descriptor:
+    """As a writer hands an open file on."""
+    return Descriptor(os.dup(number))
+
+
 @pytest.fixture
 def files(shm_path: Path) -> Iterator[Files]:
     files = Files(shm_path)
@@ -83,7 +90,7 @@ def written_file(
 ) -> tuple[bytes, list[int]]:
     file, path = files.new(layout, "written")
     copier = Copier(num_threads)
-    checksums = spans.write_tensors(file, path, layout, sources, copier, hashed=hashed)
+    checksums = transfer.write_tensors(handed(file), path, layout, sources, copier, hashed=hashed)
     copier.close()
     os.truncate(path, max(layout.layout_offset, path.stat().st_size))
     return path.read_bytes(), checksums
@@ -227,7 +234,9 @@ def test_a_write_that_is_refused_is_an_error_whichever_thread_it_is_in(
     monkeypatch.setattr(os, "pwrite", refuse)
     copier = Copier(num_threads)
     with pytest.raises(dbuffer.StoreAccessError, match=str(path)) as caught:
-        spans.write_tensors(file, path, layout, [bytes_of(5 * SPAN_BYTES)], copier, hashed=True)
+        transfer.write_tensors(
+            handed(file), path, layout, [bytes_of(5 * SPAN_BYTES)], copier, hashed=True
+        )
     assert isinstance(caught.value, dbuffer.errors.StoreFullError) == (number == errno.ENOSPC)
     copier.close()
 
@@ -252,14 +261,16 @@ def test_read_and_copied_as_they_were_written(
         # Full of something else before, and a bit too long, as memory that is used again.
         memory = torch.full((layout.checksums_offset + 64,), 0xA5, dtype=torch.uint8)
         found = FileTensors(memory, layout)
-        digests = spans.read_tensors(file, path, found, copier, hashed=hashed, on_bytes=done.append)
+        digests = transfer.read_tensors(
+            file, path, layout, found, copier, hashed=hashed, on_bytes=done.append
+        )
         assert digests == (checksums if hashed else [])
         for view, source in zip(found.views, sources, strict=True):
             assert torch.equal(view, source)
         assert (memory[layout.checksums_offset :] == 0xA5).all()
         destination, copy = files.new(layout, "copy", size=0)
-        digests = spans.copy_tensors(
-            file, destination, path, layout, copier, hashed=hashed, on_bytes=done.append
+        digests = transfer.copy_tensors(
+            file, handed(destination), path, layout, copier, hashed=hashed, on_bytes=done.append
         )
         assert digests == (checksums if hashed else [])
         assert copy.read_bytes() == data[: layout.checksums_offset]
@@ -283,9 +294,9 @@ def test_a_file_that_is_too_short_is_refused(
     memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
     copier = Copier(num_threads)
     with pytest.raises(dbuffer.StoreCorruptError, match="shorter"):
-        spans.read_tensors(file, path, memory, copier, hashed=True)
+        transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
     with pytest.raises(dbuffer.StoreCorruptError, match="shorter"):
-        spans.copy_tensors(file, other, path, layout, copier, hashed=True)
+        transfer.copy_tensors(file, handed(other), path, layout, copier, hashed=True)
     copier.close()
     files.close()
 
@@ -305,7 +316,7 @@ def test_any_flipped_bit_changes_the_one_checksum_it_belongs_to(files: Files, bi
     os.pwrite(file, flipped, 0)
     memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
     copier = Copier(2)
-    found = spans.read_tensors(file, path, memory, copier, hashed=True)
+    found = transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
     copier.close()
     files.close()
     assert [a != b for a, b in zip(found, checksums, strict=True)] == [tensor == 0, tensor == 1]
@@ -344,7 +355,7 @@ def test_a_read_that_fails_ends_all_threads_before_it_is_told(
     monkeypatch.setattr(os, "preadv", count)
     copier = Copier(4)
     with pytest.raises(kind, match=str(path)):
-        spans.read_tensors(file, path, memory, copier, hashed=True)
+        transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
     assert running == 0
     copier.close()
 
@@ -361,11 +372,11 @@ def test_no_descriptor_stays_open(files: Files, monkeypatch: pytest.MonkeyPatch)
     memory = FileTensors(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
     copier = Copier(3)
     before = num_descriptors()
-    spans.read_tensors(file, path, memory, copier, hashed=True)
-    spans.copy_tensors(file, other, path, layout, copier, hashed=True)
+    transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
+    transfer.copy_tensors(file, handed(other), path, layout, copier, hashed=True)
     for _ in range(3):
         with pytest.raises(dbuffer.StoreCorruptError):
-            spans.read_tensors(short, path, memory, copier, hashed=True)
+            transfer.read_tensors(short, path, layout, memory, copier, hashed=True)
     assert num_descriptors() == before
     copier.close()
 

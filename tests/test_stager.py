@@ -23,25 +23,30 @@ from typing import Any
 import pytest
 import torch
 from damage import flip_bit
-from support import OTHER, SMALL, Child
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support import OTHER, SHARED_MEMORY, SMALL, Child, Pattern, is_soak
 
 import dbuffer
-from dbuffer import stager
-from dbuffer.buffer import DoubleBuffer
 from dbuffer.errors import (
     ChecksumError,
     ClosedError,
+    DBufferError,
     OptionError,
     StoreCorruptError,
     StoreNotFoundError,
+    StoreReplacedError,
     VersionError,
     VersionRegressedError,
     VersionTimeoutError,
 )
-from dbuffer.layout import Layout
-from dbuffer.manifest import ReceiverRecord
-from dbuffer.stager import Staged, Stager
-from dbuffer.writer import BufferWriter
+from dbuffer.format.layout import Layout
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.receive import stager
+from dbuffer.receive.stager import Staged, Stager
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.writer import BufferWriter
 
 IN_TIME_S = 10.0
 """Whatever is to happen by itself happens within this, on a machine that is busy."""
@@ -431,7 +436,8 @@ def test_versions_are_whole_and_go_up_while_a_sender_publishes_at_full_speed(
                 follower.give_back(applied=staged.version)
             child.send()
             longest_s, last = child.receive()
-            wait_until_staged(store, last)
+            if last != versions[-1]:  # which was given back as applied, and is not staged again
+                wait_until_staged(store, last)
         assert follower.stats["evictions"] == 0 or copy, "no lock was held for 60 s"
     assert versions == sorted(set(versions))
     assert longest_s < 5
@@ -709,12 +715,41 @@ def test_a_store_that_is_removed_is_told(
         with dbuffer.WeightSender(store) as again:
             again.send(SMALL.weights(1))
             # Until then an attempt that began before may still end as those before did.
-            wait_until(lambda: "from version 2 to 1" in str(DoubleBuffer(store).receiver("rank")))
-            with pytest.raises(VersionRegressedError, match="from version 2 to 1"):
+            wait_until(lambda: "of another run" in str(DoubleBuffer(store).receiver("rank")))
+            with pytest.raises(StoreReplacedError, match=r"version 2, .* version 1,"):
                 follower.take(timeout_s=IN_TIME_S)
             again.send(SMALL.weights(7), version=7)
-            wait_until_staged(store, 7)
-            assert_whole(follower.take(timeout_s=0), 7)
+            with pytest.raises(StoreReplacedError):
+                follower.take(timeout_s=IN_TIME_S)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3], ids=["lower", "equal", "higher"])
+@pytest.mark.parametrize("copy", [False, True], ids=["map", "copy"])
+def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(
+    store: Path, sender: dbuffer.WeightSender, copy: bool, version: int, caplog: Any
+) -> None:
+    publish(sender, 1, 2)
+    with staging(store, new_history="follow", copy=copy) as follower:
+        wait_until_staged(store, 2)
+        old = follower.take(timeout_s=0)
+        assert_whole(old, 2)
+        sender.close()
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as again:
+            again.send(SMALL.weights(9), version=version)
+            follower.give_back(applied=2, history=old.history)
+            new = follower.take(timeout_s=IN_TIME_S)
+            assert (new.version, SMALL.version_of(new.tensors)) == (version, 9)
+            assert new.history != old.history
+            wait_until(lambda: record_in(store).history == new.history)
+            # What was applied before says nothing of it: it stays ready.
+            follower.give_back(applied=2, history=old.history)
+            assert follower.take(version, timeout_s=0) is new
+            with pytest.raises(StoreReplacedError, match="no longer in it"):
+                follower.take(2, history=old.history, timeout_s=IN_TIME_S)
+            follower.give_back()
+    said = [record for record in caplog.records if "of another run" in record.message]
+    assert [record.levelname for record in said] == ["WARNING"]
 
 
 def test_what_is_taken_outlives_its_store(store: Path, sender: dbuffer.WeightSender) -> None:
@@ -745,6 +780,87 @@ def test_damage_between_checking_and_copying_is_seen(
     with staging(store, copy=True, verify=True, check=damage_it) as follower:
         with pytest.raises(ChecksumError):
             follower.take(timeout_s=IN_TIME_S)
+
+
+def test_a_pointer_that_is_away_for_a_while_leaves_no_problem_and_what_is_staged(
+    store: Path, sender: dbuffer.WeightSender, retry_soon: None
+) -> None:
+    """Nothing new is published afterwards: what was staged before is still all there is."""
+    publish(sender, 1)
+    with staging(store) as follower:
+        wait_until_staged(store, 1)
+        (store / "CURRENT").rename(store / "tmp" / "CURRENT")
+        with pytest.raises(VersionRegressedError):
+            follower.take(2, timeout_s=IN_TIME_S)
+        record = wait_for_problem(store)
+        assert (record.problem_version, record.staged_version) == (None, 1)
+        (store / "tmp" / "CURRENT").rename(store / "CURRENT")
+        wait_until(lambda: record_in(store).problem is None)
+        assert record_in(store).staged_version == 1
+        assert_whole(follower.take(timeout_s=0), 1)
+
+
+def test_while_the_pointer_is_away_nothing_older_is_the_newest(
+    store: Path, sender: dbuffer.WeightSender, retry_soon: None
+) -> None:
+    publish(sender, 1, 2)
+    with staging(store) as follower:
+        wait_until_staged(store, 2)
+        follower.take(1, timeout_s=IN_TIME_S)
+        (store / "CURRENT").unlink()
+        follower.give_back()
+        with pytest.raises(VersionRegressedError, match="from version 2 to 0"):
+            follower.take(timeout_s=IN_TIME_S)
+
+
+@contextlib.contextmanager
+def gate_before_staging(version: int) -> Iterator[Gate]:
+    """Stop the stager's thread when it has found a version, and has not opened it."""
+    gate = Gate(SMALL)
+    make_room = Stager._make_room
+
+    def make_room_later(self: Stager, found: int) -> bool:
+        if found == version and not gate.open.is_set():
+            gate.reached.set()
+            assert gate.open.wait(IN_TIME_S)
+        return make_room(self, found)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stager, "_make_room", make_room_later)
+        yield gate
+
+
+def test_a_problem_is_that_of_the_version_which_was_opened(
+    store: Path, sender: dbuffer.WeightSender, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Version 1 is found, and by the time that it is opened version 3 is there, and damaged."""
+    with gate_before_staging(1) as gate, staging(store, verify=True) as follower:
+        publish(sender, 1)
+        assert gate.reached.wait(IN_TIME_S)
+        publish(sender, 2)
+        with damaged_before_it_is_seen(flip):
+            publish(sender, 3)
+        gate.open.set()
+        assert wait_for_problem(store).problem_version == 3
+        with pytest.raises(VersionError, match="version 1 is no longer in"):
+            follower.take(1, timeout_s=IN_TIME_S)
+    told = [entry.getMessage() for entry in caplog.records if "ChecksumError" in entry.message]
+    assert told
+    assert all("version 3: ChecksumError" in line for line in told), told
+
+
+def test_who_takes_what_was_just_mended_hears_nothing_of_the_try_before(
+    store: Path, sender: dbuffer.WeightSender
+) -> None:
+    gate = Gate(SMALL, ValueError("as it was before"))
+    publish(sender, 1)
+    with staging(store, check=lambda snapshot: gate(snapshot)) as follower:
+        assert gate.reached.wait(IN_TIME_S)
+        before, gate = gate, Gate(OTHER)
+        later = threading.Timer(0.1, before.open.set)
+        later.start()
+        assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
+        later.join()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -1049,3 +1165,251 @@ def test_the_record_says_whose_part_it_is(store: Path, sender: dbuffer.WeightSen
         record = record_in(store)
         assert (record.part_of, record.pid) == ("engine", os.getpid())
         assert record.applied_version is None
+
+
+# ---------------------------------------------------------------------------------------------
+# Any order of all that
+
+
+class StagerMachine(RuleBasedStateMachine):
+    """A model that remembers what was published, what is damaged, what is taken and applied.
+
+    What the stager has ready at a moment is a matter of timing. No precondition may look at what
+    came of that, or a sequence would not be the same when it is tried again: a rule that may or
+    may not be given a version gives it back before it ends.
+    """
+
+    numbers = itertools.count()
+
+    @initialize(copy=st.booleans())
+    def begin(self, copy: bool) -> None:
+        name = f"dbuffer-test-stager-{os.getpid()}-{next(self.numbers)}"
+        self.store = SHARED_MEMORY / name
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(stager, "_RETRY_MIN_S", 0.01)
+        self.patch.setattr(stager, "_RETRY_MAX_S", 0.02)
+        self.sender = self.make_sender()
+        self.stager = self.make_stager(copy)
+        self.newest = 0
+        self.patterns: dict[int, Pattern] = {}
+        self.damaged: set[int] = set()
+        self.has_previous = False
+        self.pointer: bytes | None = None
+        self.taken: Staged | None = None
+        self.applied = 0
+
+    def make_sender(self) -> dbuffer.WeightSender:
+        return dbuffer.WeightSender(self.store, checksum=True, reader_timeout_s=0.02, num_threads=1)
+
+    def make_stager(self, copy: bool) -> Stager:
+        return Stager(
+            str(self.store),
+            receiver_id="rank",
+            copy=copy,
+            verify=True,
+            num_threads=1,
+            poll_interval_s=0.05,
+        )
+
+    def teardown(self) -> None:
+        if hasattr(self, "stager"):
+            self.stager.close()
+            self.sender.close()
+            self.patch.undo()
+            shutil.rmtree(self.store)
+
+    is_there = precondition(lambda self: self.pointer is None)
+    is_free = precondition(lambda self: self.taken is None)
+
+    def version_in(self, staged: Staged) -> int | None:
+        return self.patterns[staged.version].version_of(staged.tensors)
+
+    def give_back_whole(self, staged: Staged) -> None:
+        assert self.version_in(staged) == staged.version
+        self.stager.give_back()
+
+    # What a trainer does
+
+    def note_publication(self, pattern: Pattern) -> None:
+        self.newest += 1
+        self.patterns[self.newest] = pattern
+        self.damaged.discard(self.newest - 2)
+        self.has_previous = self.newest > 1
+
+    @is_there
+    @rule(pattern=st.sampled_from([SMALL, OTHER]), is_damaged=st.booleans())
+    def publish(self, pattern: Pattern, is_damaged: bool) -> None:
+        with damaged_before_it_is_seen(flip if is_damaged else lambda path: None):
+            self.sender.send(pattern.weights(self.newest + 1))
+        self.note_publication(pattern)
+        if is_damaged:
+            self.damaged.add(self.newest)
+
+    @is_there
+    @rule()
+    def publish_a_stream_that_breaks_off(self) -> None:
+        def stream() -> Iterator[tuple[str, torch.Tensor]]:
+            yield "a", torch.ones(1)
+            raise KeyError("the trainer's own trouble")
+
+        with pytest.raises(KeyError):
+            self.sender.send(stream())
+        self.has_previous = False
+
+    @is_there
+    @rule()
+    def close_the_sender_and_open_one(self) -> None:
+        self.sender.close()
+        self.sender = self.make_sender()
+
+    # What befalls a store
+
+    @is_there
+    @precondition(lambda self: self.newest in self.damaged)
+    @rule()
+    def mend(self) -> None:
+        flip(file_of(self.store, self.newest))
+        self.damaged.discard(self.newest)
+
+    @is_there
+    @precondition(lambda self: self.newest)
+    @rule()
+    def remove_the_pointer(self) -> None:
+        path = self.store / "CURRENT"
+        self.pointer = path.read_bytes()
+        path.unlink()
+
+    @precondition(lambda self: self.pointer is not None)
+    @rule()
+    def bring_the_pointer_back(self) -> None:
+        assert self.pointer is not None
+        beside = self.store / "tmp" / "CURRENT"
+        beside.write_bytes(self.pointer)
+        beside.chmod(0o600)
+        beside.replace(self.store / "CURRENT")
+        self.pointer = None
+
+    # What an engine does
+
+    @is_there
+    @is_free
+    @precondition(lambda self: self.newest)
+    @rule(by=st.sampled_from(["newest", "exactly", "at least"]))
+    def take_newest(self, by: str) -> None:
+        request = {"newest": {}, "exactly": {"version": self.newest}}
+        arguments = request.get(by, {"at_least": self.newest})
+        if self.newest in self.damaged:
+            with pytest.raises(ChecksumError, match=rf"version {self.newest} was damaged"):
+                self.stager.take(**arguments, timeout_s=IN_TIME_S)
+        else:
+            self.taken = self.stager.take(**arguments, timeout_s=IN_TIME_S)
+            assert self.taken.version == self.newest >= self.applied
+
+    @is_there
+    @is_free
+    @precondition(lambda self: self.has_previous and self.newest - 1 not in self.damaged)
+    @rule()
+    def take_previous(self) -> None:
+        self.taken = self.stager.take(self.newest - 1, timeout_s=IN_TIME_S)
+        assert self.taken.version == self.newest - 1
+
+    @is_there
+    @is_free
+    @precondition(lambda self: self.newest > 1)
+    @rule(age=st.integers(1, 3))
+    def take_what_may_be_gone(self, age: int) -> None:
+        # Gone from its buffer, it may still be ready, and whole.
+        version = max(1, self.newest - age)
+        try:
+            staged = self.stager.take(version, timeout_s=IN_TIME_S)
+        except VersionError:
+            assert version < self.newest - 1 or not self.has_previous
+        except ChecksumError as error:
+            assert version in self.damaged
+            assert f"version {version} was damaged" in str(error)
+        else:
+            assert staged.version == version
+            self.give_back_whole(staged)
+
+    @is_there
+    @is_free
+    @rule(by=st.sampled_from(["version", "at_least"]))
+    def take_what_never_comes(self, by: str) -> None:
+        with pytest.raises(VersionTimeoutError):
+            self.stager.take(**{by: self.newest + 1}, timeout_s=0.01)
+
+    @is_there
+    @is_free
+    @rule(pattern=st.sampled_from([SMALL, OTHER]), num_versions=st.integers(1, 3))
+    def take_while_versions_are_published(self, pattern: Pattern, num_versions: int) -> None:
+        before = self.newest
+        versions = range(before + 1, before + 1 + num_versions)
+        sender = threading.Thread(
+            target=lambda: [self.sender.send(pattern.weights(version)) for version in versions]
+        )
+        sender.start()
+        try:
+            staged = self.stager.take(at_least=before + 1, timeout_s=IN_TIME_S)
+        finally:
+            sender.join()
+            for _ in versions:
+                self.note_publication(pattern)
+        assert staged.version in versions
+        self.give_back_whole(staged)
+
+    @is_free
+    @precondition(lambda self: self.pointer is not None)
+    @rule(by=st.sampled_from(["newest", "exactly", "at least"]))
+    def take_while_the_pointer_is_away(self, by: str) -> None:
+        """What is ready is given, or what is wrong is said; and nothing else is taken for it."""
+        request = {"newest": {}, "exactly": {"version": self.newest}}
+        arguments = request.get(by, {"at_least": self.newest})
+        try:
+            staged = self.stager.take(**arguments, timeout_s=0.05)
+        except DBufferError:
+            return
+        assert staged.version == self.newest or by == "newest"
+        assert staged.version >= self.applied
+        self.give_back_whole(staged)
+
+    @precondition(lambda self: self.taken is not None)
+    @rule(is_applied=st.booleans())
+    def give_back(self, is_applied: bool) -> None:
+        assert self.taken is not None
+        version, self.taken = self.taken.version, None
+        self.stager.give_back(applied=version if is_applied else None)
+        self.applied = version if is_applied else self.applied
+
+    @rule(copy=st.booleans())
+    def close_the_stager_and_make_one(self, copy: bool) -> None:
+        self.taken = None
+        self.stager.close()
+        assert not (self.store / "receivers" / "rank.json").exists()
+        self.stager = self.make_stager(copy)
+        self.applied = 0
+
+    # What must be so
+
+    @is_there
+    @is_free
+    @rule()
+    def what_the_record_says_comes_true(self) -> None:
+        """The newest is staged unasked, or it is told what is wrong with it; nothing else is."""
+        if self.newest in self.damaged:
+            told = f"version {self.newest}: ChecksumError"
+            wait_until(lambda: str(record_in(self.store).problem).startswith(told))
+            assert record_in(self.store).problem_version == self.newest
+            return
+        wait_until(lambda: record_in(self.store).problem is None)
+        if self.newest > self.applied:
+            wait_until_staged(self.store, self.newest)
+
+    @invariant()
+    def what_is_taken_is_whole(self) -> None:
+        if getattr(self, "taken", None) is not None:
+            assert self.version_in(self.taken) == self.taken.version
+
+
+TestStager = StagerMachine.TestCase
+TestStager.settings = settings(max_examples=1_000 if is_soak() else 25, stateful_step_count=20)
+TestStager.pytestmark = [pytest.mark.soak]

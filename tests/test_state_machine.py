@@ -1,7 +1,8 @@
 """The store against a model: a dictionary of what was published, and nothing else.
 
 Hypothesis draws sequences of publishes, failures, crashes, restarts, slow readers and damage,
-and shrinks the shortest one that breaks what must hold after every step.
+and shrinks the shortest one that breaks what must hold after every step. A crash is the death of a
+process: nothing of it clears up.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from checked_medium import CheckedMedium, failing_at
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -31,11 +35,22 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from support import SHARED_MEMORY, assert_tidy, make_temporaries_old
+from support import (
+    SHARED_MEMORY,
+    Child,
+    assert_tidy,
+    die,
+    die_before_call,
+    is_soak,
+    make_temporaries_old,
+    preload,
+)
 
 import dbuffer
-from dbuffer import filesystem, retirement
-from dbuffer.buffer import DoubleBuffer, other_buffer
+from dbuffer.store import retirement
+from dbuffer.store.buffer import DoubleBuffer, other_buffer
+
+preload("hypothesis.stateful", "dbuffer.publish.sender", "dbuffer.receive.receiver")
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,10 +62,6 @@ LAYOUTS: tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], ...] = (
     {"scale": (torch.int64, ()), "nothing": (torch.float16, (0, 3)), "mask": (torch.bool, (9,))},
     {"large": (torch.uint8, (3 << 19,)), "größe/1.weight": (torch.complex64, (2, 2))},
 )
-
-
-class CrashError(BaseException):
-    """Stands for the death of the sender's process: nothing it does afterwards has an effect."""
 
 
 def tensors_of(layout: int, seed: int) -> Tensors:
@@ -74,27 +85,37 @@ def copied(pairs: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     return {name: tensor.clone() for name, tensor in pairs}
 
 
-@contextlib.contextmanager
-def dying_at(step: int) -> Iterator[None]:
-    """Raise before the ``step``-th call that writes, and at every one after it."""
-    calls = itertools.count(1)
+Given = tuple[int, int]
+"""Weights: their layout and seed."""
 
-    def mortal(function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) >= step:
-                raise CrashError
-            return function(*args, **kwargs)
 
-        return call
+def publish_and_die(
+    connection: Connection,
+    store: Path,
+    options: dict[str, bool],
+    first: Given | None,
+    last: Given | None,
+    number: int,
+) -> None:
+    """Be killed before the ``number``-th call that changes the disk, or at the end of it all.
 
-    names = ("replace_file", "allocate", "sync_file", "write_at", "unlock", "lock_within")
-    with contextlib.ExitStack() as patches:
-        for name in names:
-            changed = mortal(getattr(filesystem, name))
-            patches.enter_context(mock.patch.object(filesystem, name, changed))
-        unlink = mortal(Path.unlink)
-        patches.enter_context(mock.patch.object(Path, "unlink", unlink))
-        yield
+    These are calls of opening a sender and publishing ``last``; or of publishing it alone, with
+    a sender that has published ``first`` before.
+    """
+    retirement.KEEP_AT_LEAST_S = 0.0
+    if first is None:
+        die_before_call(number)
+    sender = make_sender(store, options)
+    if first is not None:
+        connection.send(sender.send(tensors_of(*first)).version)
+        die_before_call(number)
+    if last is not None:
+        sender.send(tensors_of(*last))
+    die()
+
+
+def make_sender(store: Path, options: dict[str, bool]) -> dbuffer.WeightSender:
+    return dbuffer.WeightSender(store, reader_timeout_s=READER_TIMEOUT_S, num_threads=1, **options)
 
 
 @dataclass
@@ -104,6 +125,7 @@ class Held:
     snapshot: dbuffer.Snapshot
     leave: contextlib.ExitStack
     version: int
+    tensors: Tensors
     is_evicted: bool = False
 
 
@@ -111,7 +133,11 @@ class Held:
 class Reader:
     receiver: dbuffer.WeightReceiver
     loaded: int | None = None
-    seen: int = 0
+    history: int | None = None
+    """Which of the store's lives it has seen versions of."""
+
+
+given = st.tuples(st.integers(0, 3), st.integers(0, 99))
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -119,13 +145,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     readers = Bundle("readers")
     snapshots = Bundle("snapshots")
-    is_network = False
+    mount = "local"
+    rewrites = True
+    """Whether a publish takes the file of a version that somebody holds on to."""
+    goes_at_once = True
+    """Whether old files are removed with the next publish, and not in time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.patches = contextlib.ExitStack()
-        mount = {"DBUFFER_MOUNT": "network" if self.is_network else "local"}
-        self.patches.enter_context(mock.patch.dict(os.environ, mount))
+        self.patches.enter_context(mock.patch.dict(os.environ, DBUFFER_MOUNT=self.mount))
         self.patches.enter_context(mock.patch.object(retirement, "KEEP_AT_LEAST_S", 0.0))
         base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self.directory = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))
@@ -134,6 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.published: dict[int, Tensors] = {}
         self.metadata: dict[int, Any] = {}
         self.newest = 0
+        self.history = 0
         self.held: list[Held] = []
 
     @initialize(durable=st.booleans(), checksum=st.booleans())
@@ -142,9 +172,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.sender = self.make_sender()
 
     def make_sender(self) -> dbuffer.WeightSender:
-        return dbuffer.WeightSender(
-            self.store, reader_timeout_s=READER_TIMEOUT_S, num_threads=1, **self.options
-        )
+        return make_sender(self.store, self.options)
 
     def teardown(self) -> None:
         for held in self.held:
@@ -162,8 +190,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def note_claim(self) -> None:
         """The buffer that is not the newest was taken, whoever held it."""
-        if self.is_network:
-            return  # its file was left alone, and is in memory besides
+        if not self.rewrites:
+            return  # its file was left alone, or its bytes are in memory
         for held in self.held:
             held.is_evicted |= held.version != self.newest
 
@@ -230,29 +258,46 @@ class StoreMachine(RuleBasedStateMachine):
         with pytest.raises(dbuffer.WriterActiveError):
             self.make_sender()
 
-    @rule(layout=st.integers(0, 3), seed=st.integers(0, 99), step=st.integers(1, 12))
-    def crash_while_publishing(self, layout: int, seed: int, step: int) -> None:
-        tensors = tensors_of(layout, seed)
-        with dying_at(step), contextlib.suppress(CrashError):
-            self.sender.send(tensors)
+    @rule(first=st.none() | given, last=given, number=st.integers(1, 40))
+    def crash_while_publishing(self, first: Given | None, last: Given, number: int) -> None:
         self.sender.close()
+        with Child(publish_and_die, self.store, self.options, first, last, number) as child:
+            if first is not None:
+                self.note_claim()
+                self.note_publication(child.receive(), tensors_of(*first), {})
+            assert child.wait() == -signal.SIGKILL
         self.note_claim_if_it_came_to_that()
         pointer = DoubleBuffer(self.store).pointer()
         if pointer is not None and pointer.version > self.newest:
-            self.note_publication(pointer.version, tensors, {})
+            self.note_publication(pointer.version, tensors_of(*last), {})
         self.sender = self.make_sender()
 
     def note_claim_if_it_came_to_that(self) -> None:
         """A crash may have come before the mark; then the readers keep what they hold."""
-        store = DoubleBuffer(self.store)
         for held in self.held:
-            held.is_evicted |= not store.is_unchanged(held.snapshot._held)
+            held.is_evicted |= not held.snapshot._held.is_unchanged()
 
-    @rule(step=st.integers(1, 4))
-    def crash_while_starting(self, step: int) -> None:
+    @rule(number=st.integers(1, 20))
+    def crash_while_starting(self, number: int) -> None:
         self.sender.close()
-        with dying_at(step), contextlib.suppress(CrashError):
-            self.make_sender().close()
+        with Child(publish_and_die, self.store, self.options, None, None, number) as child:
+            assert child.wait() == -signal.SIGKILL
+        self.sender = self.make_sender()
+
+    @rule(leave=st.sets(st.sampled_from(["writer.json", "receivers", "tmp"])))
+    def begin_anew(self, leave: set[str]) -> None:
+        """The next experiment, in the same place: versions from 1, of other weights."""
+        self.sender.close()
+        for path in self.store.iterdir():
+            if path.name not in leave:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.published.clear()
+        self.metadata.clear()
+        self.newest = 0
+        self.history += 1
+        for held in self.held:
+            held.is_evicted = self.rewrites
+            held.version = 0
         self.sender = self.make_sender()
 
     # Readers come and go, and hold on
@@ -262,8 +307,23 @@ class StoreMachine(RuleBasedStateMachine):
         verify = verify and self.options["checksum"]
         return Reader(dbuffer.WeightReceiver(self.store, verify=verify, num_threads=1))
 
+    def see(self, reader: Reader) -> None:
+        """A reader looks at the store; what was begun anew it does not take without a word."""
+        if reader.history not in (None, self.history):
+            error = dbuffer.StoreReplacedError if self.newest else dbuffer.VersionRegressedError
+            for use in (reader.receiver.wait_for_version, reader.receiver.open):
+                with pytest.raises(error), use(timeout_s=0):
+                    pass
+            with pytest.raises(error):
+                reader.receiver.load_into(lambda _: pytest.fail("it was given weights"))
+            reader.receiver.start_over()
+            reader.history = reader.loaded = None
+        if self.newest:
+            reader.history = self.history
+
     @rule(reader=readers)
     def load(self, reader: Reader) -> None:
+        self.see(reader)
         into: Tensors = {}
         version = reader.receiver.load_into(lambda pairs: into.update(copied(pairs)))
         if reader.loaded == self.newest or not self.newest:
@@ -271,10 +331,11 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             assert version == self.newest
             assert are_equal(into, self.published[version])
-            reader.loaded = reader.seen = version
+            reader.loaded = version
 
     @rule(reader=readers, layout=st.integers(0, 3))
     def load_in_place(self, reader: Reader, layout: int) -> None:
+        self.see(reader)
         into = {name: torch.full_like(t, 1) for name, t in tensors_of(layout, 0).items()}
         before = {name: tensor.clone() for name, tensor in into.items()}
         is_new = bool(self.newest) and reader.loaded != self.newest
@@ -293,11 +354,12 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.newest)
     @rule(target=snapshots, reader=readers)
     def open(self, reader: Reader) -> Any:
+        self.see(reader)
         leave = contextlib.ExitStack()
         snapshot = leave.enter_context(reader.receiver.open(timeout_s=1))
         assert snapshot.version == self.newest
         assert snapshot.metadata == self.metadata[self.newest]
-        held = Held(snapshot, leave, snapshot.version)
+        held = Held(snapshot, leave, snapshot.version, self.published[snapshot.version])
         self.held.append(held)
         return multiple(held)
 
@@ -306,7 +368,7 @@ class StoreMachine(RuleBasedStateMachine):
         if held not in self.held:
             return
         self.held.remove(held)
-        assert are_equal(held.snapshot.tensors, self.published[held.version])
+        assert are_equal(held.snapshot.tensors, held.tensors)
         if held.is_evicted:
             with pytest.raises(dbuffer.SnapshotEvictedError):
                 held.leave.close()
@@ -367,11 +429,11 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def snapshots_stay_what_they_were(self) -> None:
         for held in self.held:
-            assert are_equal(held.snapshot.tensors, self.published[held.version])
+            assert are_equal(held.snapshot.tensors, held.tensors)
 
     @invariant()
     def nothing_is_left_over(self) -> None:
-        if hasattr(self, "sender") and not self.is_network:  # there they go in time
+        if hasattr(self, "sender") and self.goes_at_once:
             files = [*self.store.rglob("weights-*")]
             assert len(files) <= 3, "a crash may leave one, until the next publish"
 
@@ -379,7 +441,7 @@ class StoreMachine(RuleBasedStateMachine):
     def restart_and_tidy(self) -> None:
         make_temporaries_old(self.store)
         self.restart()
-        if self.is_network:
+        if not self.goes_at_once:
             time.sleep(READER_TIMEOUT_S)
             self.publish(0, 1, as_stream=False)
         self.publish(0, 0, as_stream=False)
@@ -389,7 +451,8 @@ class StoreMachine(RuleBasedStateMachine):
 class NetworkStoreMachine(StoreMachine):
     """As on a network mount, where the pointer may be away for a while."""
 
-    is_network = True
+    mount = "network"
+    rewrites = goes_at_once = False
 
     @precondition(lambda self: self.newest)
     @rule(seen=st.booleans())
@@ -414,9 +477,33 @@ class NetworkStoreMachine(StoreMachine):
             assert are_equal(into, self.published[version]), "it was published, just so"
 
 
+class CheckedStoreMachine(StoreMachine):
+    """On a third medium, which is one module, and fails when it is told to."""
+
+    mount = CheckedMedium.name
+    rewrites = False
+
+    @rule(given=given, method=st.sampled_from(["reuse", "put_away", "make", "note_published"]))
+    def publish_where_the_medium_fails(self, given: Given, method: str) -> None:
+        tensors = tensors_of(*given)
+        self.note_claim()
+        failure = pytest.raises(dbuffer.StoreAccessError, match=f"told to fail at {method}")
+        with failing_at(method), failure:
+            self.sender.send(tensors)
+        if method == "note_published":  # it is, whatever is found out afterwards
+            pointer = DoubleBuffer(self.store).pointer()
+            assert pointer is not None
+            self.note_publication(pointer.version, tensors, {})
+
+
 TestStore = StoreMachine.TestCase
-TestStore.settings = settings(max_examples=60, stateful_step_count=30, report_multiple_bugs=False)
-TestStore.pytestmark = [pytest.mark.slow]
+TestStore.settings = settings(
+    max_examples=2_000 if is_soak() else 60, stateful_step_count=30, report_multiple_bugs=False
+)
+TestStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
 TestNetworkStore = NetworkStoreMachine.TestCase
-TestNetworkStore.settings = settings(TestStore.settings, max_examples=30)
-TestNetworkStore.pytestmark = [pytest.mark.slow]
+TestNetworkStore.settings = settings(TestStore.settings, max_examples=1_000 if is_soak() else 30)
+TestNetworkStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]
+TestCheckedStore = CheckedStoreMachine.TestCase
+TestCheckedStore.settings = settings(TestNetworkStore.settings)
+TestCheckedStore.pytestmark = [pytest.mark.slow, pytest.mark.soak]

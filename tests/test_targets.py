@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
+from collections.abc import Mapping
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictParams
+from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dbuffer import WeightReceiver, WeightSender, WeightsMismatchError
-from dbuffer.layout import ITEM_BYTES
+from dbuffer.format.layout import ITEM_BYTES
+from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
+from dbuffer.integrations.torchrl.version_info import VersionInfo
+from dbuffer.weights.targets import Tie
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -67,6 +73,12 @@ class Model(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
         self.register_buffer("scratch", torch.randn(3), persistent=False)
+
+
+def quantised() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are on their way out
+        return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear})
 
 
 def assert_same_state(one: nn.Module, other: nn.Module) -> None:
@@ -288,6 +300,17 @@ class TestTies:
             load({"a": tensor, "b": tensor}, target)
         assert not target["a"].any()
 
+    def test_an_alias_alone(self, store, receiver):
+        model = Model(tied=True)
+        target = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        del target["embed.weight"]
+        with WeightSender(store, checksum=True) as sender:
+            for version in (1, 2, 3):
+                nn.init.normal_(model.embed.weight)
+                sender.send(model)
+                assert receiver.load_into(target) == version
+                assert torch.equal(target["head.weight"], model.embed.weight)
+
     def test_again_and_again(self, store, receiver):
         model, target = Model(tied=True), Model(tied=False)
         with WeightSender(store, checksum=True) as sender:
@@ -296,6 +319,245 @@ class TestTies:
                 sender.send(model)
                 receiver.load_into(target)
                 assert_same_state(target, model)
+
+
+class TestSharedMemory:
+    """Targets that cannot hold what several tensors of the store hold."""
+
+    @pytest.mark.parametrize("loads_before", [0, 2])
+    @pytest.mark.parametrize("partial", [False, True])
+    def test_an_untied_module_into_a_tied_one(self, store, receiver, partial, loads_before):
+        untied, tied, before = Model(), Model(tied=True), Model()
+        expected = tied.state_dict()["embed.weight"].clone()
+        with WeightSender(store, checksum=True) as sender:
+            for _ in range(loads_before):  # names, shapes and dtypes were right before
+                sender.send(untied)
+                receiver.load_into(before, partial=partial)
+            sender.send(untied)
+            with pytest.raises(WeightsMismatchError, match=r"'embed\.weight' and 'head\.weight'"):
+                receiver.load_into(tied, partial=partial)
+            assert torch.equal(tied.embed.weight, expected)
+            assert receiver.load_into(untied) == loads_before + 1
+
+    def test_of_equal_values_the_same_is_right(self, store, receiver):
+        untied, tied = Model(), Model(tied=True)
+        with WeightSender(store, checksum=True) as sender:
+            for version in (1, 2, 3):
+                nn.init.normal_(untied.embed.weight)
+                untied.head.weight.data.copy_(untied.embed.weight)
+                sender.send(untied)
+                assert receiver.load_into(tied) == version
+                assert_same_state(tied, untied)
+            untied.head.weight.data[3, 1] += 1
+            sender.send(untied)
+            with pytest.raises(WeightsMismatchError, match="different values"):
+                receiver.load_into(tied)
+            assert torch.equal(tied.embed.weight, untied.embed.weight)
+
+    def test_a_target_like_one_before_whose_tensors_overlap(self, store, receiver):
+        memory = torch.zeros(12)
+        targets = [
+            {"a": torch.zeros(4), "b": torch.zeros(4)},
+            {"a": memory[0:4], "b": memory[4:8]},
+            {"a": memory[0:4], "b": memory[3:7]},
+        ]
+        with WeightSender(store, checksum=True) as sender:
+            for version, target in enumerate(targets, 1):
+                sender.send({"a": torch.full((4,), 1.0 * version), "b": torch.zeros(4)})
+                if version < 3:
+                    assert receiver.load_into(target) == version
+                    assert target["a"].tolist() == [version] * 4
+                    continue
+                with pytest.raises(WeightsMismatchError, match="overlap in memory"):
+                    receiver.load_into(target)
+        assert memory[:4].tolist() == [2] * 4
+
+    def test_over_a_network(self, monkeypatch, store):
+        monkeypatch.setenv("DBUFFER_MOUNT", "network")
+        tied = Model(tied=True)
+        expected = tied.embed.weight.clone()
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send(Model())
+            with pytest.raises(WeightsMismatchError, match=r"'head\.weight' are one tensor"):
+                receiver.load_into(tied)
+        assert torch.equal(tied.embed.weight, expected)
+
+    def test_by_torchrls_loader(self, store):
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send(Model())
+            with receiver.open() as snapshot:
+                staged = StagedVersion.of(snapshot, VersionInfo())
+                with pytest.raises(WeightsMismatchError, match="different values"):
+                    ModelLoader().load(staged, Model(tied=True))
+                match = ModelLoader()._plan(staged, Model()).match
+                match.ties.append(Tie("a", "b", 0, len(snapshot.specs) - 1))
+                with pytest.raises(WeightsMismatchError, match="'a' and 'b'"):
+                    snapshot.fill(match)
+
+    OVERLAPS = (
+        ("shifted", lambda m: {"a": m[0:4], "b": m[2:6]}),
+        ("the last element", lambda m: {"a": m[0:4], "b": m[3:7]}),
+        ("strided", lambda m: {"a": m[0:8:2], "b": m[4:8]}),
+        ("another order", lambda m: {"a": m[0:8].view(4, 2).t()[0], "b": m[0:16:4]}),
+        ("other bytes", lambda m: {"a": m[0:4], "b": m.view(torch.uint8)[2:18].view(m.dtype)}),
+    )
+
+    @pytest.mark.parametrize("make", [o[1] for o in OVERLAPS], ids=[o[0] for o in OVERLAPS])
+    @pytest.mark.parametrize("published_as_one", [False, True])
+    def test_memory_in_common(self, load, make, published_as_one):
+        memory = torch.zeros(24).half()
+        weights = {"a": torch.ones(4).half(), "b": torch.ones(4).half()}
+        if published_as_one:
+            weights["b"] = weights["a"]
+        with pytest.raises(WeightsMismatchError, match=r"'[ab]' and '[ab]' of the target overlap"):
+            load(weights, make(memory))
+        assert not memory.any()
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda m: {"a": m[:, 0], "b": m[:, 1]},
+            lambda m: {"a": m.view(-1)[0:8:2], "b": m.view(-1)[1:8:2]},
+            lambda m: {"a": m[0], "b": m[1]},
+            lambda m: {"a": m[:2, :2].reshape(-1), "b": m[2]},
+        ],
+        ids=["columns", "every second", "rows", "copy"],
+    )
+    def test_neighbours_in_one_memory_are_filled(self, load, make):
+        target = make(torch.zeros(4, 4))
+        weights = {"a": torch.arange(4.0), "b": torch.arange(4.0) + 9}
+        assert load(weights, target) == 1
+        assert all(torch.equal(target[name], weights[name]) for name in weights)
+
+
+class Copying(nn.Linear):
+    """Saves copies, as what gathers or converts its weights does."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in destination.items():
+            destination[name] = tensor.detach().clone()
+
+
+class Half(nn.Linear):
+    """Saves a view of its own memory."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = self.weight.detach()[:1]
+
+
+class Scaled(nn.Linear):
+    """Has a scale that is neither parameter nor buffer."""
+
+    def __init__(self, extra):
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+class TestOutOfReach:
+    """What would be filled in vain is refused, and the rest is not touched."""
+
+    def refused(self, load, weights, target, message):
+        linears = [m for m in [target] if isinstance(m, nn.Module)]
+        before = [p.detach().clone() for m in linears for p in m.parameters()]
+        with pytest.raises(WeightsMismatchError, match=message):
+            load(weights, target)
+        after = [p for m in linears for p in m.parameters()]
+        assert all(map(torch.equal, before, after))
+
+    def test_a_modules_copies(self, load):
+        self.refused(
+            load,
+            nn.Linear(2, 2),
+            Copying(2, 2),
+            "'weight' of the target is recomputed at each access",
+        )
+
+    def test_a_modules_copies_after_another_module(self, store):
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            for version in (1, 2, 3):
+                sender.send(nn.Linear(2, 2))
+                if version < 3:
+                    assert receiver.load_into(nn.Linear(2, 2)) == version
+                    continue
+                with pytest.raises(WeightsMismatchError, match="recomputed at each access"):
+                    receiver.load_into(Copying(2, 2))
+
+    def test_a_view_of_a_modules_parameter_is_filled(self, load):
+        target = Half(2, 2)
+        assert load({"weight": torch.full((1, 2), 7.0)}, target) == 1
+        assert target.weight[0].tolist() == [7, 7]
+        assert load(target, Half(2, 2)) == 2
+
+    def test_extra_state_that_is_a_tensor(self, load):
+        model = nn.Sequential(Scaled(torch.tensor([3.0])))
+        target = nn.Sequential(Scaled(torch.tensor([1.0])))
+        self.refused(load, model, target, r"'0\._extra_state'.*set_extra_state")
+
+    def test_extra_state_that_is_none(self, load):
+        model, target = Scaled(torch.ones(1)), Scaled({"scale": 3})
+        weights = {n: t for n, t in model.state_dict().items() if n != "_extra_state"}
+        self.refused(load, weights, target, "'_extra_state' of the target is a dict")
+        assert load(weights, Scaled(None)) == 2
+
+    def test_a_quantised_module(self, load):
+        target = quantised()
+        weights = {n: t for n, t in target.state_dict().items() if isinstance(t, torch.Tensor)}
+        self.refused(load, weights, target, "'0._packed_params.dtype' of the target is a dtype")
+
+    def test_a_lazy_stack(self, load):
+        members = [TensorDict({"w": torch.zeros(2)}), TensorDict({"w": torch.zeros(2)})]
+        for target in (lazy_stack(members), TensorDict({"in": lazy_stack(members)})):
+            self.refused(
+                load,
+                target.clone().contiguous(),
+                target,
+                "w' of the target is recomputed at each access",
+            )
+        assert not members[0]["w"].any()
+
+    def test_a_lazy_stack_of_unlike_members(self, load):
+        target = lazy_stack([TensorDict({"w": torch.zeros(2)}), TensorDict({"v": torch.zeros(2)})])
+        self.refused(load, {"w": torch.ones(2, 2)}, target, "members differ in 'v', 'w'")
+
+    def test_a_part_of_a_tensordict_by_a_mask(self, load):
+        whole = TensorDict({"w": torch.zeros(4, 2)}, [4])
+        target = whole._get_sub_tensordict(torch.tensor([True, False, True, False]))
+        self.refused(load, {"w": torch.ones(2, 2)}, target, "recomputed at each access")
+
+    def test_a_mapping_that_makes_its_tensors(self, load):
+        class Made(Mapping):
+            def __getitem__(self, name):
+                return torch.zeros(3)
+
+            def __iter__(self):
+                return iter(["w"])
+
+            def __len__(self):
+                return 1
+
+        self.refused(
+            load, {"w": torch.ones(3)}, Made(), "'w' of the target is recomputed at each access"
+        )
+
+    def test_a_tensor_made_of_others(self, load):
+        target = {"w": TwoTensor(torch.zeros(3), torch.zeros(3))}
+        self.refused(load, {"w": torch.ones(3)}, target, "composed of other tensors")
+
+    def test_by_torchrls_loader(self, store):
+        members = [TensorDict({"w": torch.zeros(2)}), TensorDict({"w": torch.zeros(2)})]
+        with WeightSender(store) as sender, WeightReceiver(store) as receiver:
+            sender.send({"w": torch.ones(2, 2)})
+            with receiver.open() as snapshot:
+                staged = StagedVersion.of(snapshot, VersionInfo())
+        with pytest.raises(WeightsMismatchError, match="recomputed at each access"):
+            ModelLoader().load(staged, lazy_stack(members))
 
 
 class TestStrictness:

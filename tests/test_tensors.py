@@ -10,11 +10,11 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbuffer.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
-from dbuffer.tensors import (
+from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, TensorSpec
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import (
     DTYPE_NAMES,
     DTYPES,
-    Copier,
     MappedTensors,
     is_plain,
     pack_checksums,

@@ -61,7 +61,7 @@ from torchrl.testing.modules import BiasModule, NonSerializableBiasModule
 from torchrl.weight_update import WeightStrategy
 
 import dbuffer
-from dbuffer.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer
 
 MULTI = pytest.mark.parametrize("collector_class", [MultiSyncCollector, MultiAsyncCollector])
 
@@ -618,6 +618,33 @@ def test_mp_flow(scheme: DoubleBufferSyncScheme, source: str) -> None:
     scheme.shutdown()
 
 
+def test_a_moments_trouble_does_not_end_a_workers_following(
+    scheme: DoubleBufferSyncScheme, address: Path
+) -> None:
+    policy = ConstantPolicy(1.5)
+    scheme.init_on_sender(model=policy, devices=["cpu"], model_id="policy")
+    with Child(_follow, scheme, 0) as worker:
+        scheme.connect()
+        assert worker.receive() == 1.5
+        store = DoubleBuffer(address / "policy")
+
+        def problem() -> str | None:
+            record = store.receiver("worker-0")
+            return None if record is None else record.problem
+
+        pointer = store.root / "CURRENT"
+        whole = pointer.read_bytes()
+        pointer.write_bytes(b"{")
+        settle(lambda: problem() is not None, "the worker told nobody")
+        pointer.write_bytes(whole)
+        settle(lambda: problem() is None, "it did not say that it was over")
+        scheme.send(TensorDict.from_module(ConstantPolicy(3.0)))
+        assert ask(worker) == [3.0]
+        worker.send(None)
+        assert worker.receive() == "down"
+    scheme.shutdown()
+
+
 def _receive_by_hand(connection: Connection, scheme: DoubleBufferSyncScheme) -> None:
     model = ConstantPolicy(-5.0)
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=0)
@@ -855,8 +882,17 @@ def test_a_worker_that_stands_still(address: Path) -> None:
     policy = ConstantPolicy(1.0)
     scheme = DoubleBufferSyncScheme(address, timeout_s=PATIENCE_S)
     with collecting(policy, scheme) as collector:
+        stopped = Path(f"/proc/{collector.procs[1].pid}/task")
         os.kill(collector.procs[1].pid, signal.SIGSTOP)
         try:
+            # Each of its threads stops when it runs next.
+            settle(
+                lambda: (
+                    {task.read_text().rpartition(")")[2][1] for task in stopped.glob("*/stat")}
+                    == {"T"}
+                ),
+                "the worker does not stop",
+            )
             fill(policy, 2.0)
             with pytest.raises(TimeoutError, match=r"worker-1"):
                 collector.update_policy_weights_()
@@ -1148,7 +1184,7 @@ def test_arguments_that_exclude_each_other(scheme: DoubleBufferSyncScheme) -> No
     policy = ConstantPolicy()
     weights = TensorDict.from_module(policy)
     for more in ({"weights": weights}, {"model": policy}):
-        with pytest.raises(ValueError, match="params_map goes without"):
+        with pytest.raises(ValueError, match="params_map excludes"):
             scheme.init_on_sender(params_map={0: weights}, **more)
     with pytest.raises(ValueError, match="exclude each other"):
         scheme.init_on_sender(model_id="policy", model=policy, weights=weights, num_workers=1)

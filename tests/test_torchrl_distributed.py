@@ -112,7 +112,7 @@ def actions(batch: Any) -> list[float]:
 
 def records(address: Path) -> list[Any]:
     """What the workers say of themselves in the policy's store."""
-    return list(dbuffer.buffer.DoubleBuffer(address / "policy").receivers())
+    return list(dbuffer.store.buffer.DoubleBuffer(address / "policy").receivers())
 
 
 def wait_for_end(pid: int, timeout_s: float = 20.0) -> None:

@@ -148,6 +148,16 @@ def test_extra_state_that_cannot_travel_is_refused_and_its_module_named(state: A
         extracted(nn.Sequential(nn.Linear(1, 1), Counting(state)), "state_dict")
 
 
+@pytest.mark.parametrize("value", [(1, 2), torch.ones(2)], ids=["no tensor", "no buffer"])
+def test_state_that_torchrl_would_drop_is_refused_and_named(value: Any) -> None:
+    policy = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    policy[1].register_state_dict_post_hook(
+        lambda _, state, prefix, __: state.update({f"{prefix}scales": value})
+    )
+    with pytest.raises(InvalidWeightsError, match=r"lost: '1\.scales'"):
+        extracted(policy)
+
+
 @pytest.mark.parametrize("weights", [3, "policy", [torch.ones(1)], None], ids=repr)
 def test_what_holds_no_weights_is_refused(weights: Any) -> None:
     with pytest.raises(InvalidWeightsError, match="cannot send a"):

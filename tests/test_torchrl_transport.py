@@ -110,6 +110,27 @@ def test_the_two_ends_may_see_the_store_in_two_places(tmp_path: Path) -> None:
     transport.close()
 
 
+def test_store_that_is_seen_under_the_other_name_only(tmp_path: Path) -> None:
+    """As on another host: the sender's directory could be there, and is not."""
+    sender = DoubleBufferTransport(tmp_path / "mounted" / "store")
+    (tmp_path / "empty").mkdir()
+    receiver = DoubleBufferTransport(tmp_path / "empty" / "store", tmp_path / "mounted" / "store")
+    for value in (1.0, 2.0):
+        sender.send_weights({"a": torch.full((1,), value)})
+        assert receiver.receive_weights(timeout=30)["a"].item() == value
+    sender.close()
+    receiver.close()
+
+
+def test_nothing_to_receive_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    transport = DoubleBufferTransport(tmp_path / "remote" / "store", tmp_path / "local" / "store")
+    assert [transport.receive_weights(timeout) for timeout in (0.1, None, 0.0)] == [None] * 3
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert str(tmp_path / "remote" / "store") in line
+    assert str(tmp_path / "local" / "store") in line
+    transport.close()
+
+
 def test_there_is_a_connection_where_a_store_is_or_may_be(
     transport: DoubleBufferTransport, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -47,6 +48,8 @@ with warnings.catch_warnings():
     from torchrl.collectors import Collector
     from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
 
+    from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
+
 import dbuffer
 from dbuffer.integrations.torchrl import (
     VLLMDoubleBufferSyncScheme,
@@ -54,6 +57,7 @@ from dbuffer.integrations.torchrl import (
     VLLMWeightSyncScheme,
     get_model_metadata,
 )
+from dbuffer.mirror.mirror import MIRROR_LOCK_FILE
 
 pytestmark = NEEDS_VLLM
 
@@ -104,24 +108,118 @@ def ours(name: str) -> Any:
     return getattr(importlib.import_module("dbuffer.integrations.torchrl"), name)
 
 
-METHODS = [
-    (name, method)
-    for name in CLASSES
-    for method, function in vars(of_torchrl(name)).items()
-    if callable(function) and (method == "__init__" or not method.startswith("_"))
+PAIRS = [(ours(name), of_torchrl(name)) for name in CLASSES] + [
+    (DoubleBufferSyncScheme, WeightSyncScheme)
 ]
+"""Our classes, and those of the installed TorchRL whose place they take."""
+
+METHODS = [
+    (mine, theirs, method)
+    for mine, theirs in PAIRS
+    for method, function in inspect.getmembers(theirs, callable)
+    if method == "__init__" or not method.startswith("_")
+    if (mine, method) != (DoubleBufferSyncScheme, "__init__")  # that one is asked for a directory
+]
+METHOD_IDS = [f"{mine.__name__}.{method}" for mine, _, method in METHODS]
+
+NEEDED = object()
+"""In the place of a default."""
+
+DOCUMENTED: dict[str, dict[str, dict[str, Any]]] = {
+    "VLLMDoubleBufferSyncScheme": {
+        "__init__": {
+            "remote_addr": NEEDED,
+            "local_addr": None,
+            "num_threads": 1,
+            "strategy": "tensordict",
+        },
+        "create_transport": {},
+        "create_sender": {},
+        "create_receiver": {"vllm_engine": NEEDED},
+        "init_on_receiver": {"model_id": NEEDED, "context": None},
+        "init_on_worker": {"model_id": NEEDED, "context": None},
+        "get_sender": {},
+        "get_receiver": {},
+        "prepare_weights": {
+            "weights": NEEDED,
+            "model_id": NEEDED,
+            "strategy": NEEDED,
+            "context": None,
+        },
+        "send": {"weights": None, "worker_ids": None},
+        "receive": {"timeout": None},
+        "apply_weights": {"weights": NEEDED, "inplace": True},
+        "connect": {"worker_idx": None, "weights": None},
+        "shutdown": {},
+    },
+    "VLLMDoubleBufferTransport": {
+        "__init__": {"remote_addr": NEEDED, "local_addr": None, "num_threads": 1},
+        "send_weights": {"model_id": NEEDED, "weights": NEEDED},
+        "receive_weights": {"timeout": None, "weights": None, "model": None, "strategy": None},
+        "check_connection": {},
+    },
+    "VLLMDoubleBufferWeightSender": {
+        "__init__": {"scheme": NEEDED},
+        "register_model": {"model": NEEDED},
+        "update_weights": {"weights": None},
+    },
+    "VLLMDoubleBufferWeightReceiver": {
+        "__init__": {"scheme": NEEDED, "vllm_engine": NEEDED},
+        "set_context": {"context": NEEDED},
+        "register_model": {"model_ref": NEEDED},
+        "register_worker_transport": {"pipe": NEEDED},
+        "apply_weights": {"weights": NEEDED, "inplace": True},
+        "poll_and_apply": {"timeout": 180.0},
+        "receive": {"timeout": 0.001},
+    },
+    "VLLMWeightSyncScheme": {
+        "__init__": {
+            "master_address": None,
+            "master_port": None,
+            "gpus_per_replica": 1,
+            "num_replicas": 1,
+            "strategy": "tensordict",
+            "device": 0,
+        },
+        "create_sender": {},
+        "create_receiver": {"vllm_engine": NEEDED},
+    },
+    "VLLMWeightSender": {
+        "__init__": {"scheme": NEEDED},
+        "register_model": {"model": NEEDED},
+        "register_collector": {"collector": NEEDED},
+        "init_all_workers_group": {"model_metadata": NEEDED, "vllm_engine": None},
+        "update_weights": {"weights": None},
+        "shutdown": {},
+    },
+    "VLLMWeightReceiver": {
+        "__init__": {"scheme": NEEDED, "vllm_engine": NEEDED},
+        "init_all_workers_group": {"model_metadata": NEEDED},
+        "set_context": {"context": NEEDED},
+        "register_model": {"model_ref": NEEDED},
+        "register_worker_transport": {"pipe": NEEDED},
+        "apply_weights": {"weights": NEEDED, "inplace": True},
+        "poll_and_apply": {"timeout": 0.1},
+        "receive": {"timeout": 0.001},
+    },
+}
+"""What TorchRL's reference gives, of its versions up to 0.14, with what its pages of 0.11 give for
+the base classes of then: a parameter's name and default."""
+
+DOCUMENTED_METHODS = [(name, method) for name, methods in DOCUMENTED.items() for method in methods]
 
 
 def test_methods_of_torchrl_were_found() -> None:
-    methods = {method for name, method in METHODS if name == "VLLMWeightReceiver"}
+    methods = {method for mine, _, method in METHODS if mine.__name__ == "VLLMWeightReceiver"}
     assert methods == {"__init__", "init_all_workers_group", "apply_weights", "poll_and_apply"}
-    assert {name for name, _ in METHODS} == set(CLASSES)
+    assert {mine.__name__ for mine, _, _ in METHODS} == {*CLASSES, "DoubleBufferSyncScheme"}
+    assert "connect" in {method for mine, _, method in METHODS if mine is DoubleBufferSyncScheme}
 
 
-@pytest.mark.parametrize(("name", "method"), METHODS)
-def test_signatures_are_those_of_torchrl(name: str, method: str) -> None:
-    wanted = inspect.signature(getattr(of_torchrl(name), method)).parameters.values()
-    there = list(inspect.signature(getattr(ours(name), method)).parameters.values())
+@pytest.mark.parametrize(("mine", "theirs", "method"), METHODS, ids=METHOD_IDS)
+def test_signatures_are_those_of_torchrl(mine: Any, theirs: Any, method: str) -> None:
+    wanted = inspect.signature(getattr(theirs, method)).parameters.values()
+    there = list(inspect.signature(getattr(mine, method)).parameters.values())
     more = there[len(wanted) :]
     for parameter, counterpart in zip(wanted, there, strict=False):
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -135,6 +233,46 @@ def test_signatures_are_those_of_torchrl(name: str, method: str) -> None:
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     for other in more:
         assert other.kind in variable or other.default is not inspect.Parameter.empty
+
+
+@pytest.mark.parametrize(("name", "method"), DOCUMENTED_METHODS)
+def test_signatures_are_those_that_torchrl_documents(name: str, method: str) -> None:
+    signature = inspect.signature(getattr(ours(name), method))
+    wanted = DOCUMENTED[name][method]
+    signature.bind(None, **dict.fromkeys(wanted))
+    needed = {p: None for p, default in wanted.items() if default is NEEDED}
+    taken = signature.bind(None, **needed)
+    taken.apply_defaults()
+    keywords = {**taken.arguments, **taken.kwargs}
+    for parameter, default in wanted.items():
+        if default is not NEEDED and parameter in signature.parameters:
+            assert keywords[parameter] == default
+
+
+@pytest.mark.parametrize(("mine", "theirs"), PAIRS)
+def test_properties_are_those_of_torchrl(mine: Any, theirs: Any) -> None:
+    public = {name for name in dir(theirs) if not name.startswith("_")}
+    assert public <= set(dir(mine))
+
+
+@pytest.mark.parametrize("given", [{}, {"master_address": "here", "master_port": 12345}])
+@pytest.mark.parametrize("copied", [False, True])
+def test_attributes_are_those_of_torchrl(store: Path, given: dict[str, Any], copied: bool) -> None:
+    arguments = {"gpus_per_replica": 2, "num_replicas": 3, "device": "cuda:1", **given}
+    theirs = vars(of_torchrl("VLLMWeightSyncScheme")(**arguments))
+    scheme = VLLMWeightSyncScheme(remote_addr=str(store), **arguments)
+    if copied:
+        scheme = pickle.loads(pickle.dumps(scheme))
+    assert {"master_address", "master_port", "strategy_name"} <= theirs.keys()
+    for name, value in theirs.items():
+        if name == "master_port" and not given:
+            assert type(scheme.master_port) is int
+            assert 1024 <= scheme.master_port < 65536
+        else:
+            assert getattr(scheme, name) == value
+    theirs = vars(of_torchrl("VLLMDoubleBufferSyncScheme")(str(store), None, 2))
+    double = VLLMDoubleBufferSyncScheme(str(store), None, 2)
+    assert {name: getattr(double, name) for name in theirs} == theirs
 
 
 @pytest.fixture
@@ -470,6 +608,30 @@ def test_prepare_weights(scheme: VLLMDoubleBufferSyncScheme, extract_as: Any) ->
         assert torch.equal(prepared["weight"], model.weight)
 
 
+class OnlyGetModel:
+    """A context whose models are found by asking it."""
+
+    def __init__(self, **models: Any) -> None:
+        self._models = models
+
+    def get_model(self, model_id: str) -> Any:
+        return self._models[model_id]
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, DoubleBufferSyncScheme])
+def test_prepare_weights_asks_the_context(kind: Any, store: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    context = OnlyGetModel(policy=model, critic=torch.nn.Linear(2, 2))
+    scheme = kind(str(store))
+    prepared = scheme.prepare_weights(None, "policy", WeightStrategy(), context)
+    assert torch.equal(prepared["weight"], model.weight)
+    prepared = scheme.prepare_weights("critic", "policy", WeightStrategy(), context)
+    assert prepared["weight"].shape == (2, 2)
+    with pytest.raises(dbuffer.OptionError, match="actor"):
+        scheme.prepare_weights("actor", "policy", WeightStrategy(), context)
+    scheme.shutdown()
+
+
 # With engines.
 
 
@@ -580,7 +742,7 @@ def test_apply_weights_leaves_nothing_behind(local: dict[str, Any]) -> None:
 
 
 def test_apply_weights_out_of_place_is_refused(local: dict[str, Any]) -> None:
-    assert local["llm"]["out of place"].startswith("ValueError: ")
+    assert local["llm"]["out of place"].startswith("OptionError: ")
 
 
 def test_misfit_is_refused_and_the_engine_serves_on(
@@ -617,7 +779,7 @@ def test_vllm_wrapper_generates_with_the_new_weights(
 
 def test_older_names_of_the_receiving_side(local: dict[str, Any], fresh: dict[int, Any]) -> None:
     seen = local["llm"]["older names"]
-    assert seen["before"].startswith("RuntimeError: ")
+    assert seen["before"].startswith("NotReadyError: ")
     assert seen["polled"] == [True, False]
     assert seen["tokens"] == fresh[seen["seed"]]
 
@@ -647,25 +809,60 @@ def test_collective_receiver_polls_for_a_tenth_of_a_second(local: dict[str, Any]
     assert 0.1 <= seen["polled for, s"] < 5.0
 
 
-def test_model_registered_by_its_path_is_found(
-    local: dict[str, Any], fresh: dict[int, Any]
+@pytest.mark.parametrize("which", ["registered", "registered, double buffer"])
+def test_receiver_takes_what_is_registered(
+    local: dict[str, Any], fresh: dict[int, Any], which: str
 ) -> None:
-    seen = local["collective"]
-    assert seen["no context"].startswith("ValueError: ")
+    """An engine by its path in a context, an engine, and another store."""
+    seen = local["collective"][which]
+    assert seen["no context"].startswith("OptionError: ")
     assert seen["by path"] == [True, fresh[1]]
-    assert seen["registered object"] == [True, fresh[2]]
-
-
-def test_registered_transport_is_the_one_that_is_read(
-    local: dict[str, Any], fresh: dict[int, Any]
-) -> None:
-    assert local["collective"]["other transport"] == [True, fresh[1]]
+    assert seen["object"] == [True, fresh[2]]
+    assert seen["other transport"] == [True, fresh[1]]
 
 
 def test_sender_that_has_the_engine_updates_it(
     local: dict[str, Any], fresh: dict[int, Any]
 ) -> None:
     assert local["collective"]["sent to the engine"] == fresh[2]
+
+
+@pytest.mark.parametrize("where", ["there only", "here and mirrored", "there, then here as well"])
+def test_weights_come_from_whichever_address_has_them(
+    local: dict[str, Any], fresh: dict[int, Any], where: str
+) -> None:
+    for seed, polled, tokens in local["addresses"][where]:
+        assert polled is True
+        assert tokens == fresh[seed]
+
+
+def test_only_a_mirror_is_mirrored_into(local: dict[str, Any]) -> None:
+    seen = local["addresses"]
+    assert MIRROR_LOCK_FILE in seen["beside the mirror"]
+    assert MIRROR_LOCK_FILE not in seen["beside the trainer's"]
+
+
+def test_address_that_is_mounted_later_is_found_by_who_waits(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = local["addresses"]
+    assert seen["mounted while waiting"]
+    assert seen["mounted later"] == [True, fresh[1]]
+
+
+def test_what_a_mirror_has_left_behind_is_not_applied(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    assert local["addresses"]["left behind"] == [False, True, fresh[2]]
+
+
+def test_nothing_at_any_address_is_said_once(local: dict[str, Any]) -> None:
+    seen = local["addresses"]
+    assert seen["nothing anywhere"] == [False, False, False]
+    [line] = seen["said of nothing anywhere"]
+    for name in ("remote_addr", "local_addr", "nowhere/remote", "nowhere/local"):
+        assert name in line
+    assert len(seen["said of nothing at one address"]) == 1
 
 
 def test_async_llm_is_really_updated(local: dict[str, Any], fresh: dict[int, Any]) -> None:
@@ -732,7 +929,7 @@ def test_restarted_actor_comes_back_to_the_newest(
 
 
 def test_dead_actor_is_an_error(on_ray: dict[str, Any]) -> None:
-    assert on_ray["dead"].startswith(("ClosedError: ", "EngineUnreachableError: "))
+    assert on_ray["dead"].startswith(("EngineEndedError: ", "EngineUnreachableError: "))
 
 
 def test_weight_sync_vllm_double_buffer_ray(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
@@ -937,28 +1134,125 @@ def observe_collective(place: Path, llm: Any, models: dict[int, Any]) -> dict[st
     seen["right metadata"].append(check(receiver, "with a version in the store"))
     seen["tokens after checks"] = greedy(llm)
 
-    receiver.register_model("policy")
-    seen["no context"] = error_of(receiver.poll_and_apply)
-    context = SimpleNamespace(policy=llm)
-    receiver.set_context(context)
-    receiver.register_worker_transport(None)
-    seen["by path"] = [receiver.poll_and_apply(timeout=10), greedy(llm)]
-    receiver.register_model(llm)
-    sender.update_weights(models[2])
-    seen["registered object"] = [receiver.poll_and_apply(timeout=10), greedy(llm)]
-
-    other = VLLMDoubleBufferTransport(str(place / "other"))
-    other.send_weights("policy", models[1].state_dict())
-    receiver.register_worker_transport(other)
-    seen["other transport"] = [receiver.poll_and_apply(timeout=10), greedy(llm)]
-    receiver.shutdown()
-    other.close()
-
+    seen["registered"] = observe_registered(place / "a", llm, models, receiver, sender)
     sender.register_model(models[2])
     sender.init_all_workers_group(metadata, vllm_engine=llm)
     sender.update_weights()
     seen["sent to the engine"] = greedy(llm)
     sender.shutdown()
+
+    double = VLLMDoubleBufferSyncScheme(str(place / "double"))
+    receiver, sender = double.create_receiver(llm), double.create_sender()
+    sender.update_weights(models[1])
+    seen["registered, double buffer"] = observe_registered(
+        place / "b", llm, models, receiver, sender
+    )
+    sender.shutdown()
+    return seen
+
+
+def observe_registered(
+    place: Path, llm: Any, models: dict[int, Any], receiver: Any, sender: Any
+) -> dict[str, Any]:
+    """What a receiver is told of by hand; weights of seed 1 are published, and not applied."""
+    seen: dict[str, Any] = {}
+    receiver.register_model(model_ref="policy")
+    seen["no context"] = error_of(receiver.poll_and_apply)
+    context = OnlyGetModel(policy=llm)
+    receiver.set_context(context=context)
+    receiver.register_worker_transport(pipe=None)
+    seen["by path"] = [receiver.poll_and_apply(timeout=10), greedy(llm)]
+    receiver.register_model(llm)
+    sender.update_weights(models[2])
+    seen["object"] = [receiver.receive(timeout=10), greedy(llm)]
+
+    other = VLLMDoubleBufferTransport(str(place / "other"))
+    other.send_weights("policy", models[1].state_dict())
+    receiver.register_worker_transport(pipe=other)
+    seen["other transport"] = [receiver.poll_and_apply(timeout=10), greedy(llm)]
+    receiver.shutdown()
+    other.close()
+    return seen
+
+
+class Warnings(logging.Handler):
+    """What the schemes warn of, from now on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("dbuffer.integrations.torchrl").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def observe_addresses(place: Path, llm: Any, models: dict[int, Any]) -> dict[str, Any]:
+    """``there`` is where a trainer writes, under the name that another host has for it."""
+    seen: dict[str, Any] = {}
+    there = place / "there" / "store"
+    sender = VLLMDoubleBufferSyncScheme(str(there)).create_sender()
+    for name in ("empty", "mounted", "late", "nowhere"):
+        (place / name).mkdir(parents=True)
+
+    def receiver_of(remote: Path, local: Path | None) -> Any:
+        return VLLMDoubleBufferSyncScheme(
+            str(remote), None if local is None else str(local)
+        ).create_receiver(llm)
+
+    def follow(receiver: Any, seed: int) -> list[Any]:
+        sender.update_weights(models[seed])
+        return [seed, receiver.poll_and_apply(timeout=10), greedy(llm)]
+
+    receiver = receiver_of(place / "empty" / "store", there)
+    seen["there only"] = [follow(receiver, 1), follow(receiver, 2)]
+    receiver.shutdown()
+    receiver = receiver_of(place / "mounted" / "store", there)
+    seen["there, then here as well"] = [follow(receiver, 1)]
+    (place / "mounted").rmdir()
+    (place / "mounted").symlink_to(there.parent)
+    seen["there, then here as well"].append(follow(receiver, 2))
+    receiver.shutdown()
+    seen["beside the trainer's"] = sorted(path.name for path in there.iterdir())
+    receiver = receiver_of(there, place / "memory" / "store")
+    seen["here and mirrored"] = [follow(receiver, 1), follow(receiver, 2)]
+    receiver.shutdown()
+    seen["beside the mirror"] = sorted(path.name for path in (place / "memory/store").iterdir())
+    sender.shutdown()
+
+    times: dict[str, float] = {}
+    sender = VLLMDoubleBufferSyncScheme(str(place / "unmounted" / "store")).create_sender()
+    sender.update_weights(models[1])
+    sender.shutdown()
+    receiver = receiver_of(place / "late" / "store", place / "late-memory" / "store")
+    with publishing_soon(lambda: (place / "unmounted").rename(place / "late"), times):
+        seen["mounted later"] = [receiver.poll_and_apply(timeout=60.0), greedy(llm)]
+    seen["mounted while waiting"] = times["published"] > times["begun"]
+    receiver.shutdown()
+
+    left, new = place / "left" / "store", place / "new" / "store"
+    with dbuffer.Mirror(place / "late" / "store", left).start() as mirror:
+        mirror.wait_until_current()
+    receiver = receiver_of(new, left)
+    polled = [receiver.poll_and_apply(timeout=0.2)]
+    sender = VLLMDoubleBufferSyncScheme(str(new)).create_sender()
+    sender.update_weights(models[2])
+    polled.append(receiver.poll_and_apply(timeout=20.0))
+    seen["left behind"] = [*polled, greedy(llm)]
+    receiver.shutdown()
+    sender.shutdown()
+
+    nowhere = place / "nowhere"
+    for what, remote, local in (
+        ("nothing anywhere", nowhere / "remote", nowhere / "local"),
+        ("nothing at one address", nowhere / "remote", None),
+    ):
+        warnings_of = Warnings()
+        receiver = receiver_of(remote, local)
+        seen[what] = [receiver.poll_and_apply(timeout) for timeout in (0.2, 0, 0)]
+        receiver.shutdown()
+        seen[f"said of {what}"] = warnings_of.lines
+        logging.getLogger("dbuffer.integrations.torchrl").removeHandler(warnings_of)
     return seen
 
 
@@ -1024,6 +1318,7 @@ def run_local(place: Path) -> dict[str, Any]:
     followed = vllm.LLM(**engine_arguments(checkpoints[0], how="none"))
     seen["llm"] = observe_llm(place, followed, models)
     seen["collective"] = observe_collective(place, followed, models)
+    seen["addresses"] = observe_addresses(place / "addresses", followed, models)
     seen["async"] = asyncio.run(observe_async_llm(place, models))
     return seen
 
@@ -1185,6 +1480,9 @@ def observe_failures(store: Path, actor: Any, models: dict[int, Any]) -> dict[st
     restarted: dict[str, Any] = {"seed": 2, "polled": receiver.poll_and_apply(timeout=1)}
     restarted["tokens"] = tokens_of(actor)
     ray.kill(actor)
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        while True:  # it may answer until it is dead
+            ray.get(actor.__ray_ready__.remote())
     sender.update_weights(models[1])
     dead = error_of(lambda: receiver.poll_and_apply(timeout=20))
     receiver.shutdown()

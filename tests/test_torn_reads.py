@@ -16,6 +16,7 @@ import itertools
 import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -24,18 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import SMALL, Child, Pattern, Step, at_step, without_flock
+from support import SMALL, Child, Pattern, Record, Step, at_step, is_soak, patience_s, without_flock
 
 import dbuffer
-from dbuffer import filesystem, layout, retirement
-from dbuffer.buffer import DoubleBuffer
-from dbuffer.receiver import WeightReceiver
-from dbuffer.tensors import Copier
+from dbuffer.format import layout
+from dbuffer.io.copier import Copier
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.store import filesystem, retirement
+from dbuffer.store.buffer import Held
 
-NUM_PUBLISHES = 2000
-NUM_PUBLISHES_ACROSS_A_NETWORK = 600
+NUM_PUBLISHES = 20_000 if is_soak() else 800
+NUM_PUBLISHES_ACROSS_A_NETWORK = 6_000 if is_soak() else 300
 """Each takes longer: three files are flushed, and three directories."""
 NUM_READERS = 4
+NUM_THREADS = 3
+"""In each process, at once."""
 WEIGHTS = Pattern(num_tensors=64, numel=2048)  # 16 KiB each, 1 MiB in all
 
 
@@ -54,6 +58,11 @@ class Layers:
         return self.announces is not None
 
     @property
+    def keeps_snapshots_whole(self) -> bool:
+        """Or nothing is kept whole. A snapshot's checksums are compared as it is opened only."""
+        return not self.checksums and not self.is_network
+
+    @property
     def num_publishes(self) -> int:
         return NUM_PUBLISHES_ACROSS_A_NETWORK if self.is_network else NUM_PUBLISHES
 
@@ -70,7 +79,7 @@ def switch_off_what_is_not_in(layers: Layers) -> None:
     if not layers.locks:
         without_flock()
     if not layers.generations:
-        DoubleBuffer.is_unchanged = lambda self, held: True
+        Held.is_unchanged = lambda self: True
     if layers.is_network:
         os.environ["DBUFFER_MOUNT"] = "network"
         layout.SPAN_BYTES = 32 * 1024  # so that a reader is in the middle of a file for long
@@ -105,35 +114,64 @@ def count_detections(counts: Counter[str]) -> None:
         setattr(owner, name, counting)
 
     counted(filesystem, "try_lock")
-    counted(DoubleBuffer, "is_unchanged")
-    counted(WeightReceiver, "is_right")
+    counted(Held, "is_unchanged")
+    counted(WeightReceiver, "checksums_match")
     counted(WeightReceiver, "_read")
+    count_threads(counts)
 
 
 def copy_with_pauses(rng: random.Random, longest_s: float) -> None:
-    """Make some copies take longer than two publishes, so that the writer comes round."""
+    """Make some copies take longer than two publishes, so that the writer comes round.
 
-    def in_parallel(self: Copier, work: Any, slices: Any) -> None:
+    All threads copy at once, and each has pauses of its own.
+    """
+    in_parallel = Copier.in_parallel
+
+    def in_parallel_with_pauses(self: Copier, work: Any, slices: Any) -> None:
         end = max(last for _, last in slices)
-        pauses = rng.sample(range(end), 3) if rng.random() < 0.5 else ()
-        for index in range(end):
-            if index in pauses:
-                time.sleep(rng.uniform(0, longest_s))
-            work(index, index + 1)
+        pauses = {}
+        if rng.random() < 0.5:
+            pauses = {at: rng.uniform(0, longest_s) for at in rng.sample(range(end), 3)}
 
-    Copier.in_parallel = in_parallel
+        def work_slowly(first: int, end: int) -> None:
+            for index in range(first, end):
+                time.sleep(pauses.get(index, 0))
+                work(index, index + 1)
+
+        in_parallel(self, work_slowly, slices)
+
+    Copier.in_parallel = in_parallel_with_pauses
+
+
+def count_threads(counts: Counter[str]) -> None:
+    """Count the copies that more than one thread has made."""
+    in_parallel = Copier.in_parallel
+
+    def counting(self: Copier, work: Any, slices: Any) -> None:
+        threads = set()
+
+        def work_seen(first: int, end: int) -> None:
+            threads.add(threading.get_ident())
+            work(first, end)
+
+        in_parallel(self, work_seen, slices)
+        counts["concurrent copies"] += len(threads) > 1
+
+    Copier.in_parallel = counting
 
 
 def write(connection: Connection, store: Path, layers: Layers) -> None:
     counts: Counter[str] = Counter()
     switch_off_what_is_not_in(layers)
     count_detections(counts)
-    with dbuffer.WeightSender(store, checksum=layers.checksums, num_threads=1) as sender:
+    with dbuffer.WeightSender(store, checksum=layers.checksums, num_threads=NUM_THREADS) as sender:
         sender.send(WEIGHTS.weights(1))
         connection.send("published")
         connection.recv()
         for version in range(2, layers.num_publishes + 1):
-            sender.send(WEIGHTS.weights(version))
+            sent_s = sender.send(WEIGHTS.weights(version)).duration_s
+            if version % 50 == 0:  # so that readers on a busy machine come to an end at times
+                time.sleep(max(0.02, min(10 * sent_s, 0.2)))
     connection.send(counts)
 
 
@@ -143,35 +181,42 @@ def read(connection: Connection, store: Path, layers: Layers, seed: int) -> None
     rng = random.Random(seed)
     switch_off_what_is_not_in(layers)
     count_detections(counts)
-    # A writer that respects locks waits for the readers, and 2,000 publishes are to end in seconds.
+    # A writer that respects locks waits for the readers, and all publishes are to end in seconds.
     copy_with_pauses(rng, 0.001 if layers.locks else 0.01)
     longest_delay_s = 0.04 if layers.locks else 0.01
     target = WEIGHTS.empty()
     versions: list[int] = []
     connection.send("ready")
-    with dbuffer.WeightReceiver(store, verify=layers.checksums, num_threads=1) as receiver:
+    with dbuffer.WeightReceiver(
+        store, verify=layers.checksums, num_threads=NUM_THREADS
+    ) as receiver:
         while not versions or versions[-1] < layers.num_publishes:
-            holds = layers.locks and rng.random() < 0.3
-            if holds:
-                found = hold(receiver, rng)
-            else:
-                found = receiver.load_into(target), WEIGHTS.version_of(target)
+            holds = layers.keeps_snapshots_whole and rng.random() < 0.3
+            try:
+                if holds:
+                    found = hold(receiver, rng.uniform(0, 0.001 if layers.locks else 0.02))
+                else:
+                    found = receiver.load_into(target), WEIGHTS.version_of(target)
+            except dbuffer.SnapshotEvictedError:
+                counts["evicted"] += 1
+                continue
             if found[0] is None:
                 time.sleep(0.001)
                 continue
             counts["reads"] += 1
             counts["mixes"] += found[0] != found[1]
+            counts["torn snapshots"] += holds and found[0] != found[1]
             versions.append(found[0])
             time.sleep(rng.choice((0, rng.uniform(0, longest_delay_s))))
     counts["steps back"] = sum(b < a for a, b in itertools.pairwise(versions))
     connection.send(counts)
 
 
-def hold(receiver: WeightReceiver, rng: random.Random) -> tuple[int, int | None]:
+def hold(receiver: WeightReceiver, pause_s: float) -> tuple[int, int | None]:
     """Look at a snapshot twice, with a pause in between."""
     with receiver.open() as snapshot:
         first = WEIGHTS.version_of(snapshot.tensors)
-        time.sleep(rng.uniform(0, 0.001))
+        time.sleep(pause_s)
         second = WEIGHTS.version_of(snapshot.tensors)
         return snapshot.version, first if first == second else None
 
@@ -187,30 +232,46 @@ def run(store: Path, layers: Layers) -> tuple[Counter[str], list[Counter[str]]]:
         for reader in readers:
             assert reader.receive() == "ready"
         writer.send("go")
-        return writer.receive(), [reader.receive() for reader in readers]
+        return writer.receive(patience_s()), [reader.receive() for reader in readers]
+
+
+def tell(read: list[Counter[str]], layers: Layers, record_property: Record) -> None:
+    record_property("versions published to readers at full speed", layers.num_publishes)
+    record_property("reads of them, of which none was torn", sum(c["reads"] for c in read))
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("layers", "detector"),
     [
         pytest.param(LOCKS, "try_lock", id="locks"),
         pytest.param(GENERATIONS, "is_unchanged", id="generations alone"),
-        pytest.param(CHECKSUMS, "is_right", id="checksums alone"),
+        pytest.param(CHECKSUMS, "checksums_match", id="checksums alone"),
     ],
 )
-def test_no_reader_mixes_versions_or_goes_back(store: Path, layers: Layers, detector: str) -> None:
+def test_no_reader_mixes_versions_or_goes_back(
+    store: Path, layers: Layers, detector: str, record_property: Record
+) -> None:
     written, read = run(store, layers)
+    tell(read, layers, record_property)
     for counts in read:
         assert counts["mixes"] == 0
         assert counts["steps back"] == 0
         assert counts["reads"] >= 5
     assert sum(counts[detector] for counts in (written, *read)) > 0, "nothing was put to the test"
+    assert all(counts["concurrent copies"] > 0 for counts in (written, *read))
+    if not layers.locks and layers.keeps_snapshots_whole:
+        assert sum(counts["evicted"] for counts in read) > 0, "no snapshot was put to the test"
 
 
 @pytest.mark.slow
-def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(store: Path) -> None:
+@pytest.mark.soak
+def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(
+    store: Path, record_property: Record
+) -> None:
     _, read = run(store, NETWORK)
+    tell(read, NETWORK, record_property)
     for counts in read:
         assert counts["mixes"] == 0
         assert counts["steps back"] == 0
@@ -219,6 +280,7 @@ def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(store: Path
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(store: Path) -> None:
     """The control; and what happens to readers that may not write a record."""
     _, read = run(store, NETWORK_UNANNOUNCED)
@@ -229,14 +291,16 @@ def test_across_a_network_readers_that_say_nothing_lose_files_and_try_again(stor
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_without_any_layer_readers_do_mix_versions(store: Path) -> None:
     """The control: readers as slow as these do see torn weights when nothing keeps them whole."""
     _, read = run(store, NOTHING)
-    assert sum(counts["mixes"] for counts in read) > 0
+    assert sum(counts["mixes"] - counts["torn snapshots"] for counts in read) > 0
+    assert sum(counts["torn snapshots"] for counts in read) > 0
 
 
 LOOKS = {
-    "before the pointer": Step("call", "DoubleBuffer.newest_pointer", nth=2),
+    "before the pointer": Step("call", "DoubleBuffer.newest_pointer"),
     "between pointer and manifest": Step("call", "DoubleBuffer.manifest"),
     "between manifest and file": Step("call", "open_regular", nth=4),
     "between file and lock": Step("call", "try_lock"),

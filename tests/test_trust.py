@@ -7,6 +7,7 @@ import contextlib
 import os
 import pickle
 import stat
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,9 +16,11 @@ import pytest
 from support import SMALL, Child, newest
 
 import dbuffer
-from dbuffer import agreement
+from dbuffer.store.buffer import DoubleBuffer
 
 NOBODY = 65534
+
+pytestmark = pytest.mark.usefixtures("settle_quickly")
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 
@@ -78,7 +81,11 @@ def test_a_store_that_others_can_write_to_is_refused(
 
 
 @pytest.mark.parametrize(
-    "inside", ["A", "B", "CURRENT", "A/manifest.json", "B/manifest.json", "weights"]
+    "inside",
+    [
+        *("A", "B", "CURRENT", "A/manifest.json", "B/manifest.json", "weights"),
+        *("tmp", "receivers", "writer.json"),
+    ],
 )
 def test_what_others_can_write_to_in_a_store_is_refused(published: Path, inside: str) -> None:
     """The directory is open for others to read, and something in it for them to write."""
@@ -163,21 +170,164 @@ def test_a_store_that_may_not_be_read_is_a_clear_error(
 # ---------------------------------------------------------------------------------------------
 # Nothing in a store is ever unpickled
 
-# What `agreement` unpickles comes from ranks of the same job, by way of their process group.
-CORE = sorted(set(Path(dbuffer.__file__).parent.glob("*.py")) - {Path(agreement.__file__)})
-UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+PACKAGE = Path(dbuffer.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+UNPICKLERS = (
+    *("_pickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"),
+    *("torch.load", "torch.serialization", "torch.package", "torch.jit.load", "torch.hub"),
+    *("numpy.load", "numpy.lib.npyio", "pandas.read_pickle", "multiprocessing.reduction"),
+)
+"""Modules and functions that may unpickle, or what is below them."""
+UNPICKLING_METHODS = {
+    *("load_memmap", "from_consolidated", "load_memmap_", "read_pickle", "Unpickler"),
+    *("all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list"),
+    *("scatter_object_list",),
+}
+"""Whatever they are methods of."""
+_FROM_RANK_TO_RANK = ("all_gather_object", "broadcast_object_list")
+ALLOWED = {
+    # What ranks of one job tell one another, by way of their process group.
+    "ranks/agreement.py": {"pickle.loads"},
+    "examples/lightrft.py": {f"torch.distributed.{name}" for name in _FROM_RANK_TO_RANK},
+    "integrations/engine/ranks.py": {"pickle.loads"},
+}
+"""Nothing of it comes out of a store."""
+HARMLESS = {"pickle.dumps"}
 
 
-@pytest.mark.parametrize("file", CORE, ids=lambda file: file.name)
-def test_no_module_of_the_core_can_unpickle(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text())):
+class Uses(ast.NodeVisitor):
+    """Which names of other modules a source uses, whatever they are called there."""
+
+    def __init__(self, source: str) -> None:
+        self._names = {"__builtins__": "builtins"}
+        self.found: set[str] = set()
+        tree = ast.parse(source)
+        for node in ast.walk(tree):  # first of all: a function may stand above an import
+            self._note_import(node)
+        self.visit(tree)
+
+    def _note_import(self, node: ast.AST) -> None:
         if isinstance(node, ast.Import):
-            assert not UNPICKLERS & {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert (node.module or "").partition(".")[0] not in UNPICKLERS
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            assert (node.value.id, node.attr) != ("torch", "load")
-            assert node.attr not in ("load_memmap", "from_consolidated")
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                self._names[alias.asname or first] = alias.name if alias.asname else first
+                if "." in alias.name:
+                    self.found.add(alias.name)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                self._names[alias.asname or alias.name] = name
+                self.found.add(name)
+
+    def _name_of(self, node: ast.AST) -> str | None:
+        if isinstance(node, ast.Name):
+            return self._names.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self._name_of(node.value)
+            return None if base is None else f"{base}.{node.attr}"
+        return None
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.found.add(self._name_of(node) or node.id)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = self._name_of(node)
+        self.found.add(name or f"?.{node.attr}")
+        if name is None:
+            self.visit(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """``getattr(torch, "load")``, ``import_module("pickle")``."""
+        words = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if function == "getattr" and words:
+            self.found.add(f"{self._name_of(node.args[0]) or '?'}.{words[0]}")
+        if function in ("import_module", "__import__"):
+            self.found.update(map(str, words))
+        self.generic_visit(node)
+
+
+def ways_to_unpickle(source: str) -> set[str]:
+    return {
+        name
+        for name in Uses(source).found - HARMLESS
+        if name.rpartition(".")[2] in UNPICKLING_METHODS
+        or any(f"{name}.".startswith(f"{unpickler}.") for unpickler in UNPICKLERS)
+    }
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_module_can_unpickle(file: Path) -> None:
+    allowed = ALLOWED.get(str(file.relative_to(PACKAGE)), set())
+    assert ways_to_unpickle(file.read_text()) == allowed
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle; pickle.loads(data)",
+        "import pickle as harmless; harmless.load(file)",
+        "import pickle; read = pickle.loads",
+        "import pickle; [*map(pickle.loads, data)]",
+        "import pickle; codec = pickle",
+        "from pickle import loads",
+        "from pickle import *",
+        "from _pickle import loads as decode",
+        "def read(data):\n    from cloudpickle import loads\n    return loads(data)",
+        "import torch; torch.load(file)",
+        "import torch as t; t.load(file)",
+        "from torch import load",
+        "from torch import load as read",
+        "from torch import serialization",
+        "import torch.serialization",
+        "from torch.serialization import load",
+        "import torch; getattr(torch, 'load')(file)",
+        "import importlib; importlib.import_module('pickle').loads(data)",
+        "__import__('marshal').loads(data)",
+        "from numpy import load",
+        "TensorDict.load_memmap(path)",
+        "from torch import distributed as d; d.broadcast_object_list(names)",
+    ],
+)
+def test_every_way_to_unpickle_is_found(source: str) -> None:
+    assert ways_to_unpickle(source)
+
+
+def watch_for_pickles(connection: Connection, store: Path) -> None:
+    """Use a store in every way that the core has; send what was unpickled meanwhile."""
+    found: list[str] = []
+    is_watching = True
+
+    def watch(event: str, arguments: tuple[object, ...]) -> None:
+        if is_watching and event in ("pickle.find_class", "marshal.loads"):
+            found.append(f"{event} {arguments}"[:80])
+
+    local = store.with_name("local")
+    import dbuffer.mirror.mirror
+    import dbuffer.receive.stager
+    import dbuffer.tools.verification
+
+    sys.addaudithook(watch)
+    use_both_buffers(store)
+    hold(store)
+    with dbuffer.Mirror(store, local).start() as mirror:
+        mirror.wait_until_current(10)
+    stager = dbuffer.receive.stager.Stager(str(local), receiver_id="rank", verify=False)
+    stager.take(timeout_s=10)
+    stager.close()
+    list(DoubleBuffer(store).receivers())
+    used = found.copy()
+    pickle.loads(pickle.dumps(Bomb(store.with_name("boom"))))
+    is_watching = False
+    connection.send((used, len(found) - len(used)))
+
+
+def test_nothing_is_unpickled_while_a_store_is_used(published: Path) -> None:
+    with Child(watch_for_pickles, published) as child:
+        used, of_the_control = child.receive()
+    assert not used
+    assert of_the_control
 
 
 class Bomb:
@@ -188,10 +338,19 @@ class Bomb:
         self.path = str(path)
 
 
-@pytest.mark.parametrize("file", ["CURRENT", "A/manifest.json", "B/manifest.json", "writer.json"])
-def test_a_pickle_in_a_record_is_not_opened(published: Path, shm_path: Path, file: str) -> None:
-    (published / file).write_bytes(pickle.dumps(Bomb(shm_path / "boom")))
-    for way_in in (load, open_sender):
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("CURRENT", "A/manifest.json", "B/manifest.json", "writer.json", "writer.lock"),
+        *("receivers/old.json", "tmp/CURRENT", "tmp/.CURRENT.1.tmp", "weights"),
+    ],
+)
+def test_a_pickle_in_a_store_is_not_opened(published: Path, shm_path: Path, file: str) -> None:
+    paths = [published / file] if file != "weights" else [*published.rglob("weights-*")]
+    for path in paths:
+        path.write_bytes(pickle.dumps(Bomb(shm_path / "boom")))
+        path.chmod(0o600)
+    for way_in in (load, hold, open_sender, lambda store: [*DoubleBuffer(store).receivers()]):
         with contextlib.suppress(dbuffer.StoreCorruptError):
             way_in(published)
     assert not (shm_path / "boom").exists()

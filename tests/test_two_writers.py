@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support import OTHER, SMALL, Child, Step, at_step, newest, stop
 
 import dbuffer
-from dbuffer.buffer import DoubleBuffer
+from dbuffer.store import filesystem, retirement
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.writer import BufferWriter
 
 SOON_S = 5.0
 
@@ -104,7 +107,7 @@ def test_sender_superseded_while_it_publishes_does_not_undo_its_successor(
 
 BEFORE_THE_FLIP = {
     "in the copy": Step("call", "Copier.write"),
-    "after the copy": Step("return", "WeightSender._copy"),
+    "after the copy": Step("return", "Draft.fill"),
     "before the commit": Step("call", "BufferWriter.commit"),
 }
 
@@ -189,7 +192,7 @@ def fork_with_a_sender(connection: Connection, store: Path, in_a_publish: bool) 
             sender.send(SMALL.weights(version))
         fork_and_use(connection, lambda: sender.send(SMALL.weights(4)))
         if in_a_publish:
-            at_step(Step("return", "WeightSender._copy"), stop)
+            at_step(Step("return", "Draft.fill"), stop)
             sender.send(SMALL.weights(4))
         stop()
 
@@ -259,3 +262,32 @@ def test_closed_sender_says_so(store: Path) -> None:
     with dbuffer.WeightSender(store) as again:
         assert again.send(SMALL.weights(2)).version == 2
     assert time.monotonic() - started < SOON_S
+
+
+def test_a_version_published_while_another_takes_over_keeps_its_file(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where locks hold nobody back, the old sender may publish until it sees the new one."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    monkeypatch.setattr(retirement, "KEEP_AT_LEAST_S", 0.0)
+    monkeypatch.setattr(filesystem, "try_lock", lambda *_, **__: True)
+    monkeypatch.setattr(filesystem, "lock_within", lambda *_, **__: True)
+    put, late = BufferWriter._put, [3]
+
+    def put_late(self: BufferWriter, path: Path, record: Any) -> None:
+        if path.name == "writer.json" and late:
+            first.send(SMALL.weights(late.pop()))
+        put(self, path, record)
+
+    def fail() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(SMALL.weights(4).items())[:2]
+        raise RuntimeError("the trainer fails")
+
+    with dbuffer.WeightSender(store, reader_timeout_s=0.0) as first:
+        for version in (1, 2):
+            first.send(SMALL.weights(version))
+        monkeypatch.setattr(BufferWriter, "_put", put_late)
+        with dbuffer.WeightSender(store, reader_timeout_s=0.0) as second:
+            with pytest.raises(RuntimeError, match="the trainer fails"):
+                second.send(fail())
+            assert newest(store, verify=True) == 3

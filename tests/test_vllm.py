@@ -1,7 +1,8 @@
 """A store's weights in real vLLM engines in one process, against fresh engines on those weights.
 
 Two ways in (the backend, and no option at all), four kinds of models, two dtypes, with linear
-layers packed as vLLM does on a CPU and with live parameters as on a GPU.
+layers packed as vLLM does on a CPU and with live parameters as on a GPU: every pair of these, and
+in a soak every combination.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import is_soak
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
@@ -27,16 +29,23 @@ from vllm_engines import (
 
 import dbuffer
 
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, pytest.mark.soak, pytest.mark.xdist_group("vllm")]
 
 TIMEOUT_S = 280
 # vLLM makes what experts need when its first engine has some, so that one comes first.
 FAMILIES = ("qwen3-moe", "qwen3", "llama", "tied-qwen2")
 LAYERS = ("packed", "live")
 DTYPES = ("float32", "bfloat16")
-SWAPS = [
+# Each family with each dtype and each kind of layers, and each dtype with each kind of layers.
+PAIRS = [
+    f"{family} {dtype} {LAYERS[(index + other) % 2]}"
+    for index, family in enumerate(reversed(FAMILIES))
+    for other, dtype in enumerate(DTYPES)
+]
+EVERY = [
     f"{family} {dtype} {layers}" for family in FAMILIES for dtype in DTYPES for layers in LAYERS
 ]
+SWAPS = EVERY if is_soak() else sorted(PAIRS, key=EVERY.index)
 MANY = "qwen3 float32 packed"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -120,6 +129,12 @@ def test_stock_calls_refuse_what_they_do_not_know(observed: dict[str, Any]) -> N
     for bad, error in observed["bad stock calls"].items():
         assert error.startswith("OptionError: "), bad
     assert "dense" in observed["bad stock calls"]["sparse"]
+
+
+def test_a_request_is_parsed_as_vllm_has_it(observed: dict[str, Any]) -> None:
+    refusal = "ValueError: update_info is {'names': ['x']}, and must be an object"
+    assert observed["parsed"]["bad"].startswith(refusal)
+    assert observed["parsed"]["good"] == 3
 
 
 def test_stock_calls_take_newest_exact_and_nothing_twice(observed: dict[str, Any]) -> None:
@@ -254,6 +269,7 @@ def observe_stock_calls(store: Path, llm: Any, seen: dict[str, Any]) -> None:
         return error
 
     llm.init_weight_transfer_engine({"init_info": {"store": str(store)}})
+    observe_parsing(llm, seen)
     seen["bad stock calls"] = {
         "no store": error_of(lambda: llm.init_weight_transfer_engine({"init_info": {}})),
         "unknown option": error_of(
@@ -261,11 +277,11 @@ def observe_stock_calls(store: Path, llm: Any, seen: dict[str, Any]) -> None:
         ),
         "version zero": update(version=0),
         "unknown key": update(names=["x"]),
-        "sparse": update(kind="sparse"),
+        "sparse": update(update_kind="sparse_flat"),
     }
     with dbuffer.WeightSender(store) as sender:
         sender.send(make_model("qwen3", 1))
-        assert update() == "no error"
+        assert update(update_kind="dense") == "no error"
         seen["stock newest"] = greedy(llm)
         assert update() == "no error"
         assert update(version=1) == "no error"
@@ -279,6 +295,15 @@ def observe_stock_calls(store: Path, llm: Any, seen: dict[str, Any]) -> None:
         sender.send(make_model("qwen3", 1))
         seen["stock gone"] = update(version=3)
     llm.shutdown_weight_transfer_engine()
+
+
+def observe_parsing(llm: Any, seen: dict[str, Any]) -> None:
+    transfer = llm.llm_engine.model_executor.driver_worker.worker.weight_transfer_engine
+    seen["parsed"] = {"good": transfer.parse_update_info({"version": 3}).version, "bad": "parsed"}
+    try:
+        transfer.parse_update_info({"names": ["x"]})
+    except ValueError as error:
+        seen["parsed"]["bad"] = f"ValueError: {error}"
 
 
 def observe_refusals(store: Path, llm: Any, seen: dict[str, Any]) -> None:
@@ -306,9 +331,9 @@ def observe_busy(llm: Any, follower: Any, seen: dict[str, Any]) -> None:
     seen["before busy"] = greedy(llm)[0]
     engine.add_request("busy", {"prompt_token_ids": PROMPTS[0]}, greedy_parameters())
     engine.step()
-    from dbuffer.integrations.vllm.engines import OfflineEngine
+    from dbuffer.integrations.vllm.engines import OfflineVllm
 
-    seen["busy"] = error_of(lambda: OfflineEngine(llm).pause("keep"))
+    seen["busy"] = error_of(lambda: OfflineVllm(llm).pause("keep"))
     while engine.has_unfinished_requests():
         outputs = engine.step()
     seen["finished when busy"] = list(outputs[0].outputs[0].token_ids)

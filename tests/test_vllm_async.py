@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import shutil
 import sys
 import tempfile
@@ -242,6 +243,16 @@ def test_a_pause_that_somebody_else_began_is_theirs_to_end(observed: dict[str, A
         str(seen["label_before"]),
         str(seen["version"]),
     ]
+
+
+def test_engine_that_dies_ends_following_which_is_told_once(observed: dict[str, Any]) -> None:
+    assert observed["dead"]["error"].startswith("EngineEndedError")
+    [line] = observed["dead"]["log"]
+    assert "is followed no longer: " in line
+
+
+def test_engine_that_can_never_be_followed_is_refused_at_once(observed: dict[str, Any]) -> None:
+    assert observed["no store"].startswith("OptionError: no store given")
 
 
 def test_two_ranks_switch_as_one(observed_two: dict[str, Any]) -> None:
@@ -496,8 +507,14 @@ async def publish_a_misfit(program: Program) -> dict[str, Any]:
         return seen | {"next": version, "after": await program.respond(PROMPTS[0], 4)}
 
 
+def receiver_of(worker: Any) -> Any:
+    from dbuffer.integrations.engine.endpoint import RankEndpoint
+
+    return RankEndpoint.of(worker.get_model()).receiver
+
+
 def places_to_fail(worker: Any) -> dict[str, tuple[Any, str]]:
-    receiver = worker.weight_transfer_engine._receiver
+    receiver = receiver_of(worker)
     return {"load": (receiver._model, "load"), "prepare": (receiver._stager, "take")}
 
 
@@ -544,9 +561,9 @@ async def fail_in_a_pause(program: Program, what: str) -> dict[str, Any]:
 
 def hold_load(worker: Any, directory: str) -> None:
     """In the worker: let the next load wait until it is told to go on."""
-    model = worker.weight_transfer_engine._receiver._model
+    model: Any = receiver_of(worker)._model
 
-    def wait_and_load(tensors: Any) -> None:
+    def wait_and_load(tensors: Any, **options: Any) -> None:
         import pathlib
         import time
 
@@ -555,7 +572,7 @@ def hold_load(worker: Any, directory: str) -> None:
         deadline = time.monotonic() + 60
         while not pathlib.Path(directory, "go on").exists() and time.monotonic() < deadline:
             time.sleep(0.002)
-        model.load(tensors)
+        model.load(tensors, **options)
 
     model.load = wait_and_load
 
@@ -597,6 +614,33 @@ async def pause_as_a_user(program: Program) -> dict[str, Any]:
         }
         await program.engine.resume_generation()
         return seen | {"response": await request}
+
+
+async def lose_the_engine(program: Program) -> dict[str, Any]:
+    """Kill the engine's core, while nothing is asked of it."""
+    import psutil
+
+    heard: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = heard.append  # type: ignore[method-assign]
+    async with program.following() as follower:
+        logging.getLogger("dbuffer.integrations.engine").addHandler(handler)
+        for process in psutil.Process().children(recursive=True):
+            if "EngineCore" in " ".join(process.cmdline()):
+                process.kill()
+        await until(lambda: follower.error is not None)
+        error = f"{type(follower.error).__name__}: {follower.error}"
+    return {"error": error, "log": [r.getMessage() for r in heard if r.levelno > logging.INFO]}
+
+
+def follow_nothing(program: Program) -> str:
+    from dbuffer.integrations.vllm import follow
+
+    try:
+        follow(program.engine)
+    except dbuffer.DBufferError as error:
+        return f"{type(error).__name__}: {error}"
+    return "is followed"
 
 
 def memory_of(process_id: int) -> int:
@@ -698,6 +742,8 @@ async def run_one_rank(directory: Path) -> dict[str, Any]:
         seen["closed"] = await close_in_a_switch(program, directory)
         seen["paused by the user"] = await pause_as_a_user(program)
         kept = await switch_kept_requests(program)
+        seen["no store"] = follow_nothing(program)
+        seen["dead"] = await lose_the_engine(program)
     return seen | answer_afresh(directory, kept)
 
 

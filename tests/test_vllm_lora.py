@@ -61,12 +61,12 @@ def test_the_last_adapter_can_still_be_asked_for(observed: dict[str, Any]) -> No
 def test_an_adapter_is_no_model(observed: dict[str, Any]) -> None:
     error, tokens = observed["adapter as model"]
     assert error.startswith("EngineUpdateError: ")
-    assert "the store holds an adapter, and no model" in error
+    assert "the store holds an adapter, not a model" in error
     assert tokens == observed["fresh"][-1]
 
 
 def test_a_model_is_no_adapter(observed: dict[str, Any]) -> None:
-    assert "the store holds a model, and no adapter" in observed["model as adapter"]
+    assert "the store holds a model, not an adapter" in observed["model as adapter"]
 
 
 # From here on, the program that runs in the subprocess.

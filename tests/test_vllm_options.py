@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
+from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm import plugin
 from dbuffer.integrations.vllm.config import (
@@ -27,8 +28,7 @@ from dbuffer.integrations.vllm.config import (
     engine_settings,
     options_of,
 )
-from dbuffer.integrations.vllm.engines import EXTENSION, facts_of, has_extension
-from dbuffer.manifest import MAX_INTEGER, is_receiver_id
+from dbuffer.integrations.vllm.facts import EXTENSION, facts_of, has_backend, has_extension
 
 STORE = "/dev/shm/policy"
 
@@ -43,6 +43,8 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "num_threads": [0, -1, 1.0, "4", True, False, math.nan, [4]],
     "allow_shared_store": [0, 1, None, "false", "", []],
     "partial": [0, 1, None, "true", "", []],
+    "new_history": ["", "Follow", "ask", None, True, 1, ["follow"]],
+    "instance_id": ["", 1, True, ["a"], {}],
 }
 
 RIGHT_OPTIONS: dict[str, list[Any]] = {
@@ -56,12 +58,16 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "num_threads": [None, 1, 64],
     "allow_shared_store": [True, False],
     "partial": [True, False],
+    "new_history": ["follow", "refuse"],
+    "instance_id": [None, "1795324001626655474"],
 }
 
 WRONG_REQUESTS: dict[str, list[Any]] = {
     "version": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1, math.nan],
     "at_least": [0, -1, 1.0, "1", True, False, [1], {}, MAX_INTEGER + 1],
-    "kind": ["", "Dense", "patch", None, True, 1, ["dense"], {}],
+    "history": ["", "a", "A" * 16, 1, True, ["0" * 16]],
+    "update_kind": ["", "Dense", "sparse", None, True, 1, ["dense"], {}],
+    "attempt": ["", "a", "A" * 16, "0" * 15, "0" * 17, "0" * 16 + "\n", 1, True, ["0" * 16]],
 }
 
 
@@ -82,7 +88,7 @@ def test_a_wrong_option_is_a_value_error_that_names_it(name: str, value: Any) ->
     with pytest.raises(OptionError) as caught:
         EngineOptions.parse({"store": STORE, name: value})
     assert isinstance(caught.value, ValueError)
-    assert str(caught.value).startswith(f"{name} is {value!r}"[:200])
+    assert str(caught.value).startswith(f"invalid {name} {value!r}"[:200])
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -229,29 +235,29 @@ def test_a_wrong_request_is_a_value_error_that_names_the_field(name: str, value:
     with pytest.raises(OptionError) as caught:
         UpdateRequest.parse({name: value})
     assert isinstance(caught.value, ValueError)
-    assert str(caught.value).startswith(f"{name} is {value!r}"[:200])
+    assert str(caught.value).startswith(f"invalid {name} {value!r}"[:200])
 
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"version": 1}, {"version": None}, {"at_least": MAX_INTEGER}, {"kind": "dense"}],
+    [{}, {"version": 1}, {"version": None}, {"at_least": MAX_INTEGER}, {"update_kind": "dense"}],
     ids=repr,
 )
 def test_a_right_request_is_kept(values: dict[str, Any]) -> None:
     request = UpdateRequest.parse(values)
     assert {name: getattr(request, name) for name in values} == values
-    assert request.kind == "dense"
+    assert request.update_kind == "dense"
 
 
 def test_exactly_and_at_least_exclude_each_other() -> None:
-    with pytest.raises(OptionError, match=r"at_least .* not together with version"):
+    with pytest.raises(OptionError, match="either version or at_least, not both"):
         UpdateRequest.parse({"version": 1, "at_least": 1})
 
 
 @pytest.mark.parametrize("more", [{}, {"version": 3}], ids=repr)
 def test_a_sparse_update_is_refused_and_told_why(more: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"'sparse': a store holds whole tensors .* 'dense'"):
-        UpdateRequest.parse({"kind": "sparse", **more})
+    with pytest.raises(ValueError, match=r"'sparse_flat': a store holds whole tensors .* 'dense'"):
+        UpdateRequest.parse({"update_kind": "sparse_flat", **more})
 
 
 @pytest.mark.parametrize(
@@ -310,7 +316,7 @@ def test_how_an_engine_takes_weights(
     config = config_of(**changes)
     given = config if is_json else as_object(config)
     facts = facts_of(given)
-    assert (facts.has_backend, has_extension(given)) == (backend, extension)
+    assert (has_backend(given), has_extension(given)) == (backend, extension)
     assert (facts.instance_id, facts.num_ranks) == ("abc", 2)
 
 
@@ -343,8 +349,8 @@ def test_an_extension_of_somebodys_own(name: str, is_ours: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"weight_transfer_config": None}, "takes no weights from a store"),
-        ({"weight_transfer_config": {"backend": "nccl"}}, "takes no weights from a store"),
+        ({"weight_transfer_config": None}, "not started for dbuffer"),
+        ({"weight_transfer_config": {"backend": "nccl"}}, "not started for dbuffer"),
         ({"data_parallel_size": 2}, "data_parallel_size above 1"),
     ],
     ids=str,
@@ -368,7 +374,7 @@ import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(f"dbuffer.integrations.vllm{name}")
 import dbuffer.integrations.vllm as package
-if ".follower" in sys.argv[1:]:
+if ".following" in sys.argv[1:]:
     assert package.follow and package.Follower and package.EngineOptions
 try:
     package.nonsense
@@ -380,7 +386,7 @@ print(*sorted({"vllm", "httpx", "prometheus_client", "torchrl"} & set(sys.module
 
 @pytest.mark.parametrize(
     "modules",
-    [["", ".config", ".plugin"], [".engines", ".follower"]],
+    [["", ".config", ".plugin"], [".engines", ".following"]],
     ids=["in-every-process", "in-a-followers"],
 )
 def test_importing_needs_no_vllm(modules: list[str], tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,7 @@ def observe_case(
     directory: Path, case: str, engines: list[Any], seen: dict[str, Any]
 ) -> dict[str, Any]:
     import vllm
-    from tiny_models import save_model
+    from tiny_models import save_mixed, save_model, weights_in
 
     from dbuffer.integrations.vllm import follow
 
@@ -159,21 +158,6 @@ def observe_case(
     return found
 
 
-def weights_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(checkpoint / "model.safetensors")
-
-
-def save_mixed(base: Path, part: dict[str, torch.Tensor], path: Path) -> Path:
-    """A checkpoint of the base with a part of another one."""
-    from safetensors.torch import save_file
-
-    shutil.copytree(base, path)
-    save_file(weights_in(base) | part, path / "model.safetensors", {"format": "pt"})
-    return path
-
-
 def observe_refusals(
     directory: Path, family: str, weights: dict[str, torch.Tensor], llm: Any, seen: dict[str, Any]
 ) -> None:
@@ -194,6 +178,7 @@ def observe_refusals(
 
 def observe_recovery(directory: Path, engines: list[Any], seen: dict[str, Any]) -> None:
     import vllm
+    from tiny_models import weights_in
 
     from dbuffer.integrations.vllm import follow
 

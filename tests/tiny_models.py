@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 FAMILIES = ("qwen3", "llama", "tied-qwen2", "qwen3-moe")
@@ -50,8 +60,34 @@ def make_model(family: str, seed: int) -> Any:
             **_SHAPE,
         )
         return Qwen3MoeForCausalLM(config)
+    if family in OTHERS:
+        return make_other(family)
     config = Qwen2Config(num_attention_heads=2, tie_word_embeddings=True, **_SHAPE)
     return Qwen2ForCausalLM(config)
+
+
+OTHERS = ("olmo2", "gpt-neox", "starcoder2", "gpt-j")
+
+
+def make_other(family: str) -> Any:
+    """Families that vLLM has no model of its own for, and one whose head has a bias."""
+    more = {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    if family == "olmo2":
+        model: Any = Olmo2ForCausalLM(Olmo2Config(**_SHAPE, **more))
+    elif family == "gpt-neox":
+        shape = {name: size for name, size in _SHAPE.items() if name != "num_key_value_heads"}
+        model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, **more))
+    elif family == "starcoder2":
+        model = Starcoder2ForCausalLM(Starcoder2Config(**_SHAPE, **more))
+    else:
+        names = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "rotary_dim": 16}
+        config = GPTJConfig(vocab_size=500, initializer_range=0.2, **names)
+        model = GPTJForCausalLM(config)
+    # Norms and biases are all ones and zeros at first.
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.2)
+    return model
 
 
 def revealing_weights(version: int) -> dict[str, torch.Tensor]:
@@ -92,4 +128,16 @@ def save_model(family: str, seed: int, directory: Path) -> Path:
     """The same as a Hugging Face checkpoint; its directory."""
     path = directory / f"{family}-{seed}"
     make_model(family, seed).save_pretrained(path)
+    return path
+
+
+def weights_in(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return load_file(checkpoint / "model.safetensors")
+
+
+def save_mixed(base: Path, part: dict[str, torch.Tensor], path: Path) -> Path:
+    """A checkpoint of the base with a part of another one."""
+    shutil.copytree(base, path)
+    save_file(weights_in(base) | part, path / "model.safetensors", {"format": "pt"})
     return path

@@ -27,6 +27,9 @@ NEEDS_VLLM = [
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
+STACKS_S = 5.0
+TOLD_CHARACTERS = 20_000
+
 BLOCK_TOKENS = 32
 PROMPTS = [
     list(range(1, 6)),
@@ -54,22 +57,29 @@ def observe(
 ) -> Any:
     """Run a test file as a program; what it left in ``observed.json`` of the directory.
 
-    Everything that it started ends with it, whatever happens.
+    Everything that it started ends with it, whatever happens. If it hangs, the failure shows where
+    every thread of every process stood.
     """
     log = directory / "log.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, program, str(directory), *arguments],
-            env=env,
+            env=env | {"PYTHONFAULTHANDLER": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout_s)
+            code: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGABRT)  # faulthandler tells where each thread is
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STACKS_S)
         finally:
             kill_group(process)
-    assert code == 0, log.read_text(errors="replace")[-8000:]
+    ended = "hung" if code is None else f"exited with {code}"
+    assert code == 0, f"{program} {ended}: {log.read_text(errors='replace')[-TOLD_CHARACTERS:]}"
     return json.loads((directory / "observed.json").read_text())
 
 

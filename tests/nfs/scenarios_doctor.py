@@ -8,7 +8,7 @@ from pathlib import Path
 from guest import Guest
 from lab import scenario
 
-from dbuffer import doctor
+from dbuffer.tools import doctor
 
 SEEN_LATE_MS = 1500.0
 """A directory that is opened first shows a change at once; by its name alone, in seconds."""

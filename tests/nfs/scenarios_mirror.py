@@ -20,7 +20,7 @@ from lab import scenario
 from support import SHARED_MEMORY, Pattern, Step, at_step, newest
 
 import dbuffer
-from dbuffer.mirror import Mirror
+from dbuffer.mirror.mirror import Mirror
 
 MB = 1 << 20
 WEIGHTS_BYTES = 5 * MB

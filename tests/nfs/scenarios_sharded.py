@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
-from dbuffer.manifest import part_name
+from dbuffer.format.manifest import part_name
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 

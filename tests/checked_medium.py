@@ -1,0 +1,121 @@
+"""A third medium, in a module of its own: files that are mapped, and never written twice.
+
+Each version gets a new file, and the old one is unlinked at once: who maps it keeps its bytes. So
+there is no lock to take, nobody to wait for, and no one to evict. It checks what every medium may
+rely on, and fails where it is told to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import dbuffer
+from dbuffer.format.manifest import Manifest
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import Descriptor, OpenFiles
+from dbuffer.store.local import LocalMedium
+from dbuffer.store.media import MEDIA
+from dbuffer.store.medium import Medium, RecordOwner, Records, WeightsFiles
+
+failing: set[str] = set()
+"""Names of the methods of `_UnlinkedFiles` that fail."""
+
+
+@contextlib.contextmanager
+def failing_at(method: str) -> Iterator[None]:
+    failing.add(method)
+    try:
+        yield
+    finally:
+        failing.clear()
+
+
+def _fail_if_told(method: str) -> None:
+    if method in failing:
+        raise dbuffer.StoreAccessError(f"told to fail at {method}")
+
+
+class CheckedMedium(Medium):
+    name = "checked"
+    maps_files = True
+    reaches_other_hosts = False
+    has_events = False
+    is_seen_when_flushed = False
+    has_checksums = True
+    pointer_may_be_away = False
+
+    @property
+    def can_rewrite_in_place(self) -> bool:
+        return False
+
+    def now(self) -> float:
+        return time.time()
+
+    def shows_life(self, record: Path, *, is_locked: bool) -> bool:
+        return LocalMedium(self.root, self.filesystem).shows_life(record, is_locked=is_locked)
+
+    def lock_to_read(self, file: Descriptor) -> bool:
+        assert file.is_open
+        return True
+
+    def is_never_rewritten(self, manifest: Manifest) -> bool:
+        return manifest.is_final
+
+    def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:
+        return manifest.checksums_xxh3 is not None
+
+    def check_readable(self, manifest: Manifest) -> None:
+        assert manifest.is_final
+
+    def open_files(self) -> OpenFiles | None:
+        return OpenFiles()
+
+    def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
+        return LocalMedium(self.root, self.filesystem).record_owner(path, scratch)
+
+    def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
+        return _UnlinkedFiles(records, reader_timeout_s)
+
+
+class _UnlinkedFiles(WeightsFiles):
+    def reuse(
+        self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
+    ) -> Descriptor | None:
+        pointer = DoubleBuffer(self.records.root).pointer()
+        assert pointer is None or pointer.buffer != buffer, "the newest version is never touched"
+        _fail_if_told("reuse")
+        return None
+
+    def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
+        marked = DoubleBuffer(self.records.root).manifest(buffer)
+        assert marked is not None
+        assert (marked.state, marked.file) == ("writing", keep), "the mark comes first"
+        _fail_if_told("put_away")
+        self.clear_away(buffer, keep=keep)
+
+    def make(self, path: Path, num_bytes: int) -> Descriptor:
+        _fail_if_told("make")
+        file = self.open[path] = filesystem.make_file(path, os.O_RDWR)
+        if num_bytes:
+            filesystem.allocate(file.number, num_bytes, path)
+        return file
+
+    def clear_away(self, buffer: str, *, keep: str | None) -> None:
+        kept = self.parts_of(buffer, keep)
+        for path in self.all_in(buffer):
+            if path not in kept:
+                self.let_go(path)
+                path.unlink()
+
+    def note_published(self, read_back: Callable[[], None]) -> None:
+        read_back()
+        _fail_if_told("note_published")
+
+
+MEDIA[CheckedMedium.name] = CheckedMedium

@@ -1,0 +1,916 @@
+"""What a follower does of itself: over real stores, with an engine that is a dictionary of tensors.
+
+The engine's one rank is a real `RankReceiver`; what is left out is vLLM and SGLang, whose own tests
+have the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import SMALL
+
+import dbuffer
+from dbuffer.errors import (
+    EngineBrokenError,
+    EngineEndedError,
+    EngineUnreachableError,
+    EngineUnsupportedError,
+    EngineUpdateError,
+    OptionError,
+    StoreAccessError,
+    StoreFullError,
+)
+from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.follower import UNKNOWN_VERSION, Follower
+from dbuffer.integrations.engine.messages import (
+    RankAnswer,
+    RankRequest,
+    decode_answer,
+    decode_request,
+    encode_answer,
+    encode_request,
+)
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.protocol import EngineFacts, RankCalls
+from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.integrations.engine.ranks import Ranks
+from dbuffer.integrations.engine.states import FollowerState
+from dbuffer.integrations.vllm import FollowStore
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+
+WAIT_S = 60.0
+ENGINE = "dbuffer.integrations.engine"
+LOGS = {f"{ENGINE}.{module}" for module in ("background", "follower", "reporting", "store_view")}
+"""Where all that a follower logs comes from."""
+
+Pairs = Iterable[tuple[str, torch.Tensor]]
+
+
+class OneRank(Ranks):
+    """An engine of one process."""
+
+    def __init__(self) -> None:
+        super().__init__(SimpleNamespace(rank_in_group=0, world_size=1, cpu_group=None))
+
+
+class Model:
+    """Tensors that answer from themselves, and loads that fail when they are told to."""
+
+    def __init__(self) -> None:
+        self.tensors = SMALL.weights(0)
+        self.failing_loads = 0
+        self.refuses: str | None = None
+
+    def load(self, tensors: Pairs, *, partial: bool = False) -> None:
+        for name, tensor in tensors:
+            self.tensors[name] = tensor.clone()
+            if self.failing_loads:
+                self.failing_loads -= 1
+                raise RuntimeError("this load fails")
+
+    def load_checkpoint(self) -> None:
+        self.load(SMALL.weights(0).items())
+
+    def refuse_to_serve(self, reason: str) -> None:
+        self.refuses = reason
+
+    def serve_again(self) -> None:
+        self.refuses = None
+
+
+class Rank:
+    """What the receiver asks of a rank."""
+
+    on_device = False
+    instance_id = "one"
+
+    def __init__(self, model: Model) -> None:
+        self.ranks = OneRank()
+        self._model = model
+
+    def engine_id(self, options: EngineOptions) -> str:
+        return options.engine_id or "engine"
+
+    def make_model(self, before: Any) -> Any:
+        return before or self._model
+
+    def make_check(self, *, partial: bool) -> Callable[[Sequence[TensorSpec]], None]:
+        def check(specs: Sequence[TensorSpec]) -> None:
+            names = [spec.name for spec in specs]
+            if names != SMALL.names:
+                raise dbuffer.WeightsMismatchError(f"not this model's tensors: {names}")
+
+        return check
+
+
+class LightEngine(RankCalls):
+    """An engine in this process, that can be away, dead, or lose its answers."""
+
+    def __init__(self, *, is_server: bool = False) -> None:
+        self.is_server = is_server
+        self.model = Model()
+        self.label = "default"
+        self.paused = False
+        self.error: Callable[[], Exception] | None = None
+        """What every call raises."""
+        self.lost_answer: Exception | None = None
+        """What the next update raises when it has been done."""
+        self.failing_resumes = 0
+        self.calls = 0
+        self.endpoint = RankEndpoint()
+
+    def _call(self) -> None:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error()
+
+    def close(self) -> None:
+        self.endpoint.end()
+
+    def require_alive(self) -> None:
+        pass
+
+    def facts(self) -> EngineFacts:
+        self._call()
+        return EngineFacts(instance_id="one", num_ranks=1)
+
+    def default_id(self, facts: EngineFacts) -> str:
+        return "engine"
+
+    def ask(self, request: RankRequest) -> list[RankAnswer]:
+        self._call()
+        request = decode_request(json.loads(json.dumps(encode_request(request))))
+        answer = self.endpoint.answer(request, lambda: Rank(self.model))
+        if isinstance(request, UpdateRequest) and self.lost_answer is not None:
+            error, self.lost_answer = self.lost_answer, None
+            raise error
+        return [decode_answer(json.loads(json.dumps(encode_answer(answer))))]
+
+    @property
+    def receiver(self) -> RankReceiver:
+        assert self.endpoint.receiver is not None
+        return self.endpoint.receiver
+
+    def is_paused(self) -> bool:
+        self._call()
+        return self.paused
+
+    def pause(self, mode: str) -> None:
+        self._call()
+        self.paused = True
+
+    def resume(self) -> None:
+        self._call()
+        if self.failing_resumes:
+            self.failing_resumes -= 1
+            raise EngineUpdateError("not now")
+        self.paused = False
+
+    def weight_version(self) -> str:
+        self._call()
+        return self.label
+
+    def set_weight_version(self, version: str) -> None:
+        self._call()
+        self.label = version
+
+    @property
+    def version(self) -> int | None:
+        """What its tensors are."""
+        return SMALL.version_of(self.model.tensors)
+
+
+def until(what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
+    with dbuffer.WeightSender(store) as sender:
+        yield sender
+
+
+def options(store: Path, engine_id: str = "engine", **more: Any) -> EngineOptions:
+    defaults = {"poll_interval_s": 0.05, "timeout_s": 5}
+    return EngineOptions(store=str(store), engine_id=engine_id, **defaults | more)
+
+
+@contextlib.contextmanager
+def background(
+    engine: LightEngine, store: Path, engine_id: str, **more: Any
+) -> Iterator[BackgroundFollower]:
+    with BackgroundFollower(Follower(engine, options(store, engine_id, **more))) as follower:
+        yield follower
+
+
+def metrics(engine_id: str) -> dict[str, float]:
+    """Ours of one engine, as /metrics shows them."""
+    prometheus = pytest.importorskip("prometheus_client")
+    return {
+        sample.name.removeprefix("dbuffer_"): sample.value
+        for family in prometheus.REGISTRY.collect()
+        for sample in family.samples
+        if sample.labels.get("engine") == engine_id
+    }
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the follower has complained of."""
+    return [r.getMessage() for r in caplog.records if r.name in LOGS and r.levelno > logging.INFO]
+
+
+# What happens to the store
+
+
+def make_group_writable(store: Path) -> Callable[[], None]:
+    store.chmod(0o770)
+    return lambda: store.chmod(0o700)
+
+
+def spoil_pointer(store: Path) -> Callable[[], None]:
+    pointer = store / "CURRENT"
+    whole = pointer.read_bytes()
+    pointer.write_bytes(b"{")
+    return lambda: (pointer.write_bytes(whole), None)[1]
+
+
+def run_out_of_files(store: Path) -> Callable[[], None]:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Below what is open, and not 0: poll() of two files, in the watcher, is no invalid call.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("damage", [make_group_writable, spoil_pointer, run_out_of_files])
+def test_trouble_of_a_moment_ends_and_following_goes_on(
+    sender: dbuffer.WeightSender,
+    store: Path,
+    engine_id: str,
+    damage: Callable[[Path], Callable[[], None]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = LightEngine()
+    with background(engine, store, engine_id) as follower:
+        follower.wait_applied(1, WAIT_S)
+        until("it is known to follow", lambda: metrics(engine_id).get("following") == 1)
+        failures = metrics(engine_id)["failures_total"]
+        mend = damage(store)
+        try:
+            until("it is noticed", lambda: metrics(engine_id)["following"] == 0)
+            until("it is tried again", lambda: metrics(engine_id)["retries_total"] >= 2)
+            during = metrics(engine_id)
+        finally:
+            mend()
+        sender.send(SMALL.weights(2))
+        assert follower.wait_applied(2, WAIT_S) == 2
+        until("it is over", lambda: any("works again" in line for line in lines(caplog)))
+        after = metrics(engine_id)
+    assert engine.version == 2
+    # What is not known is not said, and what is known is true.
+    assert not {"version_available", "lag_versions", "lag_seconds"} & set(during)
+    assert during["version_applied"] == 1
+    assert (after["following"], after["version_available"], after["lag_versions"]) == (1, 2, 0)
+    # One incident, which began and ended.
+    assert after["failures_total"] == failures + 1
+    began, *more, ended = lines(caplog)
+    assert "trying again" in began
+    assert "works again" in ended
+    assert len(more) <= 1  # its rank may find out a moment later that all is well
+
+
+def test_store_that_is_begun_anew_and_refused_floods_nothing(
+    store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+    engine = LightEngine()
+    with background(engine, store, engine_id, new_history="refuse") as follower:
+        follower.wait_applied(3, WAIT_S)
+        shutil.rmtree(store)
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(SMALL.weights(4))
+            until("it is noticed", lambda: follower.error is not None)
+            used, began = time.process_time(), time.monotonic()
+            until("it is tried again", lambda: metrics(engine_id)["retries_total"] >= 3)
+            busy = (time.process_time() - used) / (time.monotonic() - began)
+    assert len(lines(caplog)) <= 3
+    assert busy < 0.5
+
+
+# What happens to the engine
+
+
+def away() -> Exception:
+    return EngineUnreachableError("http://localhost:1 does not answer: connection refused")
+
+
+def test_server_that_dies_costs_a_look_a_second_and_one_line(
+    sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = LightEngine(is_server=True)
+    with background(engine, store, engine_id) as follower:
+        follower.wait_applied(1, WAIT_S)
+        engine.error = away
+        until("it is noticed", lambda: isinstance(follower.error, EngineUnreachableError))
+        calls, used, began = engine.calls, time.process_time(), time.monotonic()
+        until("four retries", lambda: metrics(engine_id)["retries_total"] >= 4)
+        busy = (time.process_time() - used) / (time.monotonic() - began)
+        during = metrics(engine_id)
+        assert engine.calls - calls <= 10
+        assert busy < 0.5
+        [line] = lines(caplog)
+        assert "does not answer" in line
+        engine.error = None
+        sender.send(SMALL.weights(2))
+        assert follower.wait_applied(2, WAIT_S) == 2
+    assert engine.version == 2
+    assert engine.label == "2"
+    # Nobody knows what a server has that does not answer.
+    assert during["following"] == 0
+    assert not {"version_applied", "version_available", "lag_versions"} & set(during)
+
+
+def test_server_that_starts_late_is_waited_for_in_one_line(
+    sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = LightEngine(is_server=True)
+    engine.error = away
+    with background(engine, store, engine_id) as follower:
+        until("it is asked again", lambda: engine.calls >= 4)
+        assert [r.levelname for r in caplog.records if r.name in LOGS] == ["WARNING"]
+        engine.error = None
+        assert follower.wait_applied(1, WAIT_S) == 1
+
+
+def test_dead_engine_of_this_process_ends_following_and_is_told_once(
+    sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = LightEngine()
+    with background(engine, store, engine_id) as follower:
+        follower.wait_applied(1, WAIT_S)
+        engine.error = lambda: EngineEndedError("the engine is dead")
+        sender.send(SMALL.weights(2))
+        with pytest.raises(dbuffer.VersionTimeoutError, match="the engine is dead"):
+            follower.wait_applied(2, WAIT_S)
+    assert lines(caplog) == [f"{engine_id} is followed no longer: the engine is dead"]
+    assert metrics(engine_id)["following"] == 0
+
+
+def test_what_no_one_has_thought_of_does_not_end_following(
+    sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = LightEngine(is_server=True)
+    with background(engine, store, engine_id) as follower:
+        follower.wait_applied(1, WAIT_S)
+        engine.error = lambda: RuntimeError("a bug")
+        until("it is noticed", lambda: isinstance(follower.error, RuntimeError))
+        until("it is tried again", lambda: metrics(engine_id)["retries_total"] >= 2)
+        engine.error = None
+        sender.send(SMALL.weights(2))
+        assert follower.wait_applied(2, WAIT_S) == 2
+    assert [line for line in lines(caplog) if "RuntimeError: a bug" in line][1:] == []
+
+
+def test_version_that_does_not_fit_is_told_once_and_the_next_one_is_taken(
+    sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = LightEngine()
+    with background(engine, store, engine_id) as follower:
+        follower.wait_applied(1, WAIT_S)
+        sender.send({"another": torch.ones(3)})
+        until("it is tried again", lambda: metrics(engine_id)["retries_total"] >= 2)
+        during = metrics(engine_id)
+        until("it could have been staged again", lambda: metrics(engine_id)["retries_total"] >= 3)
+        rank = DoubleBuffer(store).receiver(f"{engine_id}.rank-0")
+        sender.send(SMALL.weights(3))
+        assert follower.wait_applied(3, WAIT_S) == 3
+        until("no lag", lambda: metrics(engine_id)["lag_versions"] == 0)
+        assert metrics(engine_id)["failures_total"] == 1
+    assert (during["version_applied"], during["version_available"]) == (1, 2)
+    assert during["failures_total"] == during["lag_versions"] == 1
+    assert rank is not None
+    assert rank.stats["failures"] == 1
+    assert len([line for line in lines(caplog) if "not this model's tensors" in line]) == 1
+    staging = [
+        r for r in caplog.records if r.name == "dbuffer.receive.stager" and r.levelname == "ERROR"
+    ]
+    assert len(staging) == 1
+
+
+def test_log_says_when_following_begins_and_what_a_switch_took(
+    sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, ENGINE)
+    sender.send(SMALL.weights(1))
+    with Follower(LightEngine(), options(store, engine_id)) as follower:
+        follower.sync()
+    began, switched = [r.getMessage() for r in caplog.records if r.name in LOGS]
+    assert began == f"{engine_id} follows {store}, and serves what it was started with"
+    assert switched.startswith(f"{engine_id} serves version 1: ready on all ranks after ")
+    assert "staged in " in switched
+    assert " ms), paused for " in switched
+
+
+# How a switch ended: never by what a message says
+
+
+def test_failed_load_that_was_taken_back_leaves_the_label(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    engine = LightEngine()
+    with Follower(engine, options(store)) as follower:
+        sender.send(SMALL.weights(1))
+        follower.sync()
+        sender.send(SMALL.weights(2))
+        engine.model.failing_loads = 1
+        with pytest.raises(EngineUpdateError, match="serves on with version 1"):
+            follower.sync()
+        assert (engine.label, engine.version, engine.paused) == ("1", 1, False)
+        assert follower.sync() is not None
+        assert (engine.label, engine.version) == ("2", 2)
+
+
+def test_broken_engine_is_told_by_its_record(sender: dbuffer.WeightSender, store: Path) -> None:
+    engine = LightEngine()
+    with Follower(engine, options(store)) as follower:
+        sender.send(SMALL.weights(1))
+        follower.sync()
+        sender.send(SMALL.weights(2))
+        engine.model.failing_loads = 3
+        with pytest.raises(EngineBrokenError):
+            follower.sync()
+        assert engine.model.refuses is not None
+        assert engine.label == UNKNOWN_VERSION
+        assert follower.sync() is not None
+        assert (engine.label, engine.version, engine.model.refuses) == ("2", 2, None)
+
+
+def lost_on_its_way() -> Exception:
+    # As from another process: only a message, and one that says what is not so.
+    return RuntimeError("a proxy says: the engine serves on with version 1")
+
+
+def test_lost_answer_is_not_believed_whatever_it_says(
+    sender: dbuffer.WeightSender, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LightEngine()
+    with Follower(engine, options(store)) as follower:
+        sender.send(SMALL.weights(1))
+        follower.sync()
+        sender.send(SMALL.weights(2))
+        engine.lost_answer = lost_on_its_way()
+        with pytest.raises(EngineUpdateError):
+            follower.sync()
+        assert (engine.label, engine.version) == (UNKNOWN_VERSION, 2)
+        assert follower.sync() is None
+        assert (engine.label, follower.applied) == ("2", 2)
+
+
+def test_word_of_an_earlier_attempt_is_not_taken_for_this_one(
+    sender: dbuffer.WeightSender, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = LightEngine()
+    with Follower(engine, options(store)) as follower:
+        sender.send(SMALL.weights(1))
+        follower.sync()
+        sender.send(SMALL.weights(2))
+        until("it is ready", follower.is_ready)
+
+        def full(*_: object, **__: object) -> None:
+            raise StoreFullError("no room")
+
+        # The record goes on saying that version 1 is served, of the attempt before.
+        with monkeypatch.context() as patch:
+            patch.setattr(filesystem, "put_locked", full)
+            with pytest.raises(EngineUpdateError, match="did not acknowledge version 2"):
+                follower.sync()
+        assert (engine.label, engine.version) == (UNKNOWN_VERSION, 2)
+
+
+def test_message_with_the_words_of_a_broken_engine_breaks_none(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    engine = LightEngine()
+    with Follower(engine, options(store)) as follower:
+        sender.send(SMALL.weights(1))
+        follower.sync()
+        sender.send(SMALL.weights(2))
+        engine.lost_answer = EngineUpdateError("half-loaded weights are not what this is about")
+        with pytest.raises(EngineUpdateError):
+            follower.sync()
+
+
+# The follower's state
+
+
+def state(follower: Follower) -> FollowerState:
+    return follower._state
+
+
+def test_states_are_those_of_the_picture(sender: dbuffer.WeightSender, store: Path) -> None:
+    engine = LightEngine(is_server=True)
+    with Follower(engine, options(store)) as follower:
+        assert state(follower) is FollowerState.NEW
+        sender.send(SMALL.weights(1))
+        follower.sync()
+        assert state(follower) is FollowerState.FOLLOWING
+        engine.failing_resumes = 1
+        sender.send(SMALL.weights(2))
+        with pytest.raises(EngineUpdateError, match="not now"):
+            follower.sync()
+        assert state(follower) is FollowerState.PAUSING
+        assert engine.paused
+        engine.error = away
+        with pytest.raises(EngineUnreachableError):
+            follower.sync()
+        assert state(follower) is FollowerState.LOST_PAUSING
+        engine.error = None
+        assert follower.sync() is None
+        assert state(follower) is FollowerState.FOLLOWING
+        assert not engine.paused
+        engine.error = away
+        with pytest.raises(EngineUnreachableError):
+            follower.sync()
+        assert state(follower) is FollowerState.LOST
+        engine.error = None
+        follower.start()
+        assert state(follower) is FollowerState.FOLLOWING
+
+
+def left_paused(store: Path, sender: dbuffer.WeightSender) -> tuple[LightEngine, Follower]:
+    """An engine that could not be resumed after a switch."""
+    engine = LightEngine(is_server=True)
+    follower = Follower(engine, options(store))
+    sender.send(SMALL.weights(1))
+    follower.sync()
+    engine.failing_resumes = 1
+    sender.send(SMALL.weights(2))
+    with pytest.raises(EngineUpdateError, match="not now"):
+        follower.sync()
+    assert engine.paused
+    return engine, follower
+
+
+def test_follower_that_ends_ends_its_pause(store: Path, sender: dbuffer.WeightSender) -> None:
+    engine, follower = left_paused(store, sender)
+    follower.close()
+    assert not engine.paused
+    assert (engine.label, engine.version) == ("2", 2)
+
+
+def test_pause_that_cannot_be_ended_at_the_end_is_logged(
+    store: Path, sender: dbuffer.WeightSender, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, follower = left_paused(store, sender)
+    engine.failing_resumes = 1
+    follower.close()
+    assert "engine is left paused: not now" in caplog.text
+
+
+def test_engine_is_resumed_while_its_store_cannot_be_followed(
+    store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, follower = left_paused(store, sender)
+    engine.error = away
+    with pytest.raises(EngineUnreachableError):
+        follower.sync()
+    assert state(follower) is FollowerState.LOST_PAUSING
+    engine.error = None
+
+    def fail(*_: object, **__: object) -> Any:
+        raise StoreAccessError("the mount is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rank, "make_check", fail)
+        with pytest.raises(EngineUpdateError, match="the mount is away"):
+            follower.sync()
+    assert not engine.paused
+    assert engine.label == UNKNOWN_VERSION, "nobody has asked it what it has"
+    follower.sync()
+    assert engine.label == "2"
+    follower.close()
+
+
+def test_pause_for_another_store_is_ended_by_the_next_sync(
+    store: Path, sender: dbuffer.WeightSender, shm_path: Path
+) -> None:
+    engine = LightEngine()
+    follower = Follower(engine, options(store))
+    sender.send(SMALL.weights(1))
+    follower.sync()
+    with dbuffer.WeightSender(shm_path / "other") as other:
+        other.send(SMALL.weights(7))
+        engine.failing_resumes = 1
+        with pytest.raises(EngineUpdateError, match="not now"):
+            follower.apply_once(str(shm_path / "other"))
+    assert engine.paused
+    follower.sync()
+    assert not engine.paused
+    follower.close()
+
+
+def test_what_no_waiting_mends_is_raised_at_once(store: Path) -> None:
+    engine = LightEngine()
+    with pytest.raises(OptionError, match="no store given"):
+        Follower(engine).require_followable()
+    engine.error = lambda: EngineUnsupportedError("no loader")
+    with pytest.raises(EngineUnsupportedError):
+        Follower(engine, options(store)).require_followable()
+    engine.error = away
+    Follower(engine, options(store)).require_followable()
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_server_without_the_routes_that_following_needs_is_refused_at_once(
+    store: Path, kind: str
+) -> None:
+    pytest.importorskip("httpx")
+
+    class Nothing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    follow = importlib.import_module(f"dbuffer.integrations.{kind}").follow
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(EngineUnsupportedError, match="has no /server_info"):
+                follow(f"http://127.0.0.1:{server.server_port}", store)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+# The command line
+
+
+def test_follow_command_survives_trouble_of_a_moment(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    command = [sys.executable, "-m", "dbuffer", "follow", str(store), "--json", "--count", "2"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            sender.send(SMALL.weights(1))
+            assert '"version": 1' in process.stdout.readline()
+            mend = make_group_writable(store)
+            assert process.stderr.readline()
+            mend()
+            sender.send(SMALL.weights(2))
+            assert '"version": 2' in process.stdout.readline()
+            assert process.wait(WAIT_S) == 0
+            assert "works again" in " ".join(process.stderr.read().split())
+        finally:
+            process.kill()
+
+
+def test_follow_command_names_what_is_wrong_from_the_start(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    sender.send(SMALL.weights(1))
+    mend = make_group_writable(store)
+    command = [sys.executable, "-m", "dbuffer", "follow", str(store)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    mend()
+    assert done.returncode == 1
+    assert "others can write to" in " ".join(done.stderr.split())
+
+
+def test_follow_command_waits_for_a_server_in_one_line(store: Path) -> None:
+    pytest.importorskip("httpx")
+    url = ["--vllm", "http://127.0.0.1:9", "--timeout-s", "3"]
+    command = [sys.executable, "-m", "dbuffer", "follow", str(store), *url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 3
+    assert done.stderr.count("trying again") == 1
+    assert "ERROR" not in done.stderr
+
+
+# The middleware: what it answers a server that starts, or ends
+
+
+class Lifespan:
+    """A server's side of the protocol, with the application that does nothing."""
+
+    def __init__(self, engine_client: Any) -> None:
+        state = SimpleNamespace(engine_client=engine_client)
+        self._scope = {"type": "lifespan", "app": SimpleNamespace(state=state)}
+        self._to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._task = asyncio.create_task(
+            FollowStore(self._app)(self._scope, self._to_app.get, self.answers.put)  # type: ignore[arg-type]
+        )
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        for step in ("startup", "shutdown"):
+            assert await receive() == {"type": f"lifespan.{step}"}
+            await send({"type": f"lifespan.{step}.complete"})
+
+    async def tell(self, step: str) -> None:
+        await self._to_app.put({"type": f"lifespan.{step}"})
+
+    async def do(self, step: str) -> dict[str, Any]:
+        await self.tell(step)
+        return await asyncio.wait_for(self.answers.get(), WAIT_S)
+
+    async def end(self) -> None:
+        """What it raises, if it raises."""
+        await asyncio.wait_for(self._task, WAIT_S)
+
+
+@pytest.fixture
+def following_with(monkeypatch: pytest.MonkeyPatch, store: Path) -> Callable[..., SimpleNamespace]:
+    """What vLLM's server has of an engine, with an engine of ours to be followed in its place."""
+
+    def make(engine: LightEngine, *, load_format: str = "auto") -> SimpleNamespace:
+        settings = {"store": str(store), "timeout_s": 1, "poll_interval_s": 0.05}
+        given = EngineOptions.parse(settings)
+        monkeypatch.setattr(
+            "dbuffer.integrations.vllm.middleware.follow",
+            lambda *_, **__: BackgroundFollower(Follower(engine, given)),
+        )
+        return SimpleNamespace(
+            vllm_config=SimpleNamespace(
+                parallel_config=SimpleNamespace(),
+                load_config=SimpleNamespace(load_format=load_format),
+                additional_config={"dbuffer": settings},
+            )
+        )
+
+    return make
+
+
+async def refusal(engine_client: Any) -> str:
+    lifespan = Lifespan(engine_client)
+    answer = await lifespan.do("startup")
+    await lifespan.end()
+    assert answer["type"] == "lifespan.startup.failed"
+    message: str = answer["message"]
+    assert "\n" not in message
+    return message
+
+
+def test_server_does_not_start_from_an_insecure_store(
+    sender: dbuffer.WeightSender, store: Path, following_with: Any
+) -> None:
+    sender.send(SMALL.weights(1))
+    client = following_with(LightEngine())
+    mend = make_group_writable(store)
+    try:
+        assert "others can write to" in asyncio.run(refusal(client))
+    finally:
+        mend()
+
+
+def test_server_does_not_start_whatever_goes_wrong(following_with: Any) -> None:
+    engine = LightEngine()
+    engine.error = lambda: RuntimeError("a bug\nin two lines")
+    assert "RuntimeError: a bug in two lines" in asyncio.run(refusal(following_with(engine)))
+
+
+def test_dummys_weights_are_not_served_when_no_version_comes_in_time(
+    following_with: Any, store: Path
+) -> None:
+    client = following_with(LightEngine(), load_format="dummy")
+    message = asyncio.run(refusal(client))
+    assert f"there is nothing to serve before there is a version in {store}" in message
+    assert "within 1 s" in message
+
+
+def test_engine_with_weights_of_its_own_is_ready_with_an_empty_store(following_with: Any) -> None:
+    async def run() -> None:
+        lifespan = Lifespan(following_with(LightEngine()))
+        assert await lifespan.do("startup") == {"type": "lifespan.startup.complete"}
+        assert await lifespan.do("shutdown") == {"type": "lifespan.shutdown.complete"}
+        await lifespan.end()
+
+    asyncio.run(run())
+
+
+def test_following_ends_before_the_server_does_and_raises_nothing(
+    sender: dbuffer.WeightSender, following_with: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = LightEngine()
+
+    def close() -> None:
+        engine.error = away
+        raise StoreAccessError("the network is gone")
+
+    async def run() -> None:
+        lifespan = Lifespan(following_with(engine))
+        await lifespan.do("startup")
+        assert engine.label == "1"
+        monkeypatch.setattr(engine, "close", close)
+        assert await lifespan.do("shutdown") == {"type": "lifespan.shutdown.complete"}
+        assert engine.error is away
+        await lifespan.end()
+
+    asyncio.run(run())
+    monkeypatch.undo()
+    engine.close()
+
+
+# The middleware, in a real uvicorn
+
+
+TINY_SERVER = """
+import sys
+from types import SimpleNamespace
+
+import uvicorn
+from starlette.applications import Starlette
+
+from dbuffer.integrations.vllm import FollowStore
+
+def engine(*, servers=1, dbuffer=None):
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(_api_process_count=servers),
+            additional_config={"dbuffer": dbuffer or {}},
+        ),
+        output_handler=None,
+        engine_core=None,
+    )
+
+app = Starlette()
+app.add_middleware(FollowStore)
+app.state.engine_client = {
+    "several API servers": engine(servers=2, dbuffer={"store": "/nowhere"}),
+    "no store": engine(),
+    "not vLLM": None,
+}[sys.argv[1]]
+uvicorn.run(app, port=0)
+"""
+
+REFUSALS = {
+    "several API servers": "--api-server-count 1",
+    "no store": "FollowStore needs a store",
+    "not vLLM": "FollowStore is for vLLM's API server",
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_server_that_cannot_follow_does_not_start_and_says_why_in_one_line(case: str) -> None:
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("starlette")
+    with subprocess.Popen(
+        [sys.executable, "-c", TINY_SERVER, case], stderr=subprocess.PIPE, text=True
+    ) as process:
+        timer = threading.Timer(WAIT_S, process.kill)
+        timer.start()
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if "Uvicorn running" in line:
+                process.send_signal(signal.SIGINT)
+        timer.cancel()
+        code = process.wait(WAIT_S)
+    assert code not in (0, -signal.SIGINT), log
+    assert not any("startup complete" in line for line in log)
+    [reason] = [line for line in log if REFUSALS[case] in line]
+    assert "this server does not start, because it cannot follow: " in reason
+    assert not any("Traceback" in line for line in log)
+    assert os.path.exists("/nowhere") is False  # noqa: PTH110

@@ -1,0 +1,465 @@
+"""Who may live, and whose name it is: by processes, locks and time, in real PID namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from namespaces import Boxed
+from support import SMALL, Child, newest, weights_files
+
+import dbuffer
+from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord, encode
+from dbuffer.mirror.mirror import Mirror
+from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.store import filesystem, retirement
+from dbuffer.store.buffer import DoubleBuffer, _state_of
+from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S, Process, owner_fields
+from dbuffer.store.records import RecordFile, Spare
+from dbuffer.tools.status import read_status
+
+NAME = "boxed"
+SOON_S = 10.0
+
+MOUNTS = pytest.mark.parametrize("mount", ["local", "network"])
+
+
+@pytest.fixture
+def mount() -> str:
+    return "local"
+
+
+@pytest.fixture(autouse=True)
+def kind_of_mount(monkeypatch: pytest.MonkeyPatch, mount: str) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+
+
+def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
+    for version in versions:
+        sender.send(SMALL.weights(version), version=version)
+
+
+def load_and_stay(connection: Connection, store: Path, name: str | None = NAME) -> None:
+    with dbuffer.WeightReceiver(store, receiver_id=name) as receiver:
+        target = SMALL.empty()
+        assert receiver.load_into(target) is not None
+        connection.send(os.getpid())
+        connection.recv()
+
+
+def hold_and_stay(connection: Connection, store: Path) -> None:
+    with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver, receiver.hold_seen() as held:
+        connection.send(held is not None)
+        with contextlib.suppress(EOFError):
+            connection.recv()
+
+
+def history_of(store: Path) -> str | None:
+    pointer = DoubleBuffer(store).pointer()
+    assert pointer is not None
+    return pointer.history
+
+
+def path_of(store: Path, name: str = NAME) -> Path:
+    return store / RECEIVERS_DIRECTORY / f"{name}.json"
+
+
+def until(what: str, is_so: Callable[[], Any], timeout_s: float = SOON_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.005)
+
+
+def is_alive(store: Path) -> bool:
+    [found] = [r for r in read_status(DoubleBuffer(store)).receivers if r.receiver == NAME]
+    return found.is_alive
+
+
+# ---------------------------------------------------------------------------------------------
+# Processes of other containers
+
+
+@pytest.mark.parametrize("pid", [None, 1], ids=["a free number", "number 1"])
+def test_a_receiver_in_another_container_lives_until_it_ends(store: Path, pid: int | None) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        with Boxed(load_and_stay, store, pid=pid) as boxed:
+            boxed.receive()
+            publish(sender, 2)
+            assert is_alive(store)
+            with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+                sender.wait_applied(2, receivers=[NAME], timeout_s=0.2)
+            boxed.kill()
+            assert not is_alive(store)
+            with pytest.raises(dbuffer.ReceiverFailedError, match=r"boxed .* ended, at version 1"):
+                sender.wait_applied(2, receivers=[NAME], timeout_s=SOON_S)
+
+
+@MOUNTS
+def test_a_mirror_empties_no_store_that_another_container_uses(shm_path: Path, mount: str) -> None:
+    first, second, local = (shm_path / name for name in ("first", "second", "local"))
+    for store in (first, second):
+        with dbuffer.WeightSender(store) as sender:
+            publish(sender, 1)
+    with Mirror(first, local, num_threads=1).start() as mirror:
+        mirror.wait_until_current(SOON_S)
+    with Boxed(load_and_stay, local) as boxed:
+        boxed.receive()
+        with pytest.raises(dbuffer.StoreMismatchError, match=NAME):
+            Mirror(second, local, num_threads=1).start()
+        boxed.kill()
+    if mount == "network":
+        make_old(path_of(local))
+    with Mirror(second, local, num_threads=1).start() as mirror:
+        mirror.wait_until_current(SOON_S)
+
+
+def make_old(path: Path) -> None:
+    """Let its owner have been silent for as long as makes it count as dead."""
+    then = time.time() - PRESUMED_DEAD_AFTER_S - 20
+    os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize("mount", ["network"])
+def test_what_another_container_reads_is_kept(
+    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retirement, "KEEP_AT_LEAST_S", 0.0)
+    with dbuffer.WeightSender(store, reader_timeout_s=600) as sender:
+        publish(sender, 1)
+        [file] = weights_files(store)["B"] + weights_files(store)["A"]
+        with Boxed(hold_and_stay, store) as boxed:
+            assert boxed.receive()
+            publish(sender, 2, 3, 4)
+            assert any(file in files for files in weights_files(store).values())
+            boxed.kill()
+            publish(sender, 5, 6)
+            assert any(file in files for files in weights_files(store).values())
+            make_old(path_of(store))
+            publish(sender, 7, 8)
+            assert not any(file in files for files in weights_files(store).values())
+
+
+def test_a_reader_in_another_container_is_named_when_it_is_evicted(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dbuffer.WeightSender(store, reader_timeout_s=0.1) as sender:
+        publish(sender, 1)
+        with Boxed(hold_and_stay, store) as boxed:
+            assert boxed.receive()
+            publish(sender, 2, 3)
+    assert f"evicting receiver {NAME}" in caplog.text
+
+
+def test_a_number_that_another_process_has_by_now_is_dead() -> None:
+    here = Process.here()
+    assert here.started > 0
+    assert here.boot
+    assert not here.has_ended()
+    assert dataclasses.replace(here, started=here.started + 1).has_ended()
+    for elsewhere in ({"pid_namespace": 1}, {"boot": "another"}):
+        assert not dataclasses.replace(here, pid=2**22 + 1, **elsewhere).has_ended()
+
+
+def put(store: Path, **changes: Any) -> None:
+    fields: dict[str, Any] = dict(owner_fields())
+    fields |= {"receiver": NAME, "applied_version": None, "held_version": None}
+    record = ReceiverRecord(**fields | {"updated_at": time.time()} | changes)
+    path_of(store, record.receiver).write_bytes(encode(record))
+
+
+@pytest.mark.parametrize("mount", ["network"])
+@pytest.mark.parametrize("where", [{"boot": "a-b"}, {"pid_namespace": 1}], ids=["host", "box"])
+def test_time_says_who_is_dead_elsewhere(store: Path, mount: str, where: dict[str, Any]) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        put(store, **where)
+        assert is_alive(store)
+        then = time.time() - PRESUMED_DEAD_AFTER_S + 20
+        os.utime(path_of(store), (then, then))
+        assert is_alive(store)
+        make_old(path_of(store))
+        assert not is_alive(store)
+        with pytest.raises(dbuffer.ReceiverFailedError, match="has ended"):
+            sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
+
+
+@pytest.mark.parametrize("mount", ["network"])
+def test_an_idle_receiver_touches_its_record(
+    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbuffer.store.records.HEARTBEAT_S", 0.02)
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
+    assert receiver.load_into(SMALL.empty()) == 1
+    path = path_of(store)
+    for _ in range(2):
+        make_old(path)
+        until("it is touched", lambda: time.time() - path.stat().st_mtime < 60)
+    del receiver  # and nothing is left that could be alive
+    make_old(path)
+    time.sleep(0.2)
+    assert time.time() - path.stat().st_mtime > 60
+
+
+# ---------------------------------------------------------------------------------------------
+# Names
+
+
+@MOUNTS
+def test_a_second_receiver_of_a_name_is_refused_until_the_first_has_ended(
+    store: Path, mount: str
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        with Child(load_and_stay, store) as first:
+            pid = first.receive()
+            with dbuffer.WeightReceiver(store, receiver_id=NAME) as second:
+                for _ in range(2):
+                    target = SMALL.empty()
+                    with pytest.raises(
+                        dbuffer.ReceiverActiveError, match=f"process {pid} on .*{NAME}"
+                    ):
+                        second.load_into(target)
+                    assert not any(tensor.any() for tensor in target.values())
+                first.signal(signal.SIGKILL)
+                first.wait()
+                assert second.load_into(SMALL.empty()) == 1
+                sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
+                assert DoubleBuffer(store).receiver(NAME).pid == os.getpid()
+
+
+@MOUNTS
+def test_a_name_that_was_let_go_of_is_free_for_others(store: Path, mount: str) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    for _ in range(2):
+        with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver:
+            assert receiver.load_into(SMALL.empty()) == 1
+            with (
+                dbuffer.WeightReceiver(store, receiver_id=NAME) as other,
+                pytest.raises(dbuffer.ReceiverActiveError, match=f"process {os.getpid()}"),
+            ):
+                other.load_into(SMALL.empty())
+    dropped = dbuffer.WeightReceiver(store, receiver_id=NAME)
+    assert dropped.load_into(SMALL.empty()) == 1
+    del dropped
+    with Child(load_and_stay, store) as other_process:
+        if mount == "network":  # this process lives, and others cannot see what it has dropped
+            path_of(store).unlink()
+        assert other_process.receive()
+
+
+def claim_when_told(connection: Connection, store: Path, go: Path) -> None:
+    record = RecordFile(store, NAME)
+    connection.send(None)
+    while not go.exists():
+        pass
+    try:
+        record.write()
+    except dbuffer.ReceiverActiveError:
+        connection.send(False)
+    else:
+        connection.send(True)
+    connection.recv()
+
+
+@MOUNTS
+@pytest.mark.parametrize("leftover", ["nothing", "a dead one's", "garbage"])
+def test_of_several_that_start_at_once_one_gets_the_name(
+    store: Path, mount: str, leftover: str, tmp_path: Path
+) -> None:
+    dbuffer.WeightSender(store).close()
+    go = tmp_path / "go"
+    if leftover == "a dead one's":
+        put(store, started=1)
+    if leftover == "garbage":
+        path_of(store).write_text("{")
+    with contextlib.ExitStack() as stack:
+        racers = [stack.enter_context(Child(claim_when_told, store, go)) for _ in range(4)]
+        for racer in racers:
+            racer.receive()
+        go.touch()
+        won = [racer.receive() for racer in racers]
+    if mount == "local" or leftover == "nothing":
+        assert sum(won) == 1
+    else:  # found out with the next write: no lock says who was first
+        assert any(won)
+
+
+@pytest.mark.parametrize("mount", ["network"])
+def test_who_lost_its_name_finds_out_with_its_next_write(store: Path, mount: str) -> None:
+    dbuffer.WeightSender(store).close()
+    record = RecordFile(store, NAME)
+    record.write()
+    with Child(claim_after_removal, store) as other:
+        other.receive()
+        with pytest.raises(dbuffer.ReceiverActiveError, match=str(other.pid)):
+            record.write()
+
+
+def claim_after_removal(connection: Connection, store: Path) -> None:
+    path_of(store).unlink()
+    record = RecordFile(store, NAME)
+    record.write()
+    connection.send(None)
+    connection.recv()
+
+
+@MOUNTS
+def test_a_spare_name_is_taken_and_told(
+    store: Path, mount: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dbuffer.WeightSender(store).close()
+    first, second = RecordFile(store, NAME), RecordFile(store, NAME, spare=Spare("spare", "other"))
+    first.write(applied_version=1)
+    second.write(applied_version=2)
+    second.write(applied_version=3)
+    found = {r.receiver: (r.applied_version, r.part_of) for r in DoubleBuffer(store).receivers()}
+    assert found == {NAME: (1, None), "spare": (3, "other")}
+    [entry] = [entry for entry in caplog.records if "goes by spare" in entry.getMessage()]
+    assert entry.levelno == logging.WARNING
+
+
+@MOUNTS
+def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path: Path, mount: str) -> None:
+    remote, *nodes = (shm_path / name for name in ("remote", "node-1", "node-2"))
+    with contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(dbuffer.WeightSender(s)) for s in (remote, *nodes)]
+        publish(senders[0], 1)
+        kept = []
+        for node in nodes:
+            stack.callback(AcknowledgementRelay(DoubleBuffer(node), remote).close)
+            kept.append(RecordFile(node, NAME))
+            kept[-1].write(applied_version=1, history=history_of(remote))
+        senders[0].wait_applied(1, receivers=2, timeout_s=SOON_S)
+        names = [record.receiver for record in DoubleBuffer(remote).receivers()]
+        assert len(names) == 2
+        assert NAME in names
+
+
+# ---------------------------------------------------------------------------------------------
+# Many
+
+
+NUM_RECORDS = 5000
+
+
+def test_listing_reads_what_has_changed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        for number in range(NUM_RECORDS):
+            put(store, receiver=f"r-{number}")
+        for path in (store / RECEIVERS_DIRECTORY).iterdir():
+            os.utime(path, (1e9, 1e9))
+        time.sleep(1.1)  # a file of this second is not trusted to stay as it is
+        reads: list[str] = []
+        real = filesystem.open_regular
+
+        def count(path: Path, *args: Any, **options: Any) -> int:
+            if path.parent.name == RECEIVERS_DIRECTORY:
+                reads.append(path.name)
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(filesystem, "open_regular", count)
+        with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+            sender.wait_applied(1, receivers=1, timeout_s=0)
+        assert len(reads) <= NUM_RECORDS
+        reads.clear()
+        with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+            sender.wait_applied(1, receivers=1, timeout_s=0.5)
+        assert reads == []
+        put(store, receiver="r-77", applied_version=1, history=history_of(store))
+        sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
+        assert set(reads) == {"r-77.json"}
+
+
+def test_what_changes_twice_within_a_tick_is_seen(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbuffer.store.buffer._state_of", state_in_whole_seconds)
+    dbuffer.WeightSender(store).close()
+    view = DoubleBuffer(store)
+    for version in range(100, 400):  # in place: the same inode, the same length
+        put(store, applied_version=version, updated_at=1.0)
+        assert [record.applied_version for record in view.receivers()] == [version]
+
+
+def state_in_whole_seconds(found: os.stat_result, now: float) -> tuple[int, ...] | None:
+    """As on a server that counts in seconds."""
+    times = {name: int(getattr(found, name)) for name in ("st_mtime", "st_ctime")}
+    times |= {f"{name}_ns": value * 10**9 for name, value in times.items()}
+    coarse = {"st_ino": found.st_ino, "st_size": found.st_size}
+    return _state_of(SimpleNamespace(**times | coarse), now)  # type: ignore[arg-type]
+
+
+def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dbuffer.store.writer.FORGET_EVERY_S", 0.0)
+    names = lambda: {record.receiver for record in DoubleBuffer(store).receivers()}  # noqa: E731
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        with Child(load_and_stay, store, None) as child:
+            child.receive()
+            [made_up] = names()
+            child.signal(signal.SIGKILL)
+            child.wait()
+        with Child(load_and_stay, store, "named") as child:
+            child.receive()
+        publish(sender, 2)
+        assert names() == {made_up, "named"}, "who waits for a version counts those that ended"
+        monkeypatch.setattr("dbuffer.store.writer.FORGET_MADE_UP_AFTER_S", 0.0)
+        with dbuffer.WeightReceiver(store) as living:
+            assert living.load_into(SMALL.empty()) == 2
+            publish(sender, 3)
+            assert names() == {living.receiver_id, "named"}
+
+
+# ---------------------------------------------------------------------------------------------
+# What is other people's
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770])
+def test_a_directory_of_records_that_others_can_write_to_is_refused(store: Path, mode: int) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        (store / RECEIVERS_DIRECTORY).chmod(mode)
+        with (
+            dbuffer.WeightReceiver(store) as receiver,
+            pytest.raises(dbuffer.StoreInsecureError, match=RECEIVERS_DIRECTORY),
+        ):
+            receiver.load_into(SMALL.empty())
+    with pytest.raises(dbuffer.StoreInsecureError, match=RECEIVERS_DIRECTORY):
+        dbuffer.WeightSender(store)
+    dbuffer.WeightSender(store, allow_shared_store=True).close()
+
+
+def test_a_record_that_others_can_write_to_is_passed_over_and_told_once(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    for name in ("theirs", "ours"):
+        put(store, receiver=name, applied_version=1, history=history_of(store))
+    for name in ("theirs", "ours"):
+        path_of(store, name).chmod(0o666 if name == "theirs" else 0o600)
+    with dbuffer.WeightSender(store) as sender:
+        sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
+        with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+            sender.wait_applied(1, receivers=2, timeout_s=0.2)
+        publish(sender, 2)
+    assert len([entry for entry in caplog.records if "theirs.json" in entry.getMessage()]) == 1
+    assert newest(store) == 2

@@ -1,0 +1,305 @@
+"""Options are checked in one place, when an object is made or a method called."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.errors import InvalidWeightsError, OptionError
+from dbuffer.integrations.atropos.config import BridgeConfig
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.server import EngineServer
+from dbuffer.integrations.lightrft.manager import BroadcastManager
+from dbuffer.mirror.mirror import start_mirror
+from dbuffer.receive.stager import Stager
+from dbuffer.runtime import options
+from dbuffer.tools.doctor import examine, wait_for_host
+
+NO_TIMES: list[Any] = [
+    *(math.nan, math.inf, -math.inf, -1, -0.001, 1e10, 10**400),
+    *("5", None, True, False, [1], 1j, b"1"),
+]
+
+NO_WHOLE_NUMBERS: list[Any] = [0, -1, 1.5, 1.0, math.nan, "4", None, True, False, [4], 1j]
+
+
+# The checks themselves
+
+
+@pytest.mark.parametrize("value", NO_TIMES, ids=repr)
+def test_no_time(value: Any) -> None:
+    for check in (options.seconds, options.positive_seconds):
+        with pytest.raises(OptionError) as caught:
+            check("wait_s", value)
+        assert str(caught.value).startswith(f"invalid wait_s {value!r:.200}: use seconds ")
+
+
+def test_a_time_is_a_number() -> None:
+    assert options.seconds("wait_s", 0) == 0.0
+    with pytest.raises(OptionError, match=r"invalid wait_s 0: use seconds above 0"):
+        options.positive_seconds("wait_s", 0)
+    for value in (1, 0.001, threading.TIMEOUT_MAX, numpy.float64(0.5)):
+        assert options.positive_seconds("wait_s", value) == value
+        assert type(options.positive_seconds("wait_s", value)) is float
+
+
+def test_what_passes_for_a_time_can_be_waited_for() -> None:
+    event = threading.Event()
+    event.set()
+    assert event.wait(options.seconds("wait_s", options.MAX_SECONDS))
+
+
+@pytest.mark.parametrize("value", NO_WHOLE_NUMBERS, ids=repr)
+def test_no_whole_number(value: Any) -> None:
+    with pytest.raises(OptionError) as caught:
+        options.whole_number("count", value)
+    assert str(caught.value) == f"invalid count {value!r}: use a whole number of at least 1"
+
+
+def test_a_whole_number_is_within_its_bounds() -> None:
+    assert options.whole_number("count", 4) == 4
+    assert options.whole_number("count", 0, at_least=0) == 0
+    with pytest.raises(OptionError, match="from 0 to 9"):
+        options.whole_number("count", 10, at_least=0, at_most=9)
+
+
+@pytest.mark.parametrize("value", [1, 0, 1.0, "True", "yes", None, [True]], ids=repr)
+def test_a_choice_has_a_type(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"invalid check .*: use True, False or 'auto'"):
+        options.choice("check", value, (True, False, "auto"))
+    with pytest.raises(OptionError, match=r"invalid check .*: use True or False"):
+        options.flag("check", value)
+    assert options.choice("check", "auto", (True, False, "auto")) == "auto"
+    assert options.flag("check", False) is False
+
+
+@pytest.mark.parametrize("value", ["", b"store", b"", None, 1, "a\0b", ["a"]], ids=repr)
+def test_no_directory(value: Any) -> None:
+    with pytest.raises(
+        OptionError, match=r"invalid store .*: use the path of a directory, not empty"
+    ):
+        options.directory("store", value)
+
+
+def test_a_directory_is_absolute() -> None:
+    for value in ("a/b", Path("a/b")):
+        assert options.directory("store", value) == Path.cwd() / "a/b"
+
+
+def test_one_text_is_one_name() -> None:
+    assert options.names("receivers", "engine-0") == {"engine-0"}
+    assert options.names("receivers", (name for name in "ab")) == {"a", "b"}
+    assert options.names("receivers", 2) == 2
+    for value in (-1, True, 1.0, None, [1], [b"a"]):
+        with pytest.raises(OptionError, match="invalid receivers "):
+            options.names("receivers", value)
+
+
+# Who takes options
+
+
+def make_stager(store: Path, **wrong: Any) -> Any:
+    return Stager(str(store), **{"receiver_id": "stager", **wrong})
+
+
+def make_engine_options(store: Path, **wrong: Any) -> Any:
+    return EngineOptions(**{"store": str(store), **wrong})
+
+
+MAKERS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
+    "WeightSender": (
+        dbuffer.WeightSender,
+        {
+            "reader_timeout_s": NO_TIMES,
+            "num_threads": [value for value in NO_WHOLE_NUMBERS if value is not None],
+            "checksum": ["yes", None, 1],
+            "durable": ["false", None, 0],
+            "allow_shared_store": ["false", None],
+            "dtype": ["bfloat16", torch.int8, 1, []],
+            "rename": ["names.json", 1],
+        },
+    ),
+    "ResidentModel": (
+        lambda store, **wrong: dbuffer.ResidentModel(torch.nn.Linear(2, 2), store, **wrong),
+        {
+            "reader_timeout_s": NO_TIMES,
+            "num_threads": [0, 1.5, True],
+            "checksum": ["auto", None, 1],
+            "durable": ["false"],
+            "rename": ["names.json"],
+        },
+    ),
+    "WeightReceiver": (
+        dbuffer.WeightReceiver,
+        {
+            "poll_interval_s": [*NO_TIMES, 0],
+            "num_threads": [0, 1.5, "2"],
+            "verify": ["yes", None, 1],
+            "receiver_id": ["", "a/b", 1, b"a"],
+            "allow_shared_store": ["no"],
+        },
+    ),
+    "Stager": (
+        make_stager,
+        {
+            "poll_interval_s": [*NO_TIMES, 0],
+            "num_threads": [0, 1.5],
+            "copy": ["never", None, 1],
+            "pin_memory": ["no", None],
+            "verify": ["yes"],
+        },
+    ),
+    "Mirror": (
+        lambda store, **wrong: dbuffer.Mirror(store, store.with_name("local"), **wrong),
+        {
+            "poll_interval_s": [*NO_TIMES, 0],
+            "reader_timeout_s": NO_TIMES,
+            "num_threads": [0, 1.5],
+            "allow_shared_store": ["no"],
+        },
+    ),
+    "start_mirror": (
+        lambda store, **wrong: start_mirror(store, store.with_name("local"), **wrong),
+        {"poll_interval_s": [math.nan, 0], "reader_timeout_s": [math.nan, "1"]},
+    ),
+    "EngineOptions": (
+        make_engine_options,
+        {"poll_interval_s": [*NO_TIMES, 0], "timeout_s": [*NO_TIMES, 0], "num_threads": [1.5]},
+    ),
+    "EngineServer": (
+        lambda store, **wrong: EngineServer("http://localhost:1", **wrong),
+        {"timeout_s": [*NO_TIMES, 0]},
+    ),
+    "BridgeConfig": (
+        lambda store, **wrong: BridgeConfig(**wrong),
+        {
+            "timeout_seconds": [*NO_TIMES, 0],
+            "world_size": NO_WHOLE_NUMBERS,
+            "trainer_rank": [-1, 0.0, "0"],
+            "num_inference_nodes": [-1, 1.5, None],
+        },
+    ),
+    "BroadcastManager": (
+        lambda store, **wrong: BroadcastManager(torch.nn.Linear(2, 2), None, None, **wrong),
+        {"timeout_s": [*NO_TIMES, 0], "rank_timeout_s": [*NO_TIMES, 0]},
+    ),
+    "examine": (examine, {"timeout_s": NO_TIMES}),
+    "wait_for_host": (wait_for_host, {"timeout_s": NO_TIMES}),
+}
+
+
+@pytest.mark.parametrize(
+    ("maker", "name", "value"),
+    [
+        pytest.param(who, name, value, id=f"{who}-{name}-{value!r:.20}")
+        for who, (_, wrong) in MAKERS.items()
+        for name, values in wrong.items()
+        for value in values
+    ],
+)
+def test_options_are_checked_as_the_object_is_made(
+    tmp_path: Path, maker: str, name: str, value: Any
+) -> None:
+    store = tmp_path / "store"
+    threads = threading.active_count()
+    with pytest.raises(OptionError) as caught:
+        MAKERS[maker][0](store, **{name: value})
+    assert str(caught.value).startswith(f"invalid {name} {value!r}"[:200])
+    assert list(tmp_path.iterdir()) == []  # nothing was made
+    assert threading.active_count() <= threads  # one of an earlier test may have ended
+
+
+@pytest.mark.parametrize("place", ["", "a\0b", b"store", None], ids=repr)
+def test_no_store_is_made_at_no_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any
+) -> None:
+    """An empty path is that of a variable that is not set; not the working directory."""
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other"
+    makers: list[Any] = [
+        lambda: dbuffer.WeightSender(place),
+        lambda: dbuffer.WeightReceiver(place),
+        lambda: dbuffer.ResidentModel(torch.nn.Linear(2, 2), place),
+        lambda: Stager(place, receiver_id="stager"),
+        lambda: dbuffer.Mirror(place, other),
+        lambda: dbuffer.Mirror(other, place),
+        lambda: start_mirror(place, other),
+        lambda: examine(place),
+        lambda: EngineOptions(store=place),
+    ]
+    if place is not None:
+        makers.append(lambda: start_mirror(other, place))
+    for make in makers:
+        with pytest.raises(OptionError, match=r"invalid (store|remote|local|path) "):
+            make()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_working_directory_can_be_named(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    with dbuffer.WeightSender(".") as sender:
+        assert sender.store == tmp_path
+
+
+def test_times_of_methods_are_checked_as_they_are_called(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with (
+        dbuffer.WeightSender(store) as sender,
+        dbuffer.WeightReceiver(store) as receiver,
+        dbuffer.Mirror(store, tmp_path / "local") as mirror,
+    ):
+        version = sender.send({"a": torch.ones(2)}).version
+        stager = make_stager(store)
+        for value in NO_TIMES:
+            with pytest.raises(OptionError, match="invalid timeout_s "):
+                sender.wait_applied(version, timeout_s=value)
+            with pytest.raises(OptionError, match="invalid timeout_s "):
+                mirror.wait_until_current(value)
+            with pytest.raises(OptionError, match="invalid timeout_s "):
+                stager.take(timeout_s=value)
+            with pytest.raises(OptionError, match="invalid timeout_s "), receiver.open(1, value):
+                pass
+            if value is not None:  # which is for ever
+                with pytest.raises(OptionError, match="invalid timeout_s "):
+                    receiver.wait_for_version(1, value)
+        stager.close()
+        for wrong in ("1", 1.0, True, -2):
+            with pytest.raises(OptionError, match="invalid newer_than "):
+                receiver.wait_for_version(wrong, 0)  # type: ignore[arg-type]
+            with pytest.raises(OptionError, match="invalid version "), receiver.open(version=wrong):  # type: ignore[arg-type]
+                pass
+            with pytest.raises(OptionError, match="invalid version "):
+                sender.wait_applied(wrong, timeout_s=0)  # type: ignore[arg-type]
+            with pytest.raises(OptionError, match="invalid version "):
+                UpdateRequest(version=wrong)  # type: ignore[arg-type]
+
+
+def test_one_receiver_is_waited_for_by_its_name(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with (
+        dbuffer.WeightSender(store) as sender,
+        dbuffer.WeightReceiver(store, receiver_id="engine-0") as receiver,
+    ):
+        version = sender.send({"a": torch.ones(2)}).version
+        receiver.load_into({"a": torch.zeros(2)})
+        sender.wait_applied(version, receivers="engine-0", timeout_s=10)
+        with pytest.raises(dbuffer.AcknowledgementTimeoutError, match="0 of 1 receivers"):
+            sender.wait_applied(version, receivers="engine-1", timeout_s=0)
+        for wrong in (-1, True, 1.5, None, ["engine-0", 1], "engine/0", ["engine 0"]):
+            with pytest.raises(OptionError, match="invalid receivers "):
+                sender.wait_applied(version, receivers=wrong, timeout_s=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, [1.0, {"loss": -math.inf}]], ids=repr)
+def test_what_is_no_json_is_no_metadata(tmp_path: Path, value: Any) -> None:
+    with dbuffer.WeightSender(tmp_path / "store") as sender:
+        with pytest.raises(InvalidWeightsError, match="metadata must be what JSON can hold"):
+            sender.send({"a": torch.ones(2)}, metadata={"value": value})
+        assert sender.send({"a": torch.ones(2)}, metadata={"value": 1e308}).version == 1

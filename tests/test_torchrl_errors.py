@@ -1,0 +1,174 @@
+"""What TorchRL's schemes raise is ours, and still of the standard type that TorchRL raises."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+with warnings.catch_warnings():
+    # torchrl warns of its own legacy classes, and of torch's, as it is imported.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torchrl.weight_update.weight_sync_schemes import WeightStrategy
+
+    from dbuffer.integrations.torchrl import (
+        DoubleBufferSyncScheme,
+        VLLMDoubleBufferSyncScheme,
+        VLLMWeightSyncScheme,
+    )
+
+import dbuffer
+from dbuffer.integrations import torchrl as integration
+
+SCHEMES: list[Any] = [DoubleBufferSyncScheme, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme]
+SOURCES = sorted(Path(integration.__file__).parent.glob("*.py"))
+
+
+def sending(scheme: Any) -> Any:
+    scheme.kept = nn.Linear(1, 1)
+    scheme.init_on_sender(model_id="policy", model=scheme.kept)
+    return scheme
+
+
+def receiving(scheme: Any) -> Any:
+    scheme.init_on_receiver(model_id="policy", model=None, context=None)
+    return scheme
+
+
+def connected(scheme: Any) -> Any:
+    sending(scheme).connect()
+    return scheme
+
+
+def shut_down(scheme: Any) -> Any:
+    connected(scheme).shutdown()
+    return scheme
+
+
+def prepare(scheme: Any, weights: Any) -> Any:
+    return scheme.prepare_weights(weights, "policy", WeightStrategy(), SimpleNamespace())
+
+
+EVERY: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
+    "connect first": (lambda s: s.connect(), RuntimeError),
+    "connect twice": (lambda s: connected(s).connect(), RuntimeError),
+    "connect a worker on the sender": (lambda s: sending(s).connect(worker_idx=0), RuntimeError),
+    "connect with weights on the receiver": (
+        lambda s: receiving(s).connect(weights={"a": torch.ones(1)}),
+        RuntimeError,
+    ),
+    "send first": (lambda s: s.send(), RuntimeError),
+    "send after the end": (lambda s: shut_down(s).send(), RuntimeError),
+    "receive first": (lambda s: s.receive(), RuntimeError),
+    "apply first": (lambda s: s.apply_weights({}), RuntimeError),
+    "get_sender first": (lambda s: s.get_sender(), RuntimeError),
+    "get_receiver first": (lambda s: s.get_receiver(), RuntimeError),
+    "an unknown name": (lambda s: prepare(s, "env.nothing"), ValueError),
+    "an index beyond the end": (
+        lambda s: s.prepare_weights("a[3]", "policy", None, SimpleNamespace(a=[])),
+        ValueError,
+    ),
+    "send what is nothing": (lambda s: connected(s).send(3), ValueError),
+}
+
+COLLECTORS: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
+    "params_map and weights": (
+        lambda s: s.init_on_sender(params_map={0: {}}, weights={"a": torch.ones(1)}),
+        ValueError,
+    ),
+    "weights and model": (
+        lambda s: s.init_on_sender(weights={"a": torch.ones(1)}, model=nn.Linear(1, 1)),
+        ValueError,
+    ),
+    "no such worker": (
+        lambda s: connected(s).send({"a": torch.ones(1)}, worker_ids=[7]),
+        ValueError,
+    ),
+    "nothing for a worker": (
+        lambda s: connected(s).send({0: {"a": torch.ones(1)}}, worker_ids=[1]),
+        ValueError,
+    ),
+    "an unknown name to send": (lambda s: connected(s).send("env.nothing"), ValueError),
+    "receive before connect": (lambda s: receiving(s).receive(), RuntimeError),
+    "apply to nothing": (lambda s: receiving(s).apply_weights({}), ValueError),
+}
+
+ENGINES: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
+    "no model": (lambda s: s.create_sender().update_weights(), RuntimeError),
+    "a model that is gone": (lambda s: with_model_gone(s).update_weights(), RuntimeError),
+    "out of place": (
+        lambda s: s.create_receiver(None).apply_weights({}, inplace=False),
+        ValueError,
+    ),
+    "no engine": (lambda s: s.create_receiver(None).poll_and_apply(0), NotImplementedError),
+    "no context": (lambda s: registered(s, "policy").poll_and_apply(0), ValueError),
+    "receive after the end": (lambda s: ended(receiving(s)).receive(), RuntimeError),
+}
+
+
+def with_model_gone(scheme: Any) -> Any:
+    sender = scheme.create_sender()
+    sender.register_model(nn.Linear(1, 1))
+    return sender
+
+
+def registered(scheme: Any, model: Any) -> Any:
+    receiver = scheme.create_receiver(None)
+    receiver.register_model(model)
+    return receiver
+
+
+def ended(scheme: Any) -> Any:
+    scheme.shutdown()
+    return scheme
+
+
+def assert_raises_ours(scheme: Any, call: Callable[[Any], Any], standard: type[Exception]) -> None:
+    with pytest.raises(standard) as caught:
+        call(scheme)
+    scheme.shutdown()
+    assert isinstance(caught.value, dbuffer.DBufferError), repr(caught.value)
+
+
+@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_errors_of_every_scheme(kind: Any, case: str, store: Path) -> None:
+    assert_raises_ours(kind(remote_addr=str(store)), *EVERY[case])
+
+
+@pytest.mark.parametrize("case", COLLECTORS)
+def test_errors_of_the_collectors_scheme(case: str, store: Path) -> None:
+    assert_raises_ours(DoubleBufferSyncScheme(str(store)), *COLLECTORS[case])
+
+
+@pytest.mark.parametrize("case", ENGINES)
+@pytest.mark.parametrize("kind", SCHEMES[1:])
+def test_errors_of_the_engines_schemes(kind: Any, case: str, store: Path) -> None:
+    assert_raises_ours(kind(remote_addr=str(store)), *ENGINES[case])
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_unknown_strategy(kind: Any, store: Path) -> None:
+    with pytest.raises(dbuffer.OptionError, match="strategy"):
+        kind(remote_addr=str(store), strategy="pickle")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_no_standard_error_is_raised_by_name(path: Path) -> None:
+    """But for the one that Python asks of a module that has no such attribute."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = getattr(node.exc.func, "id", "")
+            if hasattr(builtins, name):
+                found.add(name)
+        assert not isinstance(node, ast.Assert), f"{path.name}:{node.lineno} is no error of ours"
+    assert found <= ({"AttributeError"} if path.name == "__init__.py" else set())
