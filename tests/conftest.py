@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What all test files asked for, whatever else set it while they were imported."""
+    """What all test files asked for, whatever else set it while they were imported.
+
+    Started here, since all children have its environment: not that of a test which changes its own
+    and happens to need the first child.
+    """
     preload()
+    forkserver.ensure_running()
 
 
 @pytest.fixture

@@ -44,6 +44,8 @@ PROMPTS = [
     [*range(200, 232), *range(7)],
 ]
 KEPT_TOKENS = 80
+SLOW_STEP_S = 0.1
+"""So that a request of 80 tokens takes 8 s, in which a version is published and switched to."""
 BIG_LAYER = 65536
 """Size of the hidden layer of a model of 100 MB."""
 
@@ -334,7 +336,7 @@ class Program:
         self.store = store
         self.trainer = trainer
         self.pauses: list[str] = []
-        self.tokens_so_far = 0
+        self.tokens_so_far: dict[str, int] = {}
         self._num_requests = 0
         self._pause = engine.engine_core.pause_scheduler_async
         engine.engine_core.pause_scheduler_async = self._counted_pause
@@ -358,11 +360,12 @@ class Program:
     async def respond(self, prompt: list[int], num_tokens: int, floor: int = 0) -> dict[str, Any]:
         """One response; ``floor`` is a version that the engine is known to have by now."""
         self._num_requests += 1
+        name = f"r{self._num_requests}"
         parameters = greedy_parameters(num_tokens)
         inputs = {"prompt_token_ids": prompt}
-        async for output in self.engine.generate(inputs, parameters, f"r{self._num_requests}"):
+        async for output in self.engine.generate(inputs, parameters, name):
             answer = output.outputs[0]
-            self.tokens_so_far = len(answer.token_ids)
+            self.tokens_so_far[name] = len(answer.token_ids)
         spans = [(s.version, s.start, s.end) for s in answer.weight_versions or []]
         return {
             "tokens": list(answer.token_ids),
@@ -377,12 +380,21 @@ class Program:
         responses = await asyncio.gather(*(self.respond(prompt, 16) for prompt in PROMPTS))
         return [response["tokens"] for response in responses]
 
-    async def begin(self, prompt: list[int], num_tokens: int) -> asyncio.Task[dict[str, Any]]:
-        """A request that has begun to answer."""
-        self.tokens_so_far = 0
-        task = asyncio.create_task(self.respond(prompt, num_tokens))
-        await until(lambda: self.tokens_so_far > 0)
-        return task
+    @contextlib.asynccontextmanager
+    async def answering(
+        self, prompts: list[list[int]], num_tokens: int
+    ) -> AsyncIterator[list[asyncio.Task[dict[str, Any]]]]:
+        """Requests that have begun to answer, and do not end before what is in the block."""
+        slow = self.store.parent / "slow"
+        slow.touch()
+        await self.engine.collective_rpc(step_slowly, args=(str(slow),))
+        self.tokens_so_far.clear()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.respond(prompt, num_tokens)) for prompt in prompts]
+            await until(lambda: len(self.tokens_so_far) == len(prompts))
+            yield tasks
+            slow.unlink()
+        await self.engine.collective_rpc(step_as_ever)
 
     async def label(self) -> str:
         label: str = await self.engine.get_weight_version()
@@ -480,9 +492,7 @@ async def switch_kept_requests(program: Program) -> dict[str, Any]:
         repeated = {"before": await program.answers(), "again": await program.answers()}
         await switch_to(2)
         repeated["after"] = await program.answers()
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(program.respond(prompt, KEPT_TOKENS)) for prompt in PROMPTS]
-            await program.begin(PROMPTS[0], 2)
+        async with program.answering(PROMPTS, KEPT_TOKENS) as tasks:
             await switch_to(1)
             await switch_to(2)
     return {"seeds": seeds, "repeated": repeated, "responses": [task.result() for task in tasks]}
@@ -492,12 +502,12 @@ async def publish_a_misfit(program: Program) -> dict[str, Any]:
     async with program.following() as follower:
         label_before = await program.label()
         program.pauses.clear()
-        request = await program.begin(PROMPTS[2], 100)
-        await program.trainer.publish("misfit")
-        await until(lambda: follower.error is not None)
+        async with program.answering([PROMPTS[2]], 100) as (request,):
+            await program.trainer.publish("misfit")
+            await until(lambda: follower.error is not None)
         seen = {
             "error": str(follower.error),
-            "during": await request,
+            "during": request.result(),
             "pauses": program.pauses.copy(),
             "label_before": label_before,
             "label": await program.label(),
@@ -505,6 +515,25 @@ async def publish_a_misfit(program: Program) -> dict[str, Any]:
         version = await program.trainer.publish("reveal")
         await follower.wait_applied_async(version, STEP_TIMEOUT_S)
         return seen | {"next": version, "after": await program.respond(PROMPTS[0], 4)}
+
+
+def step_slowly(worker: Any, marker: str) -> None:
+    """In the worker: let each step take long while there is a file, however fast the machine."""
+    step = worker.execute_model
+
+    def step_when_waited(*arguments: Any, **options: Any) -> Any:
+        import pathlib
+        import time
+
+        if pathlib.Path(marker).exists():
+            time.sleep(SLOW_STEP_S)
+        return step(*arguments, **options)
+
+    worker.execute_model = step_when_waited
+
+
+def step_as_ever(worker: Any) -> None:
+    del worker.execute_model
 
 
 def receiver_of(worker: Any) -> Any:
@@ -542,12 +571,12 @@ async def fail_in_a_pause(program: Program, what: str) -> dict[str, Any]:
         label_before = await program.label()
         await program.engine.collective_rpc(let_fail, args=(what,))
         program.pauses.clear()
-        request = await program.begin(PROMPTS[2], 100)
-        version = await program.trainer.publish("reveal")
-        await until(lambda: follower.error is not None)
+        async with program.answering([PROMPTS[2]], 100) as (request,):
+            version = await program.trainer.publish("reveal")
+            await until(lambda: follower.error is not None)
         seen = {
             "error": str(follower.error),
-            "during": await request,
+            "during": request.result(),
             "pauses": program.pauses.copy(),
             "label_before": label_before,
             "label": await program.label(),
@@ -600,34 +629,31 @@ async def close_in_a_switch(program: Program, directory: Path) -> dict[str, Any]
 async def pause_as_a_user(program: Program) -> dict[str, Any]:
     async with program.following() as follower:
         label_before = await program.label()
-        request = await program.begin(PROMPTS[2], 100)
-        await program.engine.pause_generation(mode="keep")
-        tokens_before = program.tokens_so_far
-        version = await program.trainer.publish("reveal")
-        await follower.wait_applied_async(version, STEP_TIMEOUT_S)
-        seen = {
-            "label_before": label_before,
-            "version": version,
-            "is_paused": await program.engine.is_paused(),
-            "tokens_before": tokens_before,
-            "tokens_in_pause": program.tokens_so_far,
-        }
-        await program.engine.resume_generation()
-        return seen | {"response": await request}
+        async with program.answering([PROMPTS[2]], 100) as (request,):
+            await program.engine.pause_generation(mode="keep")
+            tokens_before = program.tokens_so_far.copy()
+            version = await program.trainer.publish("reveal")
+            await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+            seen = {
+                "label_before": label_before,
+                "version": version,
+                "is_paused": await program.engine.is_paused(),
+                "tokens_before": tokens_before,
+                "tokens_in_pause": program.tokens_so_far.copy(),
+            }
+            await program.engine.resume_generation()
+        return seen | {"response": request.result()}
 
 
 async def lose_the_engine(program: Program) -> dict[str, Any]:
     """Kill the engine's core, while nothing is asked of it."""
-    import psutil
-
     heard: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = heard.append  # type: ignore[method-assign]
     async with program.following() as follower:
         logging.getLogger("dbuffer.integrations.engine").addHandler(handler)
-        for process in psutil.Process().children(recursive=True):
-            if "EngineCore" in " ".join(process.cmdline()):
-                process.kill()
+        [core] = program.engine.engine_core.resources.engine_manager.processes
+        core.kill()
         await until(lambda: follower.error is not None)
         error = f"{type(follower.error).__name__}: {follower.error}"
     return {"error": error, "log": [r.getMessage() for r in heard if r.levelno > logging.INFO]}
