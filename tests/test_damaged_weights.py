@@ -64,6 +64,7 @@ def test_flipped_bit_in_checksums_or_layout_is_refused(template: Path, data: st.
         flip_bit(path, data.draw(st.integers(8 * start, 8 * (start + num_bytes) - 1)))
         with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}.*{said}"):
             read(store, verify=True)
+        assert_repaired_by_publishing(store)
 
 
 def test_flipped_bit_is_seen_by_a_receiver_that_has_loaded_before(damaged: Path) -> None:

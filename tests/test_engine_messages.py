@@ -100,7 +100,11 @@ def test_the_worst_answer_counts() -> None:
     refused, broken = RankAnswer(RankOutcome.REFUSED, "r"), RankAnswer(RankOutcome.BROKEN, "b")
     assert worst_of([RankAnswer(), refused, broken, RankAnswer(RankOutcome.INVALID)]) == broken
     assert worst_of([refused, RankAnswer(RankOutcome.REFUSED, "another")]) == refused
-    assert worst_of([]) == RankAnswer()
+
+
+def test_no_answer_at_all_is_not_taken_for_done() -> None:
+    with pytest.raises(EngineUpdateError, match="no rank of the engine has answered"):
+        worst_of([])
 
 
 class OneRank:

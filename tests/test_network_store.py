@@ -1021,7 +1021,8 @@ def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(
         Step("call", "BufferWriter.claim"),
         Step("call", "Draft.fill"),
         Step("call", "BufferWriter.commit"),
-        Step("call", "BufferWriter._check_not_superseded", nth=3),
+        Step("call", "BufferWriter._check_not_superseded", nth=2),
+        Step("call", "BufferWriter._check_not_superseded", nth=4),
         Step("call", "BufferWriter._read_back"),
     ]
     for number, step in enumerate(steps):

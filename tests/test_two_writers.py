@@ -105,6 +105,28 @@ def test_sender_superseded_while_it_publishes_does_not_undo_its_successor(
     assert newest(store) == 6
 
 
+def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store: Path) -> None:
+    with dbuffer.WeightSender(store, num_threads=1) as first, contextlib.ExitStack() as senders:
+        for version in (1, 2):
+            first.send(SMALL.weights(version))
+        before = {}
+
+        def take_over() -> None:
+            (store / "writer.lock").unlink()
+            second = dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=0.0)
+            senders.enter_context(second).send(SMALL.weights(5), version=5)
+            before.update(contents(store))
+
+        at_step(Step("return", "_RewrittenFiles.reuse"), take_over)
+        try:
+            with pytest.raises(dbuffer.WriterSupersededError):
+                first.send(SMALL.weights(3))
+        finally:
+            sys.setprofile(None)
+        assert contents(store) == before
+        assert newest(store) == 5
+
+
 BEFORE_THE_FLIP = {
     "in the copy": Step("call", "Copier.write"),
     "after the copy": Step("return", "Draft.fill"),

@@ -1,13 +1,11 @@
-"""`Footer`: the end of a weights file, and the manifest of a file that has one."""
+"""`Footer`: the end of a weights file, and what the manifest says of a file that has one."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
 from dbuffer.format.layout import Layout, TensorSpec, digest
-from dbuffer.format.manifest import Manifest
 from dbuffer.io.tensors import pack_checksums
 from dbuffer.store import filesystem
 from dbuffer.store.writer import Claim
@@ -46,11 +44,13 @@ class Footer:
         """Size of the whole weights file."""
         return self.layout.layout_offset + len(self.encoded) + len(self.tail)
 
-    def seal(self, claim: Claim, checksums: list[int] | None, metadata: dict[str, Any]) -> Manifest:
+    def seal(self, claim: Claim, checksums: list[int] | None) -> dict[str, Any]:
         """Write it into a file that holds all tensors, with their checksums, if there are any.
 
+        It is written into a file that had it already, too: that may be damaged since.
+
         Returns:
-            What describes the file.
+            The fields of the manifest that describe the file.
         """
         layout, table_xxh3 = self.layout, None
         with filesystem.os_errors("write the layout", claim.path):
@@ -58,25 +58,17 @@ class Footer:
                 table = pack_checksums(checksums)
                 filesystem.write_at(claim.file.number, layout.checksums_offset, table)
                 table_xxh3 = digest(table)
-            if claim.is_new:
-                self.write(claim.file.number)
-        return Manifest(
-            state="complete",
-            version=claim.marked.version,
-            generation=claim.marked.generation,
-            run=claim.marked.run,
-            file=claim.path.name,
-            file_bytes=self.file_bytes,
-            num_tensors=len(layout.specs),
-            num_bytes=layout.num_bytes,
-            layout_offset=layout.layout_offset,
-            layout_bytes=len(self.encoded),
-            layout_xxh3=self.layout_xxh3,
-            checksums_offset=layout.checksums_offset,
-            checksums_xxh3=table_xxh3,
-            published_at=time.time(),
-            metadata=metadata,
-        )
+            self.write(claim.file.number)
+        return {
+            "file_bytes": self.file_bytes,
+            "num_tensors": len(layout.specs),
+            "num_bytes": layout.num_bytes,
+            "layout_offset": layout.layout_offset,
+            "layout_bytes": len(self.encoded),
+            "layout_xxh3": self.layout_xxh3,
+            "checksums_offset": layout.checksums_offset,
+            "checksums_xxh3": table_xxh3,
+        }
 
     def write(self, file: int) -> None:
         """Write it behind the tensors of an open file."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -200,8 +199,8 @@ class Draft:
         """
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
-        sealed = self.footer.seal(self._claim, self.checksums, metadata)
-        self._drafts.writer.commit(self._claim, dataclasses.replace(sealed, **described))
+        described |= self.footer.seal(self._claim, self.checksums)
+        self._drafts.writer.commit(self._claim, metadata=metadata, **described)
         self._is_done = True
 
     def abandon(self) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dbuffer.errors import (
     ClosedError,
@@ -70,8 +70,6 @@ class Claim:
     buffer: str
     path: Path
     file: Descriptor
-    is_new: bool
-    """The file was made for this claim; its layout is yet to be written."""
     marked: Manifest
 
 
@@ -197,7 +195,7 @@ class BufferWriter:
         found = self._look()
         buffer = self._idle_buffer(found)
         old = found.manifests[buffer]
-        file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
+        file = self._reuse(buffer, old, layout_xxh3, file_bytes)
         # Counted on from our own last one too: the record that held it may be damaged by now.
         self._generation = generation = max(self._generation, found.last_generation) + 2
         name = f"weights-{self.record.run}-{generation}.td"
@@ -213,16 +211,28 @@ class BufferWriter:
         )
         self._put(self.root / buffer / MANIFEST_FILE, marked)
         path = self.root / buffer / name
-        is_new = file is None
         if file is None:
             self._files.put_away(buffer, old, keep=name)
             file = self._files.make(path, file_bytes)
-        return Claim(buffer, path, file, is_new, marked)
+        return Claim(buffer, path, file, marked)
 
-    def commit(self, claim: Claim, complete: Manifest) -> None:
+    def _reuse(
+        self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
+    ) -> Descriptor | None:
+        file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
+        try:
+            # A successor may have come while readers were waited for.
+            self._check_not_superseded()
+        except BaseException:
+            if file is not None:
+                self._files.forget(file)
+            raise
+        return file
+
+    def commit(self, claim: Claim, **described: Any) -> None:
         """Make the claimed buffer the newest version, in the one step of moving the pointer.
 
-        ``complete`` describes the file; its state, generation and run are set here.
+        ``described``: the manifest's fields that tell what was written into the file.
 
         Raises:
             WriterSupersededError: another writer took the store over. Nothing was published.
@@ -233,12 +243,11 @@ class BufferWriter:
         if self._sync:
             filesystem.sync_file(claim.file.number, claim.path)
         complete = dataclasses.replace(
-            complete,
+            claim.marked,
             state="complete",
             generation=claim.marked.generation + 1,
-            run=self.record.run,
-            history=self.record.history,
             is_final=not self.medium.can_rewrite_in_place,
+            **{"published_at": time.time()} | described,
         )
         directory = self.root / claim.buffer
         # A writer that was paused or cut off learns here that it has a successor, before it

@@ -144,8 +144,14 @@ class RankAnswer:
 
 
 def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
-    """The answer of the rank on which it went worst; that of the first, if on several."""
-    return max(answers, key=lambda answer: _SEVERITY.index(answer.outcome), default=RankAnswer())
+    """The answer of the rank on which it went worst; that of the first, if on several.
+
+    Raises:
+        EngineUpdateError: no rank has answered, so that nothing is known to be done.
+    """
+    if not answers:
+        raise EngineUpdateError("no rank of the engine has answered")
+    return max(answers, key=lambda answer: _SEVERITY.index(answer.outcome))
 
 
 def encode_answer(answer: RankAnswer) -> dict[str, str]:
