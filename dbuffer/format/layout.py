@@ -82,7 +82,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor when contiguous."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -140,7 +139,6 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
-        """Place tensors one behind the other."""
         specs = tuple(specs)
         offsets, end = [], 0
         for spec in specs:
@@ -150,22 +148,18 @@ class Layout:
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """Of all tensors that are stored."""
         return frozenset(spec.name for spec in self.specs)
 
     @functools.cached_property
     def all_names(self) -> frozenset[str]:
-        """The same with the other names of tied tensors."""
         return self.names | self.aliases.keys()
 
     @functools.cached_property
     def indices(self) -> dict[str, int]:
-        """Where each name stands in :attr:`specs`."""
         return {spec.name: index for index, spec in enumerate(self.specs)}
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
         return [spec.num_bytes for spec in self.specs]
 
     @functools.cached_property
@@ -175,7 +169,6 @@ class Layout:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether the data is in parts, and not in the weights file."""
         return bool(self.part_bytes)
 
     def joined(self) -> Layout:
@@ -234,18 +227,15 @@ class Layout:
 
     @property
     def checksums_offset(self) -> int:
-        """Where the table of checksums begins: behind the last tensor."""
         if not self.specs:
             return 0
         return align(self.offsets[-1] + self.specs[-1].num_bytes)
 
     @property
     def layout_offset(self) -> int:
-        """Where :meth:`encode`'s bytes begin: behind the table of checksums."""
         return align(self.checksums_offset + 8 * len(self.specs))
 
     def encode(self) -> bytes:
-        """This layout as JSON, ASCII only."""
         tensors = [
             [spec.name, spec.dtype, spec.shape, offset]
             for spec, offset in zip(self.specs, self.offsets, strict=True)
@@ -369,7 +359,6 @@ def _decode_row(row: Any) -> tuple[TensorSpec, int]:
 def _decode_parts(
     parts: Any, pieces: Any, specs: list[TensorSpec]
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """Check that pieces make up each tensor, and lie in the parts, none on another."""
     if not isinstance(parts, list) or not all(map(_is_size, parts)) or not isinstance(pieces, list):
         raise StoreCorruptError("layout: its parts are no list of sizes and pieces")
     if not parts and not pieces:

@@ -72,7 +72,6 @@ class Record:
     """What the value of each field may be an instance of, as its annotation says."""
 
     def __init_subclass__(cls) -> None:
-        """Read the annotations."""
         hints = get_type_hints(cls).items()
         of_class = [name for name, hint in hints if ClassVar in (hint, get_origin(hint))]
         cls.TYPES = {name: _types_in(hint) for name, hint in hints if name not in of_class}
@@ -112,7 +111,6 @@ class Pointer(Record):
     pointer was written in format 1."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         Record.__post_init__(self)
         self._matches("run", _RUN)
         self._matches("history", _RUN)
@@ -156,7 +154,6 @@ class Manifest(Record):
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the fields, alone and against each other."""
         Record.__post_init__(self)
         self._matches("run", _RUN)
         self._matches("history", _RUN)
@@ -200,7 +197,6 @@ class WriterRecord(Record):
     started: int = 0
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         Record.__post_init__(self)
         self._matches("run", _RUN)
         self._matches("history", _RUN)
@@ -254,7 +250,6 @@ class ReceiverRecord(Record):
     """Nobody comes back for it: its name was made up, or it is that of one rank."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         Record.__post_init__(self)
         self._matches("receiver", _RECEIVER_ID)
         self._matches("part_of", _RECEIVER_ID)
@@ -277,7 +272,6 @@ class ReceiverRecord(Record):
         return (applied or 0) >= version
 
     def has_staged(self, version: int, history: str | None) -> bool:
-        """Whether it has ``version`` of this history ready, or a later one."""
         staged = self.staged_version if history in (None, self.history) else None
         return (staged or 0) >= version
 

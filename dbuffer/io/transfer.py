@@ -152,7 +152,6 @@ def write_tensor(
 
 
 def _bytes_of(source: torch.Tensor, dtype: torch.dtype) -> Iterable[memoryview]:
-    """The bytes of a tensor as ``dtype``, some :data:`SPAN_BYTES` at a time."""
     if source.numel() * dtype.itemsize > SPAN_BYTES:
         return _spans_of(source, dtype)
     plain = source.detach().resolve_conj().resolve_neg()
@@ -213,7 +212,6 @@ class _OwnFile:
         self._number: int | None = None
 
     def of(self, part: int | None) -> int:
-        """That of a part; the one before is closed."""
         if self._number is None or part != self._part:
             self._close()
             name = f"/proc/self/fd/{self._files[part]}"
@@ -262,7 +260,6 @@ def _read_span(file: int, span: Span, memory: memoryview, path: Path) -> None:
 
 
 def _hash_span(layout: Layout, span: Span, data: memoryview, digests: list[int]) -> None:
-    """Set the digests of a span's blocks; ``data`` holds its bytes."""
     for index in range(span.first_block, span.end_block):
         block = layout.blocks[index]
         start = layout.offsets[block.tensor] + block.offset - span.start

@@ -39,7 +39,6 @@ class Drafts:
         self._footer: Footer | None = None
 
     def footer_of(self, specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> Footer:
-        """That of such tensors; the last one, where nothing changed."""
         self._footer = Footer.like(self._footer, specs, aliases)
         return self._footer
 
@@ -67,7 +66,6 @@ class Drafts:
         return Draft(self, claim, footer, hashed=hashed)
 
     def close(self) -> None:
-        """Unmap everything, and give the store up."""
         self.mapped.clear()
         self.writer.close()
 
@@ -91,17 +89,14 @@ class Draft:
 
     @property
     def path(self) -> Path:
-        """Where the weights file is."""
         return self._claim.path
 
     @property
     def file(self) -> int:
-        """The open weights file."""
         return self._claim.file.number
 
     @property
     def footer(self) -> Footer:
-        """How the file ends: also says which tensors are in it."""
         if self._footer is None:
             if not self._specs:
                 raise InvalidWeightsError("there is no tensor in the weights to publish")
@@ -110,17 +105,14 @@ class Draft:
 
     @property
     def layout(self) -> Layout:
-        """Of its tensors."""
         return self.footer.layout
 
     @property
     def is_mapped(self) -> bool:
-        """Whether it is filled by copying into :attr:`mapped`."""
         return self._drafts.writer.medium.maps_files
 
     @property
     def mapped(self) -> MappedTensors:
-        """The file in memory, mapped once for as long as it lives."""
         file, footer = self.file, self.footer
         return self._drafts.mapped.of(
             self.path,

@@ -38,7 +38,6 @@ class Claimed:
     """Of the file, on rank 0's host."""
 
     def path_in(self, store: Path) -> Path:
-        """Where this rank finds the file."""
         return store / self.buffer / self.file
 
 
@@ -89,11 +88,9 @@ class SharedFile:
         self._mapped: MappedTensors | None = None
 
     def footer_of(self, plain: Footer, plan: Plan) -> Footer:  # noqa: ARG002
-        """The same, whoever writes what."""
         return plain
 
     def keep_only(self, layout: Layout) -> None:
-        """Unmap them."""
         self._mapped = None
         self._kept.keep_only(layout)
 
@@ -122,11 +119,9 @@ class SharedFile:
             file.close()
 
     def write(self, box: Box, source: torch.Tensor) -> None:
-        """Copy it straight from where it is."""
         _copy(box.of(self._begun().views[box.tensor]), source)
 
     def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
-        """Hash, about as many bytes on each rank."""
         if not hashed:
             return None
         mapped = self._begun()
@@ -147,7 +142,6 @@ class SharedFile:
         self._mapped = None
 
     def close(self) -> None:
-        """Unmap everything."""
         self._mapped = None
         self._kept.clear()
 
@@ -171,7 +165,6 @@ class OwnFile:
         self._mine: dict[int, Piece] = {}
 
     def footer_of(self, plain: Footer, plan: Plan) -> Footer:
-        """That of a weights file which says what is in which part."""
         known = self._footer
         if known is None or known[0] is not plain or known[1] is not plan:
             known = plain, plan, Footer.of(layout_in_parts(plain.layout, plan))
@@ -182,14 +175,12 @@ class OwnFile:
         """Each version has files of its own."""
 
     def begin(self, claimed: Claimed, footer: Footer) -> None:
-        """Make the part, if anything is to be in it."""
         self._layout = layout = footer.layout
         self._mine = {p.tensor: p for p in layout.pieces if p.part == self._rank}
         if self._mine:
             self._part = PartFile(claimed.path_in(self._store), self._rank)
 
     def write(self, box: Box, source: torch.Tensor) -> None:
-        """Write it to its place, in bounded memory."""
         if self._part is None or self._layout is None:
             raise StoreAccessError("no version was begun")
         dtype = DTYPES[self._layout.specs[box.tensor].dtype]
@@ -215,7 +206,6 @@ class OwnFile:
             self._part = None
 
     def close(self) -> None:
-        """Let go of what was begun."""
         self.drop()
 
 
@@ -263,7 +253,6 @@ class PartFile:
         return [digest for piece in sorted(self._digests) for digest in self._digests[piece]]
 
     def drop(self) -> None:
-        """Remove it: the version will not be published."""
         self._file.close()
         with contextlib.suppress(OSError):  # the next sender removes it
             self.path.unlink()

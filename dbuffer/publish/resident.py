@@ -48,7 +48,6 @@ class _Home:
 
     @property
     def layout(self) -> Layout:
-        """Of the tensors in it."""
         return self.draft.layout
 
 
@@ -198,7 +197,6 @@ class ResidentModel:
             )
 
     def _describe_movable(self) -> Source:
-        """The module's tensors, all of which can be moved."""
         source = self._describer.describe(self.module)
         if source.is_lazy:
             raise ResidencyError("a rank holds only a part of the module: use ShardedWeightSender")
@@ -264,7 +262,6 @@ class ResidentModel:
             raise
 
     def _change_sides(self, home: _Home, source: Source) -> None:
-        """Leave what is published by now, for the other buffer."""
         try:
             self._move_in(source)
         except BaseException as error:
@@ -280,7 +277,6 @@ class ResidentModel:
             )
 
     def _leave(self, home: _Home) -> None:
-        """Give a claimed buffer up, with everything in it moved to ordinary memory."""
         self._home = None
         try:
             self._evacuate(home.mapped)
@@ -313,7 +309,6 @@ def _check_mount(store: Path) -> None:
 
 
 def _is_at(home: _Home, source: Source) -> bool:
-    """Whether the module's tensors are those that were moved in, where they were moved to."""
     layout = home.layout
     return (source.specs, source.aliases, source.is_lazy) == (
         layout.specs,

@@ -39,7 +39,6 @@ class Publication:
 
     @classmethod
     def of(cls, version: int, layout: Layout, started: float) -> Publication:
-        """That of such tensors; ``started`` by the monotonic clock."""
         duration_s = time.monotonic() - started
         return cls(
             version=version,

@@ -222,7 +222,6 @@ class ShardedWeightSender:
             )
 
     def _lead(self) -> _Leader:
-        """What rank 0 has, and no other."""
         if self._leader is None:
             raise ClosedError(f"rank {self._agreement.rank} is not the writer of {self.store}")
         return self._leader
@@ -257,7 +256,6 @@ class ShardedWeightSender:
         return claimed.version, footer.layout
 
     def _describe(self, weights: Weights, version: int | None) -> Source:
-        """Find out what is to be published, see that it is the same everywhere, and plan."""
         ranks = self._agreement
         sources: list[Source] = []
 
@@ -303,7 +301,6 @@ class ShardedWeightSender:
         return self._footer
 
     def _write_held(self, claimed: Claimed, source: Source, footer: Footer) -> None:
-        """Write what this rank is to write of what it holds."""
         self._output.begin(claimed, footer)
         boxes = self._plan.boxes[self._agreement.rank]
         if not boxes:
@@ -319,7 +316,6 @@ class ShardedWeightSender:
         self._copier.in_parallel(work, split_evenly(sizes, self._copier.num_threads))
 
     def _write_gathered(self, source: Source) -> None:
-        """Gather tensor by tensor; each is written by one rank, and dropped by all."""
         problem: Exception | None = None
         for index, writer in self._plan.gathered:
             with shards.gathered(source.tensors[index]) as whole:
@@ -346,7 +342,6 @@ class _Leader:
     def claim(
         self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
     ) -> Claimed:
-        """Begin a version, for all ranks to fill."""
         version = self.writer.next_version(version)
         self._metadata = checked_metadata(metadata)
         self._draft = draft = self._drafts.begin(version, footer, hashed=False)
@@ -367,12 +362,10 @@ class _Leader:
         self._draft.commit(self._metadata)
 
     def abandon(self) -> None:
-        """Give up the publish that failed, if there is one."""
         if self._draft is not None:
             self._draft.abandon()
 
     def close(self) -> None:
-        """Give the store up."""
         self._drafts.close()
 
 

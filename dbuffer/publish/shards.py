@@ -44,7 +44,6 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of this region of ``tensor``."""
         for dimension, (start, extent) in enumerate(zip(self.start, self.shape, strict=True)):
             tensor = tensor.narrow(dimension, start, extent)
         return tensor
@@ -118,7 +117,6 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> AbstractContextManager[torch.
 
 @contextlib.contextmanager
 def _gathered_zero3(parameter: Any) -> Iterator[torch.Tensor]:
-    """The whole of a parameter that DeepSpeed's ZeRO-3 has partitioned."""
     import deepspeed  # whose parameter this is, so that it is there
 
     with deepspeed.zero.GatheredParameters([parameter]):
@@ -197,7 +195,6 @@ def whole_box(index: int, spec: TensorSpec) -> Box:
 
 
 def _flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Where an element of a contiguous tensor is, counted in elements."""
     flat = 0
     for position, extent in zip(index, shape, strict=True):
         flat = flat * extent + position
@@ -207,7 +204,6 @@ def _flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
 def _spread(
     tensors: Sequence[int], specs: Sequence[TensorSpec], busy_bytes: list[int]
 ) -> Iterator[tuple[int, int]]:
-    """Each of these tensors, with the least busy rank to write it."""
     for index in tensors:
         writer = min(range(len(busy_bytes)), key=busy_bytes.__getitem__)
         busy_bytes[writer] += specs[index].num_bytes

@@ -112,7 +112,6 @@ class Agreement:
 
     @property
     def is_open(self) -> bool:
-        """Whether steps can be taken."""
         return self._group is not None
 
     def close(self) -> None:
@@ -133,7 +132,6 @@ class Agreement:
             raise
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank."""
         framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
         frames = self._gather_frames(framed, _FRAME_BYTES)
         ends = [_LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "little") for frame in frames]

@@ -369,7 +369,6 @@ class WeightReceiver:
             )
 
     def _newest(self) -> int | None:
-        """The pointer's version; None if there is no store yet, or nothing in it."""
         if not self._store.exists():
             if self._seen is not None:
                 raise StoreNotFoundError(f"the store at {self.store} was removed")
@@ -417,7 +416,6 @@ class WeightReceiver:
         self.record.set(applied_version=manifest.version, history=manifest.history)
 
     def _announce(self, version: int) -> None:
-        """Say in the store what is about to be read; before it is."""
         if self.record.current.held_version != version:
             self.record.write(held_version=version)
 
@@ -569,7 +567,6 @@ class WeightReceiver:
         return self._store.medium.maps_files and self._must_verify(held)
 
     def _is_whole(self, held: Held, mapped: FileTensors) -> bool:
-        """Whether the bytes are those published, as far as that is to be checked."""
         if not self._must_verify(held):
             return True
         return self.checksums_match(held, mapped.layout, self._copier.checksums(mapped))

@@ -166,7 +166,6 @@ class Snapshot:
 
     @property
     def layout(self) -> Layout:
-        """Its tensors' places in the file."""
         return self._contents.layout
 
     def fill(self, match: Match) -> None:

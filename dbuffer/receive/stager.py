@@ -94,7 +94,6 @@ class StagingMemory:
             _check_cuda(_cuda().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
 
     def free(self) -> None:
-        """Give it back to the system."""
         if self._is_pinned:
             _check_cuda(_cuda().cudaHostUnregister(self.bytes.data_ptr()))
             self._is_pinned = False
@@ -203,7 +202,6 @@ class Stager:
 
     @property
     def store(self) -> Path:
-        """The store's directory."""
         return self._receiver.store
 
     def newest(self) -> int | None:
@@ -212,7 +210,6 @@ class Stager:
         return None if pointer is None else pointer.version
 
     def newest_pointer(self) -> Pointer | None:
-        """What names that version."""
         return self._store.newest_pointer() if self._store.exists() else None
 
     @property
@@ -335,7 +332,6 @@ class Stager:
             )
 
     def _wake(self) -> None:
-        """Let the thread look again, wherever it waits."""
         self._interrupt.set()
         self._receiver.wake()
         self._condition.notify_all()
@@ -381,7 +377,6 @@ class Stager:
         return found
 
     def _start_over(self, why: StoreReplacedError) -> None:
-        """Stage what the store holds now, whatever it held before."""
         logger.warning("%s (staging it)", why)
         with self._condition:
             self._receiver.start_over()
@@ -513,7 +508,6 @@ class Stager:
         self._receiver.record.write()
 
     def _forget_problem(self) -> None:
-        """Whatever it was, it has passed."""
         self._problem = None
         self._retry_s = _RETRY_MIN_S
         self._receiver.record.set(problem=None, problem_version=None)

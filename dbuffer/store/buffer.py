@@ -87,7 +87,6 @@ class Held:
     """Of the open weights file."""
 
     def release(self) -> None:
-        """Drop the lock."""
         self.file.close()
 
     def __enter__(self) -> Self:
@@ -101,7 +100,6 @@ class Held:
         return self.store.medium.is_never_rewritten(self.manifest) or self.is_still_named()
 
     def is_still_named(self) -> bool:
-        """Whether the buffer's manifest is the one that was held."""
         found = self.store.manifest(self.buffer)
         return found is not None and (
             (found.run, found.generation) == (self.manifest.run, self.manifest.generation)
@@ -224,7 +222,6 @@ class DoubleBuffer:
         return pointer
 
     def _require_successor(self, seen: Pointer, found: Pointer | None) -> None:
-        """Refuse a pointer that does not come after the one that was seen."""
         if found is not None and is_replaced(seen, found):
             raise StoreReplacedError(
                 f"{self.root} was emptied or replaced: it held version {seen.version}, and what it "
@@ -286,11 +283,9 @@ class DoubleBuffer:
         return _unless_damaged(self.pointer)
 
     def undamaged_manifest(self, buffer: str) -> Manifest | None:
-        """As :meth:`manifest`, for who replaces it next; None also where it is damaged."""
         return _unless_damaged(lambda: self.manifest(buffer))
 
     def undamaged_writer(self) -> WriterRecord | None:
-        """As :meth:`writer`, for who replaces it next; None also where it is damaged."""
         return _unless_damaged(self.writer)
 
     def receiver(self, receiver_id: str) -> ReceiverRecord | None:
@@ -352,7 +347,6 @@ class DoubleBuffer:
         return self.medium.shows_life(path, is_locked=bool(record.boot))
 
     def readers(self) -> list[ReceiverRecord]:
-        """The receivers that say that they hold a version, and may live."""
         held = [record for record in self.receivers() if record.held_version is not None]
         return [record for record in held if self.may_live(record)]
 
@@ -431,7 +425,6 @@ class DoubleBuffer:
         return None
 
     def _hold(self, pointer: Pointer, announce: Announce | None) -> Held | _Hindrance:
-        """Hold what the pointer names, or say why that cannot be done just now."""
         manifest = self.manifest(pointer.buffer)
         if manifest is None or not _names(pointer, manifest):
             return _Hindrance(f"buffer {pointer.buffer} does not hold version {pointer.version}")
@@ -522,7 +515,6 @@ class Patience:
 
 
 def _names(pointer: Pointer, manifest: Manifest) -> bool:
-    """Whether the manifest is the one that the pointer was written for."""
     return manifest.state == "complete" and (
         (manifest.version, manifest.generation, manifest.run)
         == (pointer.version, pointer.generation, pointer.run)

@@ -76,7 +76,6 @@ def filesystem_of(path: Path) -> str:
 
 
 def _mounts() -> Iterator[tuple[str, str]]:
-    """Mount point and type of each line of the kernel's table."""
     try:
         table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except FileNotFoundError:  # not Linux
@@ -264,11 +263,9 @@ class OpenFiles:
         self._open: dict[Path, Descriptor] = {}
 
     def keep(self, path: Path, file: Descriptor) -> None:
-        """This open file is at ``path`` from now on."""
         self._open[path] = file
 
     def is_at(self, path: Path) -> bool:
-        """Whether what was kept for ``path`` is still there, and nobody has replaced it."""
         return (file := self._open.get(path)) is not None and is_at(file, path)
 
     def let_go(self, path: Path) -> None:
@@ -280,7 +277,6 @@ class OpenFiles:
             descriptor.close()
 
     def close(self) -> None:
-        """Close all."""
         for path in list(self._open):
             self.let_go(path)
 
@@ -388,7 +384,6 @@ def _place(temporary: Path, path: Path, *, only_new: bool) -> bool:
 
 
 def _open_temporary(scratch: Path, path: Path) -> tuple[Path, int]:
-    """A new file that is to be renamed to ``path``."""
     temporary = scratch / f".{path.name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return temporary, os.open(temporary, flags, 0o600)
@@ -634,7 +629,6 @@ class Descriptor:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is open, and in the process that opened it."""
         return self._finalizer.alive and self._pid == os.getpid()
 
 

@@ -46,12 +46,10 @@ class Process:
 
     @classmethod
     def here(cls) -> Process:
-        """This process."""
         return _here(os.getpid())
 
     @classmethod
     def of(cls, record: ReceiverRecord | WriterRecord) -> Process:
-        """The one that wrote a record."""
         return cls(record.host, record.boot, record.pid_namespace, record.pid, record.started)
 
     @property

@@ -55,11 +55,9 @@ class LocalMedium(Medium):
 
     @property
     def can_rewrite_in_place(self) -> bool:
-        """Whether space that a file has stays its own when it is written again."""
         return self.filesystem in REWRITABLE_FILESYSTEMS
 
     def now(self) -> float:
-        """This host's clock."""
         return time.time()
 
     def shows_life(self, record: Path, *, is_locked: bool) -> bool:
@@ -69,7 +67,6 @@ class LocalMedium(Medium):
         return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
 
     def lock_to_read(self, file: Descriptor) -> bool:
-        """Share the file's lock with other readers."""
         return filesystem.try_lock(file.number, exclusive=False)
 
     def is_never_rewritten(self, manifest: Manifest) -> bool:  # noqa: ARG002
@@ -88,11 +85,9 @@ class LocalMedium(Medium):
         return None
 
     def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
-        """A lock."""
         return _LockedRecord(path, scratch)
 
     def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
-        """One file a buffer, rewritten."""
         return _RewrittenFiles(records, reader_timeout_s, can_rewrite=self.can_rewrite_in_place)
 
 
@@ -142,7 +137,6 @@ class _RewrittenFiles(WeightsFiles):
     def reuse(
         self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
     ) -> Descriptor | None:
-        """Locked against readers, if it has this layout already."""
         file = self._lock_existing(buffer, old) if old is not None else None
         if file is None or old is None:
             return None
@@ -186,7 +180,6 @@ class _RewrittenFiles(WeightsFiles):
         return file
 
     def _open_again(self, path: Path) -> Descriptor | None:
-        """The file now at ``path``, open since an earlier publish where it still is the same."""
         known = self.open.get(path)
         try:
             if known is not None and os.path.samestat(os.fstat(known.number), path.stat()):
@@ -204,7 +197,6 @@ class _RewrittenFiles(WeightsFiles):
         return file
 
     def _holders(self, version: int) -> str:
-        """Who says that it reads a version, for people."""
         return ", ".join(
             f"receiver {record.receiver} (pid {record.pid}, {record.host})"
             for record in self.records.readers()

@@ -180,7 +180,6 @@ class WeightsFiles(ABC):
         """A version was published just now; ``read_back`` compares what is there with it."""
 
     def forget(self, file: Descriptor) -> None:
-        """Close a file, which is not written again."""
         self.open = {path: known for path, known in self.open.items() if known is not file}
         file.close()
 
@@ -190,7 +189,6 @@ class WeightsFiles(ABC):
             self.forget(file)
 
     def close(self) -> None:
-        """Close all."""
         for file in self.open.values():
             file.close()
         self.open.clear()
@@ -204,7 +202,6 @@ class WeightsFiles(ABC):
         ]
 
     def parts_of(self, buffer: str, file: str | None) -> list[Path]:
-        """A weights file of a buffer, and its parts."""
         if file is None:
             return []
         directory = self.records.root / buffer

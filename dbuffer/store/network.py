@@ -56,7 +56,6 @@ class NetworkMedium(Medium):
         return False
 
     def now(self) -> float:
-        """The server's clock, as far as it can be seen."""
         now = time.monotonic()
         if self._measured_at is None or now - self._measured_at > _CLOCK_S:
             self._measured_at = now
@@ -66,7 +65,6 @@ class NetworkMedium(Medium):
         return time.time() + self._ahead_s
 
     def shows_life(self, record: Path, *, is_locked: bool) -> bool:  # noqa: ARG002
-        """By its time: its owner touches it."""
         return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
 
     def lock_to_read(self, file: Descriptor) -> bool:  # noqa: ARG002
@@ -78,13 +76,11 @@ class NetworkMedium(Medium):
         return manifest.is_final
 
     def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:
-        """Unless told otherwise, where there are checksums."""
         if not manifest.is_final:
             return True  # nothing else shows whether it was rewritten meanwhile
         return manifest.checksums_xxh3 is not None if verify == "auto" else verify
 
     def check_readable(self, manifest: Manifest) -> None:
-        """Refuse what is rewritten in place and has no checksums."""
         if not manifest.is_final and manifest.checksums_xxh3 is None:
             raise StoreAccessError(
                 f"version {manifest.version} in {self.root} was published for one host only: there "
@@ -97,11 +93,9 @@ class NetworkMedium(Medium):
         return OpenFiles()
 
     def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
-        """A heartbeat."""
         return _TouchedRecord(path, scratch)
 
     def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
-        """A new file for each version."""
         return _NewFiles(records, reader_timeout_s)
 
 
@@ -157,11 +151,9 @@ class _NewFiles(WeightsFiles):
         layout_xxh3: str | None,  # noqa: ARG002
         file_bytes: int,  # noqa: ARG002
     ) -> Descriptor | None:
-        """None is written a second time."""
         return None
 
     def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
-        """Retire them, and remove those that nobody needs any more."""
         if old is not None:
             for path in self.parts_of(buffer, old.file):
                 if _was_never_published(old):
@@ -187,7 +179,6 @@ class _NewFiles(WeightsFiles):
         return file
 
     def clear_away(self, buffer: str, *, keep: str | None) -> None:
-        """Take over what dead writers, or a publish that failed, have left."""
         kept = self.parts_of(buffer, keep)
         found = self.all_in(buffer)
         left = [path for path in found if path not in kept and not self._retired.knows(path)]
@@ -197,7 +188,6 @@ class _NewFiles(WeightsFiles):
                 self._retired.add(path, None, age_s=ages_s.get(version_file(path.name), 0.0))
 
     def note_published(self, read_back: Callable[[], None]) -> None:
-        """See what other hosts see, and remove what nobody needs."""
         self._retired.note_newest()
         read_back()
         self._retired.remove_unneeded()

@@ -71,7 +71,6 @@ class KeptFile:
 
     @property
     def needs_heartbeat(self) -> bool:
-        """Whether :meth:`touch` is to be called now and then."""
         return self._sign.needs_heartbeat
 
     def write(self, record: ReceiverRecord) -> None:
@@ -87,7 +86,6 @@ class KeptFile:
             self._claim(record)
 
     def touch(self) -> None:
-        """Show those who can neither see this process nor trust locks that it lives."""
         self._sign.touch()
 
     def let_go(self, record: ReceiverRecord) -> None:
@@ -98,11 +96,9 @@ class KeptFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file; whoever finds it decides by its time, or its process."""
         self._sign.close()
 
     def remove(self) -> None:
-        """Take the file away, if it is ours."""
         if self._pid != os.getpid():  # a fork's parent is still there
             return
         with contextlib.suppress(OSError):
@@ -128,7 +124,6 @@ class KeptFile:
 
     @contextlib.contextmanager
     def _old(self) -> Any:
-        """The file that has the name now; None if there is none."""
         try:
             with filesystem.os_errors("look at", self.path):
                 filesystem.refresh(self.directory)
@@ -199,7 +194,6 @@ class RecordFile:
 
     @property
     def current(self) -> ReceiverRecord:
-        """What was last set."""
         return self._record
 
     def set(self, **changes: Any) -> None:
@@ -257,7 +251,6 @@ class RecordFile:
             self._kept.let_go(self._record)
 
     def remove(self) -> None:
-        """Take the file away, where there is one: this receiver is gone, and meant to be."""
         with self._lock:
             self._stop()
             self._kept.remove()

@@ -65,7 +65,6 @@ class RetiredFiles:
         self._newest_since = time.monotonic()
 
     def knows(self, path: Path) -> bool:
-        """Whether it was added."""
         return path in self._files
 
     def add(self, path: Path, version: int | None, *, age_s: float = 0.0) -> None:

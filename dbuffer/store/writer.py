@@ -83,17 +83,14 @@ class _Found(NamedTuple):
 
     @property
     def all(self) -> list[Pointer | Manifest]:
-        """Those that are there."""
         records = (self.pointer, *self.manifests.values())
         return [record for record in records if record is not None]
 
     @property
     def last_generation(self) -> int:
-        """0: none is there."""
         return max((record.generation for record in self.all), default=0)
 
     def version_in(self, buffer: str) -> int:
-        """Of a whole version; 0: none is there."""
         manifest = self.manifests[buffer]
         return manifest.version if manifest and manifest.state == "complete" else 0
 
@@ -141,11 +138,9 @@ class BufferWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether the lock is held, by this very process."""
         return self._lock.is_open
 
     def close(self) -> None:
-        """Give the store up. The last version stays published."""
         self._files.close()
         if self._open_files is not None:
             self._open_files.close()

@@ -108,7 +108,6 @@ class NameMap:
         return {"rules": [asdict(rule) for rule in self.rules]}
 
     def __call__(self, name: str) -> str:
-        """The new name of a tensor."""
         found = self._find(name)
         return name if found is None else found[1]
 

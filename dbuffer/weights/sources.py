@@ -367,7 +367,6 @@ def _check_name(name: str) -> None:
 
 
 def _as_mapping(weights: Any) -> Mapping[str, Any] | None:
-    """Named tensors, where the weights are of that kind."""
     # A TensorDictParams is both, and a TensorDict first.
     if isinstance(weights, TensorDictBase):
         return tensordict_tensors(weights)
@@ -435,7 +434,6 @@ def _fetch_zero3() -> torch.Tensor:
 
 
 def _is_whole(tensor: Any) -> bool:
-    """Whether this rank holds all of a DTensor."""
     pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return all(placement.is_replicate() or size == 1 for placement, size in pairs)
 

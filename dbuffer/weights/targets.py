@@ -222,7 +222,6 @@ def _match_each(
 
 
 def _differences(comparison: Comparison, layout: Layout, unfit: Mapping[str, str]) -> Iterator[str]:
-    """Tensors of the store that the target lacks, or has with another shape or dtype."""
     for published, found in comparison.differing + comparison.recast:
         yield f"published {published}, target {found}"
     told = {layout.aliases.get(name, name) for name in unfit}
@@ -264,7 +263,6 @@ def _overlaps(
 
 
 def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Groups of tensors whose address ranges overlap."""
     ranges = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in tensors.items()
@@ -292,7 +290,6 @@ def _may_overlap(addresses: list[int], tensors: list[torch.Tensor]) -> bool:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the beginning of a tensor's first element to the end of its last."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = zip(tensor.stride(), tensor.shape, strict=True)
@@ -300,7 +297,6 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 
 def _overlapping_pair(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """The first two of which some elements share memory; None if there are none."""
     if not _do_overlap(list(tensors.values())):
         return None
     pairs = itertools.combinations(tensors, 2)
@@ -342,7 +338,6 @@ def _listed(problems: list[str]) -> str:
 
 
 def _shares_memory(one: Any, other: Any) -> bool:
-    """Whether these are two names of one tied tensor."""
     are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     return are_tensors and one.numel() > 0 and is_same_memory(one, other)
 
@@ -376,7 +371,6 @@ def _named_in(target: Any) -> Mapping[str, Any]:
 
 
 def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Tensors of a target that cannot be filled, whatever was published, and why."""
     not_kept = _not_kept(target, tensors)
     found = {}
     for name, tensor in tensors.items():
