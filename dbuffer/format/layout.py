@@ -247,12 +247,7 @@ class Layout:
 
     @classmethod
     def decode(cls, data: bytes, end: int) -> Layout:
-        """Read :meth:`encode`'s bytes; every tensor must lie below ``end``, none on another.
-
-        Raises:
-            StoreFormatError: the format is not known.
-            StoreCorruptError: it is no such layout.
-        """
+        """Read :meth:`encode`'s bytes, strictly; every tensor must lie below ``end``."""
         values, _ = parse_object(data, "layout")
         parts, pieces = values.pop("parts", []), values.pop("pieces", [])
         tensors, aliases = values.pop("tensors", None), values.pop("aliases", None)
@@ -277,26 +272,18 @@ class Layout:
     def encode_for_tensordict(self) -> bytes:
         """The end of the file as ``TensorDict.from_consolidated`` wants it.
 
-        The form was read off tensordict 0.14 and 0.15: nested metadata, then its length.
+        The form was read off tensordict 0.14 and 0.15: nested metadata, then its length. What it
+        can not hold is left out: float8, float4, and names that it keeps for itself.
         """
+        padding = 0
         leaves = {
-            spec.name: [
-                f"torch.{spec.dtype}",
-                spec.shape,
-                offset,
-                offset + spec.num_bytes,
-                0,  # padding
-            ]
-            for spec, offset in zip(self.specs, self.offsets, strict=True)
-            if tensordict_can_hold(spec)
+            spec.name: [f"torch.{spec.dtype}", spec.shape, at, at + spec.num_bytes, padding]
+            for spec, at in zip(self.specs, self.offsets, strict=True)
+            if not spec.dtype.startswith(("float8", "float4")) and not spec.name.startswith("<NJT")
         }
-        td_attributes = {"device": "cpu", "names": [], "batch_size": [], "is_locked": True}
-        data = {
-            "cls": "TensorDict",
-            "non_tensors": {},
-            "leaves": leaves,
-            "cls_metadata": td_attributes,
-        }
+        attributes = {"device": "cpu", "names": [], "batch_size": [], "is_locked": True}
+        data = {"cls": "TensorDict", "non_tensors": {}, "leaves": leaves}
+        data |= {"cls_metadata": attributes}
         text = json.dumps(data, separators=(",", ":")).encode("ascii")
         return text + len(text).to_bytes(8, "little")
 
@@ -312,11 +299,7 @@ class KeptLayouts:
         self._kept: dict[tuple[str, int], Layout] = {}
 
     def decode(self, data: bytes, data_xxh3: str, end: int) -> Layout:
-        """As :meth:`Layout.decode`; ``data_xxh3`` is the digest that ``data`` has.
-
-        Raises:
-            StoreFormatError, StoreCorruptError: see there.
-        """
+        """As :meth:`Layout.decode`; ``data_xxh3`` is the digest that ``data`` has."""
         layout = self._kept.get((data_xxh3, end))
         if layout is None:
             layout = Layout.decode(data, end=end)
@@ -324,11 +307,6 @@ class KeptLayouts:
             newest = dict(list(self._kept.items())[-1:])
             self._kept = {**newest, (data_xxh3, end): layout}
         return layout
-
-
-def tensordict_can_hold(spec: TensorSpec) -> bool:
-    """Whether stock tensordict can read this tensor from the file."""
-    return not spec.dtype.startswith(("float8", "float4")) and not spec.name.startswith("<NJT")
 
 
 def align(offset: int) -> int:

@@ -41,8 +41,7 @@ SCRATCH_DIRECTORY = "tmp"
 NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
 hosts for a minute, and watchdog holds back the first of two events in one directory."""
 
-_RUN = re.compile(r"[0-9a-f]{16}")
-_DIGEST = re.compile(r"[0-9a-f]{16}")
+_RUN = _DIGEST = re.compile(r"[0-9a-f]{16}")
 _WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
 _PART_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.r[0-9]+\.td")
 _IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
@@ -68,6 +67,8 @@ class Record:
     NAME: ClassVar[str]
     SINCE_2: ClassVar[frozenset[str]] = frozenset()
     """Fields that format 1 did not have: there they have their defaults."""
+    PATTERNS: ClassVar[dict[str, re.Pattern[str]]] = {}
+    """What the texts in some fields look like."""
     TYPES: ClassVar[dict[str, tuple[type, ...]]]
     """What the value of each field may be an instance of, as its annotation says."""
 
@@ -85,11 +86,10 @@ class Record:
                 raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
             if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
                 raise StoreCorruptError(f"{self.NAME}: field {name!r} is out of range")
-
-    def _matches(self, name: str, pattern: re.Pattern[str]) -> None:
-        value = getattr(self, name)
-        if value is not None and not pattern.fullmatch(value):
-            raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
+        for name, pattern in self.PATTERNS.items():
+            value = getattr(self, name)
+            if value is not None and not pattern.fullmatch(value):
+                raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,7 @@ class Pointer(Record):
 
     NAME: ClassVar = "version pointer"
     SINCE_2: ClassVar = frozenset({"history"})
+    PATTERNS: ClassVar = {"run": _RUN, "history": _RUN}
 
     version: int
     buffer: str
@@ -112,8 +113,6 @@ class Pointer(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        self._matches("run", _RUN)
-        self._matches("history", _RUN)
         if self.buffer not in BUFFERS:
             raise StoreCorruptError(f"{self.NAME}: there is no buffer {self.buffer!r:.80}")
 
@@ -124,6 +123,14 @@ class Manifest(Record):
 
     NAME: ClassVar = "manifest"
     SINCE_2: ClassVar = frozenset({"history"})
+    PATTERNS: ClassVar = {
+        "run": _RUN,
+        "history": _RUN,
+        "file": _WEIGHTS_FILE,
+        "layout_xxh3": _DIGEST,
+        "checksums_xxh3": _DIGEST,
+        "origin": _IDENTITY,
+    }
 
     state: Literal["writing", "complete"]
     version: int
@@ -155,12 +162,6 @@ class Manifest(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        self._matches("run", _RUN)
-        self._matches("history", _RUN)
-        self._matches("file", _WEIGHTS_FILE)
-        self._matches("layout_xxh3", _DIGEST)
-        self._matches("checksums_xxh3", _DIGEST)
-        self._matches("origin", _IDENTITY)
         if self.state not in ("writing", "complete"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
         if self.state == "complete":
@@ -182,6 +183,7 @@ class WriterRecord(Record):
 
     NAME: ClassVar = "writer record"
     SINCE_2: ClassVar = frozenset({"boot", "pid_namespace", "started"})
+    PATTERNS: ClassVar = {"run": _RUN, "history": _RUN, "boot": _BOOT}
 
     epoch: int
     """Goes up by one with each writer; a writer that reads another run than its own has lost."""
@@ -196,12 +198,6 @@ class WriterRecord(Record):
     pid_namespace: int = 0
     started: int = 0
 
-    def __post_init__(self) -> None:
-        Record.__post_init__(self)
-        self._matches("run", _RUN)
-        self._matches("history", _RUN)
-        self._matches("boot", _BOOT)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverRecord(Record):
@@ -212,6 +208,15 @@ class ReceiverRecord(Record):
         {"history", "state", "attempt", "boot", "pid_namespace", "started", "owner", "instance"}
         | {"is_made_up"}
     )
+    PATTERNS: ClassVar = {
+        "receiver": _RECEIVER_ID,
+        "part_of": _RECEIVER_ID,
+        "history": _RUN,
+        "attempt": ATTEMPT,
+        "boot": _BOOT,
+        "owner": _RUN,
+        "instance": _DIGEST,
+    }
 
     receiver: str
     host: str
@@ -251,15 +256,8 @@ class ReceiverRecord(Record):
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
-        self._matches("receiver", _RECEIVER_ID)
-        self._matches("part_of", _RECEIVER_ID)
-        self._matches("history", _RUN)
-        self._matches("attempt", ATTEMPT)
         if self.state not in (None, "serving", "broken"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
-        self._matches("boot", _BOOT)
-        self._matches("owner", _RUN)
-        self._matches("instance", _DIGEST)
         if not all(type(value) in (int, float) for value in self.stats.values()):
             raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 

@@ -215,11 +215,7 @@ class Copier:
     def in_parallel(
         self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]
     ) -> None:
-        """Call ``work(first, end)`` for all slices at once.
-
-        Raises:
-            ClosedError: this was closed.
-        """
+        """Call ``work(first, end)`` for all slices at once."""
         batch = _Batch(work, slices)
         try:
             try:

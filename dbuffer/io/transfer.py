@@ -107,9 +107,6 @@ def write_tensors(
     """Write all tensors into an open file, cast where dtypes differ; their checksums, if wanted.
 
     Takes some :data:`SPAN_BYTES` of memory a thread, and a copy of a tensor that is not contiguous.
-
-    Raises:
-        StoreFullError, StoreAccessError: a write was refused.
     """
     digests = [0] * len(layout.blocks)
 
@@ -135,11 +132,7 @@ def write_tensor(
     *,
     hashed: bool,
 ) -> list[int]:
-    """Write one tensor to its place, cast to ``dtype``, in bounded memory; its blocks' digests.
-
-    Raises:
-        StoreFullError, StoreAccessError: a write was refused.
-    """
+    """Write one tensor to its place, cast to ``dtype``, in bounded memory; its blocks' digests."""
     digests: list[int] = []
     with filesystem.os_errors("write a tensor", path):
         for data in _bytes_of(source, dtype):

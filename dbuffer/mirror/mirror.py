@@ -296,11 +296,7 @@ class Mirror:
             self._lock = None
 
     def _wait_until_prepared(self) -> None:
-        """Wait until the elected mirror has seen to what was in the local store.
-
-        Raises:
-            StoreMismatchError: it has not, as what is there is what it mirrors.
-        """
+        """Wait until the elected mirror has seen to what was in the local store."""
         deadline = time.monotonic() + _PREPARED_S
         while self._is_stale() and not self._must_keep_for_readers():
             if time.monotonic() > deadline:
@@ -326,11 +322,7 @@ class Mirror:
         return remote is not None and local is not None and remote.history == local.history
 
     def _put_away_stale(self) -> None:
-        """Empty the local store of what an earlier mirror left there, if nobody uses it.
-
-        Raises:
-            StoreMismatchError: a receiver uses it.
-        """
+        """Empty the local store of what an earlier mirror left there, if nobody uses it."""
         if not self._is_stale() or self._must_keep_for_readers():
             return
         if users := self._users():
@@ -449,11 +441,7 @@ class Mirror:
         )
 
     def _require_not_put_back(self, have: int) -> None:
-        """Refuse a remote store that an older copy has replaced.
-
-        Raises:
-            StoreMismatchError: the local store holds what is not in the remote one's history yet.
-        """
+        """Refuse a remote store that an older copy has replaced."""
         newest = self._remote.newest_pointer()
         if newest is None or newest.version < have:
             raise StoreMismatchError(

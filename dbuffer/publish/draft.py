@@ -161,11 +161,7 @@ class Draft:
     def fill_from(
         self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
     ) -> None:
-        """Copy another store's version, which has this layout there.
-
-        Raises:
-            StoreNotFoundError, StoreCorruptError, StoreAccessError: as `read_tensors`.
-        """
+        """Copy another store's version, which has this layout there."""
         file, path, hashed = held.file.number, held.path, self._hashed
         if self.is_mapped:
             checksums = read_tensors(
@@ -212,11 +208,7 @@ class Draft:
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metadata as a reader will get it.
-
-    Raises:
-        InvalidWeightsError: JSON cannot hold it, or it is too large.
-    """
+    """The metadata as a reader will get it."""
     try:
         text = json.dumps(dict(metadata or {}), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

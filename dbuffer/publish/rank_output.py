@@ -95,11 +95,7 @@ class SharedFile:
         self._kept.keep_only(layout)
 
     def begin(self, claimed: Claimed, footer: Footer) -> None:
-        """Map the file.
-
-        Raises:
-            StoreAccessError: this rank finds another one there than rank 0.
-        """
+        """Map the file."""
         path = claimed.path_in(self._store)
         with filesystem.os_errors("open the buffer that rank 0 has claimed", path):
             # No lock: rank 0 holds it for all.
@@ -234,20 +230,12 @@ class PartFile:
         self._file = filesystem.make_file(self.path, os.O_WRONLY)
 
     def write(self, piece: Piece, source: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write one piece, cast to ``dtype``; keep its blocks' digests.
-
-        Raises:
-            StoreFullError, StoreAccessError: a write was refused.
-        """
+        """Write one piece, cast to ``dtype``; keep its blocks' digests."""
         file, place = self._file, piece.place
         self._digests[piece] = write_tensor(file, self.path, place, source, dtype, hashed=True)
 
     def finish(self) -> list[int]:
-        """Flush and close it; the digests of its pieces' blocks, in the layout's order.
-
-        Raises:
-            StoreFullError, StoreAccessError: what was written did not all arrive.
-        """
+        """Flush and close it; the digests of its pieces' blocks, in the layout's order."""
         filesystem.sync_file(self._file.number, self.path)
         self._file.close()
         return [digest for piece in sorted(self._digests) for digest in self._digests[piece]]
@@ -270,11 +258,7 @@ def join_shares(layout: Layout, shares: Sequence[list[int]]) -> list[int]:
 
 
 def check_parts(path: Path, layout: Layout) -> None:
-    """See that every part is there, whole, on this host too.
-
-    Raises:
-        StoreAccessError: one is not.
-    """
+    """See that every part is there, whole, on this host too."""
     with filesystem.os_errors("look at the parts", path):
         filesystem.refresh(path.parent)
         for part, num_bytes in enumerate(layout.part_bytes):

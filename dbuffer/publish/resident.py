@@ -13,22 +13,21 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from dbuffer.errors import ClosedError, DBufferError, ResidencyError
+from dbuffer.errors import DBufferError, ResidencyError
 from dbuffer.format.layout import Layout
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.draft import Draft, Drafts, checked_metadata
-from dbuffer.publish.sender import Publication
+from dbuffer.publish.draft import Draft, checked_metadata
+from dbuffer.publish.sender import LocalSender, Publication
 from dbuffer.runtime import options
-from dbuffer.runtime.turns import Turns
 from dbuffer.store.media import medium_of
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.names import Rename
@@ -51,7 +50,7 @@ class _Home:
         return self.draft.layout
 
 
-class ResidentModel:
+class ResidentModel(LocalSender):
     """The one writer of a store, for a model on the CPU: it lives there, and is not copied there.
 
     Parameters and persistent buffers keep their identity: optimizers, ties, ``requires_grad`` and
@@ -84,6 +83,8 @@ class ResidentModel:
         WriterActiveError, StoreInsecureError, StoreAccessError: as for :class:`WeightSender`.
     """
 
+    _closed = "this model has left {store}, or was made before a fork; make a new resident"
+
     def __init__(
         self,
         module: nn.Module,
@@ -102,27 +103,21 @@ class ResidentModel:
         self.module = module
         self._checksum = options.flag("checksum", checksum)
         self._describer = Describer(rename=rename)
-        self._copier = Copier(num_threads)
         self._home: _Home | None = None
-        self._turns = Turns(self._check_open, self._close)
+        copier = Copier(num_threads)
         source = self._describe_movable()
-        self._writer = BufferWriter(
+        writer = BufferWriter(
             store,
             durable=durable,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
-        self._drafts = Drafts(self._writer)
+        super().__init__(writer, copier)
         try:
             self._move_in(source)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def store(self) -> Path:
-        """The store's directory."""
-        return self._writer.root
 
     def publish(
         self, *, version: int | None = None, metadata: Mapping[str, Any] | None = None
@@ -143,7 +138,7 @@ class ResidentModel:
                 values, in ordinary memory if need be.
         """
         started = time.monotonic()
-        with self._turns.publishing():
+        with self._publishing():
             version, layout = self._publish(version, metadata)
         return Publication.of(version, layout, started)
 
@@ -162,39 +157,15 @@ class ResidentModel:
         self._change_sides(home, source)
         return version, home.layout
 
-    def wait_applied(
-        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
-    ) -> None:
-        """Wait until receivers have applied ``version``; see `WeightSender.wait_applied`.
-
-        Raises:
-            OptionError, AcknowledgementTimeoutError, ReceiverFailedError: see there.
-        """
-        self._check_open()
-        self._writer.wait_applied(version, receivers, timeout_s)
-
     def close(self) -> None:
         """Move the parameters to ordinary memory, and give the store up; after a publish."""
-        self._turns.close()
+        super().close()
 
     def _close(self) -> None:
         # A forked child has nothing to give up, and must not remove what its parent writes.
         if self._writer.is_open and self._home is not None:
             self._leave(self._home)
-        self._copier.close()
-        self._drafts.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if not self._writer.is_open:
-            raise ClosedError(
-                f"this model has left {self.store}, or was made before a fork; make a new resident"
-            )
+        super()._close()
 
     def _describe_movable(self) -> Source:
         source = self._describer.describe(self.module)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -48,7 +48,53 @@ class Publication:
         )
 
 
-class WeightSender:
+class LocalSender(Turns):
+    """A store's one writer, for weights that one process holds."""
+
+    _closed = "this sender of {store} is closed, or was made before a fork; make a new one"
+
+    def __init__(self, writer: BufferWriter, copier: Copier) -> None:
+        super().__init__()
+        self._writer = writer
+        self._drafts = Drafts(writer)
+        self._copier = copier
+
+    @property
+    def store(self) -> Path:
+        """The store's directory."""
+        return self._writer.root
+
+    def wait_applied(
+        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
+    ) -> None:
+        """Wait until receivers have applied ``version`` or a later one.
+
+        An engine of many ranks is one receiver, and has applied it when all ranks have.
+
+        Args:
+            version: as `send` or `publish` returned it.
+            receivers: how many of them, whichever; or the id of one, or the ids of those to wait
+                for.
+            timeout_s: for how long.
+
+        Raises:
+            OptionError: one of these is not what it may be.
+            AcknowledgementTimeoutError: they have not, in time; the message says who has.
+            ReceiverFailedError: one of those named cannot apply it, or its process has ended.
+        """
+        self._check_open()
+        self._writer.wait_applied(version, receivers, timeout_s)
+
+    def _check_open(self) -> None:
+        if not self._writer.is_open:
+            raise ClosedError(self._closed.format(store=self.store))
+
+    def _close(self) -> None:
+        self._copier.close()
+        self._drafts.close()
+
+
+class WeightSender(LocalSender):
     """The one writer of a store.
 
     Args:
@@ -86,21 +132,15 @@ class WeightSender:
     ) -> None:
         options.choice("checksum", checksum, (True, False, "auto"))
         self._describer = Describer(dtype=dtype, rename=rename)
-        self._turns = Turns(self._check_open, self._close)
-        self._copier = Copier(num_threads)
-        self._writer = BufferWriter(
+        copier = Copier(num_threads)
+        writer = BufferWriter(
             store,
             durable=durable,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
-        self._drafts = Drafts(self._writer)
-        self._checksum = self._writer.medium.has_checksums if checksum == "auto" else checksum
-
-    @property
-    def store(self) -> Path:
-        """The store's directory."""
-        return self._writer.root
+        super().__init__(writer, copier)
+        self._checksum = writer.medium.has_checksums if checksum == "auto" else checksum
 
     def send(
         self,
@@ -130,50 +170,9 @@ class WeightSender:
             ClosedError: the sender was closed, or this is a forked child.
         """
         started = time.monotonic()
-        with self._turns.publishing():
+        with self._publishing():
             version, layout = self._send(weights, version, metadata, progress)
         return Publication.of(version, layout, started)
-
-    def wait_applied(
-        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
-    ) -> None:
-        """Wait until receivers have applied ``version`` or a later one.
-
-        An engine of many ranks is one receiver, and has applied it when all ranks have.
-
-        Args:
-            version: as `send` returned it.
-            receivers: how many of them, whichever; or the id of one, or the ids of those to wait
-                for.
-            timeout_s: for how long.
-
-        Raises:
-            OptionError: one of these is not what it may be.
-            AcknowledgementTimeoutError: they have not, in time; the message says who has.
-            ReceiverFailedError: one of those named cannot apply it, or its process has ended.
-        """
-        self._check_open()
-        self._writer.wait_applied(version, receivers, timeout_s)
-
-    def close(self) -> None:
-        """Give the store up, after a `send` that is under way. The last version stays published."""
-        self._turns.close()
-
-    def _close(self) -> None:
-        self._copier.close()
-        self._drafts.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if not self._writer.is_open:
-            raise ClosedError(
-                f"this sender of {self.store} is closed, or was made before a fork; make a new one"
-            )
 
     def _send(
         self,

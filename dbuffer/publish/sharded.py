@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import distributed
@@ -53,7 +53,7 @@ class _Described:
     """What it holds of each tensor; None if that is what it held the last time."""
 
 
-class ShardedWeightSender:
+class ShardedWeightSender(Turns):
     """The one writer of a store, for a trainer of many ranks: FSDP2, HSDP, TP, ZeRO-3.
 
     Every rank makes one, and every rank makes each call, with its own model: all of them are
@@ -99,8 +99,7 @@ class ShardedWeightSender:
         found, wait_s, wrong = _find_place(store, rank_timeout_s, reader_timeout_s)
         self.store = found
         """The store's directory."""
-        self._pid = os.getpid()
-        self._turns = Turns(self._check_open, self._close)
+        super().__init__()
         self._agreement = Agreement(group, timeout_s=wait_s)
         self._leader: _Leader | None = None
         self._copier = Copier(1)
@@ -170,7 +169,7 @@ class ShardedWeightSender:
                 as `WeightSender.send`.
         """
         started = time.monotonic()
-        with self._turns.publishing():
+        with self._publishing():
             try:
                 version, layout = self._send(weights, version, metadata)
             except BaseException:
@@ -197,22 +196,12 @@ class ShardedWeightSender:
             lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
         )
 
-    def close(self) -> None:
-        """Give the store up, after a `send` that is under way. The last version stays published."""
-        self._turns.close()
-
     def _close(self) -> None:
         self._output.close()
         self._agreement.close()
         if self._leader is not None:
             self._leader.close()
         self._copier.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if not self._agreement.is_open or self._pid != os.getpid():

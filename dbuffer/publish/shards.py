@@ -89,11 +89,7 @@ def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
 
 
 def held_elements(tensor: torch.Tensor | LazyTensor, box: Box, name: str) -> torch.Tensor:
-    """The elements in a box, where they are on this rank.
-
-    Raises:
-        InvalidWeightsError: the rank does not hold what its placements say.
-    """
+    """The elements in a box, where they are on this rank."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     if tensor.sharded is None:

@@ -102,11 +102,7 @@ class Agreement:
         return [one.value for one in outcomes]  # type: ignore[misc]  # it has one: no error
 
     def first(self, what: str, action: Callable[[], T]) -> T:
-        """Let rank 0 do ``action`` while the others wait; what it returned, on all of them.
-
-        Raises:
-            DBufferError, RankFailedError: as :meth:`each`.
-        """
+        """Let rank 0 do ``action`` while the others wait; what it returned, on all of them."""
         value: T = self.each(what, action if self.rank == 0 else _nothing)[0]
         return value
 

@@ -538,11 +538,7 @@ class WeightReceiver:
         return self._map_kept(held).layout if maps_files else held.read_layout()
 
     def _fits_in_ties(self, held: Held, tensors: FileTensors, match: Match) -> bool:
-        """Look at values that must be equal; False if a writer was faster.
-
-        Raises:
-            WeightsMismatchError: they are not.
-        """
+        """Look at values that must be equal; False if a writer was faster."""
         try:
             match.require_ties(tensors.tensor)
         except WeightsMismatchError:

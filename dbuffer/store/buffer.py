@@ -70,7 +70,6 @@ _TICK_S = 1.0
 """Longer than the clock of any filesystem takes from one file time to the next; some servers count
 whole seconds."""
 
-
 Announce = Callable[[int], None]
 """Says in the store which version is about to be read."""
 
@@ -116,11 +115,7 @@ class Held:
             raise StoreCorruptError(f"{error}; publish again to repair the store") from error
 
     def read_layout(self) -> Layout:
-        """The layout at the end of the file, whose bytes are read and checked each time.
-
-        Raises:
-            StoreCorruptError: it is not the one that the manifest names.
-        """
+        """The layout at the end of the file, whose bytes are read and checked each time."""
         manifest = self.manifest
         data = self._read_at(manifest.layout_offset, manifest.layout_bytes)
         data_xxh3 = digest(data)
@@ -386,11 +381,7 @@ class DoubleBuffer:
                 )
 
     def hold_buffer(self, buffer: str, announce: Announce | None = None) -> Held | None:
-        """Hold one of the buffers for reading, newest or not; None if it is being written.
-
-        Raises:
-            StoreCorruptError: its manifest and its file do not agree.
-        """
+        """Hold one of the buffers for reading, newest or not; None if it is being written."""
         manifest = self.manifest(buffer)
         if manifest is None or manifest.state != "complete":
             return None
@@ -461,10 +452,9 @@ class DoubleBuffer:
                 size = os.fstat(file.number).st_size
         except StoreNotFoundError:
             return _Hindrance(f"{path} is not there")
-        if size != manifest.file_bytes:
-            what = f"{path} has {size} bytes, and was published with {manifest.file_bytes}"
-            return _Hindrance(what)
-        return None
+        if size == manifest.file_bytes:
+            return None
+        return _Hindrance(f"{path} has {size} bytes, and was published with {manifest.file_bytes}")
 
     def _read(self, kind: type[RecordT], path: Path) -> RecordT | None:
         try:

@@ -74,12 +74,7 @@ class KeptFile:
         return self._sign.needs_heartbeat
 
     def write(self, record: ReceiverRecord) -> None:
-        """Replace the file.
-
-        Raises:
-            ReceiverActiveError: another living receiver has the name.
-            StoreAccessError, StoreNotFoundError: it cannot be written.
-        """
+        """Replace the file."""
         if self._sign.is_ours():
             self._put(record, only_new=False)
         else:
@@ -202,11 +197,7 @@ class RecordFile:
             self._record = dataclasses.replace(self._record, **changes)
 
     def write(self, **changes: Any) -> None:
-        """Change fields and replace the file; where there is no store yet, a later write does.
-
-        Raises:
-            ReceiverActiveError: the name is another living receiver's, and there is no spare one.
-        """
+        """Change fields and replace the file; where there is no store yet, a later write does."""
         self.set(**changes)
         # Not Path.is_dir(), which raises what a network mount may answer.
         if not os.path.isdir(self._kept.directory):  # noqa: PTH112

@@ -149,22 +149,13 @@ class BufferWriter:
     def wait_applied(
         self, version: int, receivers: int | str | Collection[str], timeout_s: float
     ) -> None:
-        """Wait until receivers have applied ``version`` or a later one.
-
-        Raises:
-            OptionError, AcknowledgementTimeoutError, ReceiverFailedError: see
-                :func:`~dbuffer.store.acknowledgements.wait_applied`.
-        """
+        """Wait until receivers have applied ``version`` or a later one."""
         self._check_open()
         since = self.record.started_at
         wait_applied(self.store, version, receivers, timeout_s=timeout_s, since=since)
 
     def next_version(self, version: int | None) -> int:
-        """The version to publish: ``version`` if that goes up, else one above the last.
-
-        Raises:
-            VersionError: ``version`` is no version, or not above the last one.
-        """
+        """The version to publish: ``version`` if that goes up, else one above the last."""
         last = self._last_version()
         if version is None:
             version = last + 1
@@ -250,12 +241,7 @@ class BufferWriter:
         self._forget_now_and_then()
 
     def _read_back(self, pointer: Pointer, complete: Manifest, path: Path) -> None:
-        """See what other hosts see: caches and successors may have it otherwise.
-
-        Raises:
-            WriterSupersededError: another writer has published since.
-            StoreAccessError: the filesystem does not give back what was written.
-        """
+        """See what other hosts see: caches and successors may have it otherwise."""
         self._check_not_superseded()
         with os_errors("read back", path):
             size = path.stat().st_size
@@ -395,11 +381,7 @@ class BufferWriter:
 
 @contextlib.contextmanager
 def writer_lock(root: Path) -> Iterator[None]:
-    """Keep senders out of a store for a ``with`` block.
-
-    Raises:
-        WriterActiveError: one has it open.
-    """
+    """Keep senders out of a store for a ``with`` block."""
     lock = _try_writer_lock(root)
     if lock is None:
         raise WriterActiveError(f"a sender has {root} open for writing; give another directory")

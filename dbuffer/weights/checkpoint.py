@@ -55,11 +55,7 @@ class LazyTensor:
 
 
 def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-    """Names and tensors of a HuggingFace checkpoint directory, or of one safetensors file.
-
-    Raises:
-        InvalidWeightsError: there is none, or it cannot be read.
-    """
+    """Names and tensors of a HuggingFace checkpoint directory, or of one safetensors file."""
     names: list[str] = []
     tensors: list[torch.Tensor | LazyTensor] = []
     for file, wanted in _checkpoint_files(path).items():

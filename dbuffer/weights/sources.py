@@ -147,11 +147,7 @@ class Describer:
         self._known: Known | None = None
 
     def describe(self, weights: Weights) -> Source:
-        """Specs and tensors of anything but an iterator; see :func:`is_stream`.
-
-        Raises:
-            InvalidWeightsError: something in it cannot be published; the message names it.
-        """
+        """Specs and tensors of anything but an iterator; see :func:`is_stream`."""
         named = _as_mapping(weights)
         if named is None:
             return self._describe_pairs(*self._collect(weights))
@@ -231,11 +227,7 @@ def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor | 
 
 
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """The tensor itself, gathered, read from its file or made if need be.
-
-    Raises:
-        InvalidWeightsError: it is not what was promised.
-    """
+    """The tensor itself, gathered, read from its file or made if need be."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     fetched = tensor.fetch()
@@ -267,11 +259,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A module's state, if all of it can be published.
-
-    Raises:
-        InvalidWeightsError: some of it is not a tensor, and would be lost.
-    """
+    """A module's state, if all of it can be published."""
     lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if lost:
         listed = ", ".join(f"{name!r} ({type(state[name]).__name__})" for name in lost[:5])
@@ -284,11 +272,7 @@ def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by clean name, tied ones under each of their names.
-
-    Raises:
-        InvalidWeightsError: the module's state has more than tensors.
-    """
+    """Parameters and persistent buffers by clean name, tied ones under each of their names."""
     return only_tensors(module_state(module))
 
 
@@ -299,11 +283,7 @@ def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The leaves of a TensorDict, nested keys joined by dots.
-
-    Raises:
-        InvalidWeightsError: it holds a non-tensor, or a stack hides some of its tensors.
-    """
+    """The leaves of a TensorDict, nested keys joined by dots."""
     _check_stack(weights, "the TensorDict")
     names, tensors = [], []
     for key, value in weights.items(include_nested=True):

@@ -90,11 +90,7 @@ class _Known:
 
 
 def refuse_adapter(metadata: Mapping[str, Any]) -> None:
-    """Refuse a version that holds no model, by its metadata.
-
-    Raises:
-        WeightsMismatchError: it holds an adapter.
-    """
+    """Refuse a version that holds no model, by its metadata."""
     if ADAPTER_KEY in metadata:
         raise WeightsMismatchError(
             "the store holds an adapter, not a model: use load_adapter or save_adapter of "
@@ -179,11 +175,7 @@ class LoadedNames:
         self._first = {}
 
     def require_all(self, names: Set[str], version: int) -> None:
-        """Refuse a version that lacks some of them.
-
-        Raises:
-            WeightsMismatchError: it does; the message names them, and the versions with them.
-        """
+        """Refuse a version that lacks some of them."""
         if lacking := sorted(self._first.keys() - names):
             listed = _listed([f"{name!r} of version {self._first[name]}" for name in lacking])
             raise WeightsMismatchError(
@@ -343,11 +335,7 @@ def _shares_memory(one: Any, other: Any) -> bool:
 
 
 def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The leaves of a TensorDict that is to be filled.
-
-    Raises:
-        WeightsMismatchError: it recomputes some at each access.
-    """
+    """The leaves of a TensorDict that is to be filled."""
     named = dict(_named_in(target))
     if problems := list(_not_kept(target, named).values()):
         raise WeightsMismatchError(_describe_problems(problems))
