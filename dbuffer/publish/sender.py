@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 
@@ -38,13 +39,12 @@ class Publication:
     """From the call of `send` to its return, waiting for slow readers included."""
 
     @classmethod
-    def of(cls, version: int, layout: Layout, started: float) -> Publication:
-        duration_s = time.monotonic() - started
+    def of(cls, version: int, layout: Layout, started: float) -> Self:
         return cls(
             version=version,
             num_tensors=len(layout.specs),
             num_bytes=layout.num_bytes,
-            duration_s=duration_s,
+            duration_s=time.monotonic() - started,
         )
 
 
@@ -192,7 +192,7 @@ class WeightSender(LocalSender):
             if source.is_lazy:
                 # One at a time: what was gathered or read is dropped before the next.
                 tensors = map(sources.fetch, source.tensors)
-                count = _counter(progress, footer.layout.num_bytes)
+                count = counter(progress, footer.layout.num_bytes)
                 draft.fill_one_by_one(tensors, self._copier, count)
             else:
                 draft.fill(cast("list[torch.Tensor]", source.tensors), self._copier)
@@ -207,7 +207,7 @@ class WeightSender(LocalSender):
         progress: Progress | None,
     ) -> Layout:
         """Append tensors to a new file as they come; the layout is known when all have."""
-        count = _counter(progress, 0)
+        count = counter(progress, 0)
         with self._drafts.begin(version, None, hashed=self._checksum) as draft:
             for spec, tensor in stream:
                 draft.append(spec, tensor)
@@ -217,15 +217,17 @@ class WeightSender(LocalSender):
         return draft.layout
 
 
-def _counter(progress: Progress | None, total: int) -> OnBytes | None:
-    """Adds up what was copied, and tells ``progress``; None if nobody is to be told."""
+def counter(progress: Progress | None, total: int) -> OnBytes | None:
+    """Adds up what several threads copy, and tells ``progress``; None if nobody is to be told."""
     if progress is None:
         return None
     done = 0
+    lock = threading.Lock()
 
     def count(num_bytes: int) -> None:
         nonlocal done
-        done += num_bytes
-        progress(done, total)
+        with lock:
+            done += num_bytes
+            progress(done, total)
 
     return count

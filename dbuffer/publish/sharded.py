@@ -101,7 +101,10 @@ class ShardedWeightSender(Turns):
         """The store's directory."""
         super().__init__()
         self._agreement = Agreement(group, timeout_s=wait_s)
-        self._leader: _Leader | None = None
+        self._drafts: Drafts | None = None
+        """What rank 0 has, and no other."""
+        self._draft: Draft | None = None
+        self._metadata: dict[str, Any] = {}
         self._copier = Copier(1)
         self._footer: Footer | None = None
         self._held: list[Boxes] = []
@@ -124,7 +127,7 @@ class ShardedWeightSender(Turns):
                 reader_timeout_s=reader_timeout_s,
                 allow_shared_store=allow_shared_store,
             )
-            self._leader = _Leader(writer)
+            self._drafts = Drafts(writer)
             medium = writer.medium
             self._check_reach(medium)
             checked = medium.has_checksums if checksum == "auto" else checksum
@@ -174,8 +177,8 @@ class ShardedWeightSender(Turns):
                 version, layout = self._send(weights, version, metadata)
             except BaseException:
                 self._output.drop()
-                if self._leader is not None:
-                    self._leader.abandon()
+                if self._draft is not None:
+                    self._draft.abandon()
                 raise
         return Publication.of(version, layout, started)
 
@@ -199,8 +202,8 @@ class ShardedWeightSender(Turns):
     def _close(self) -> None:
         self._output.close()
         self._agreement.close()
-        if self._leader is not None:
-            self._leader.close()
+        if self._drafts is not None:
+            self._drafts.close()
         self._copier.close()
 
     def _check_open(self) -> None:
@@ -210,10 +213,10 @@ class ShardedWeightSender(Turns):
                 "fork; make a new one"
             )
 
-    def _lead(self) -> _Leader:
-        if self._leader is None:
+    def _lead(self) -> Drafts:
+        if self._drafts is None:
             raise ClosedError(f"rank {self._agreement.rank} is not the writer of {self.store}")
-        return self._leader
+        return self._drafts
 
     def _check_reach(self, medium: Medium) -> None:
         hosts = {peer.machine: peer.host for peer in self._agreement.peers}
@@ -234,14 +237,12 @@ class ShardedWeightSender(Turns):
         ranks = self._agreement
         source = self._describe(weights, version)
         footer = self._output.footer_of(self._footer_of(source), self._plan)
-        claimed = ranks.first(
-            "claim a buffer", lambda: self._lead().claim(footer, version, metadata)
-        )
+        claimed = ranks.first("claim a buffer", lambda: self._claim(footer, version, metadata))
         ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
         if self._plan.gathered:
             ranks.each("gather and write", lambda: self._write_gathered(source))
         checksums = self._output.finish(ranks, hashed=self._checksum)
-        ranks.first("commit the version", lambda: self._lead().commit(checksums))
+        ranks.first("commit the version", lambda: self._commit(checksums))
         return claimed.version, footer.layout
 
     def _describe(self, weights: Weights, version: int | None) -> Source:
@@ -272,6 +273,31 @@ class ShardedWeightSender(Turns):
             )
             self._planned = self._footer_of(source).layout_xxh3
         return source
+
+    def _claim(
+        self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
+    ) -> Claimed:
+        """Begin a version, on rank 0, for all ranks to fill."""
+        drafts = self._lead()
+        version = drafts.writer.next_version(version)
+        self._metadata = checked_metadata(metadata)
+        self._draft = draft = drafts.begin(version, footer, hashed=False)
+        identity = filesystem.identity_of(draft.file)
+        return Claimed(version, draft.path.parent.name, draft.path.name, identity)
+
+    def _commit(self, checksums: list[int] | None) -> None:
+        """Publish what was begun, on rank 0, now that every rank has written its part.
+
+        Where the store is to be flushed, one flush is enough: pages that other processes of this
+        machine have written are pages of the same file.
+        """
+        draft = self._draft
+        if draft is None:
+            raise ClosedError("nothing was begun that could be committed")
+        if draft.layout.is_in_parts:
+            check_parts(draft.path, draft.layout)
+        draft.checksums = checksums
+        draft.commit(self._metadata)
 
     def _explain_difference(self, source: Source, version: int | None) -> NoReturn:
         rows = [f"version {version}", *_rows_of(source)]
@@ -311,51 +337,12 @@ class ShardedWeightSender(Turns):
                 if writer != self._agreement.rank or problem is not None:
                     continue
                 try:
-                    self._output.write(shards.whole_box(index, source.specs[index]), whole)
+                    self._output.write(shards.whole_box(index, source.specs[index].shape), whole)
                 except Exception as error:  # noqa: BLE001 - the others wait in the next gather
                     problem = error
             del whole  # before the next is gathered
         if problem is not None:
             raise problem
-
-
-class _Leader:
-    """What rank 0 does for all."""
-
-    def __init__(self, writer: BufferWriter) -> None:
-        self.writer = writer
-        self._drafts = Drafts(writer)
-        self._draft: Draft | None = None
-        self._metadata: dict[str, Any] = {}
-
-    def claim(
-        self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> Claimed:
-        version = self.writer.next_version(version)
-        self._metadata = checked_metadata(metadata)
-        self._draft = draft = self._drafts.begin(version, footer, hashed=False)
-        identity = filesystem.identity_of(draft.file)
-        return Claimed(version, draft.path.parent.name, draft.path.name, identity)
-
-    def commit(self, checksums: list[int] | None) -> None:
-        """Publish what was begun, now that every rank has written its part.
-
-        Where the store is to be flushed, one flush is enough: pages that other processes of this
-        machine have written are pages of the same file.
-        """
-        if self._draft is None:
-            raise ClosedError("nothing was begun that could be committed")
-        if self._draft.layout.is_in_parts:
-            check_parts(self._draft.path, self._draft.layout)
-        self._draft.checksums = checksums
-        self._draft.commit(self._metadata)
-
-    def abandon(self) -> None:
-        if self._draft is not None:
-            self._draft.abandon()
-
-    def close(self) -> None:
-        self._drafts.close()
 
 
 def _find_place(store: Any, rank_s: Any, reader_s: Any) -> tuple[Path, float, OptionError | None]:

@@ -103,8 +103,8 @@ class Agreement:
 
     def first(self, what: str, action: Callable[[], T]) -> T:
         """Let rank 0 do ``action`` while the others wait; what it returned, on all of them."""
-        value: T = self.each(what, action if self.rank == 0 else _nothing)[0]
-        return value
+        values = self.each(what, action if self.rank == 0 else lambda: None)
+        return values[0]  # type: ignore[return-value]  # that of rank 0
 
     @property
     def is_open(self) -> bool:
@@ -189,7 +189,3 @@ def connect(
         return distributed.ProcessGroupGloo(store, rank, size, timeout)
     except RuntimeError as error:
         raise RankFailedError(f"the ranks cannot connect to each other: {error}") from error
-
-
-def _nothing() -> Any:
-    """What the ranks do that only wait."""

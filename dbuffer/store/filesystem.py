@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from dbuffer.errors import (
     ClosedError,
@@ -470,18 +470,25 @@ def _log_once(message: str, path: Path) -> None:
     logger.warning(message, path)
 
 
-def try_lock_if_any(descriptor: int, path: Path) -> bool:
-    """Lock an open file exclusively; also True, logged once, where the mount knows no locks.
+def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | None:
+    """Make a lock's file, and lock it for as long as it is open; None: somebody has it.
 
-    Lustre knows none by default. Who calls this must have another way to detect a second one.
+    ``may_lack_locks``: it counts as locked, logged once, where the mount knows no locks, as Lustre
+    by default. Who calls this must have another way to detect a second one.
     """
-    try:
-        return try_lock(descriptor, exclusive=True)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        _log_once("no locks on %s: a second sender is detected, not prevented", path)
-        return True
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os_errors(f"open the {whose} lock", path):
+        lock = Descriptor(os.open(path, flags, 0o600))
+        try:
+            if try_lock(lock.number, exclusive=True):
+                return lock
+        except OSError as error:
+            if error.errno not in NO_LOCKS or not may_lack_locks:
+                raise
+            _log_once("no locks on %s: a second sender is detected, not prevented", path)
+            return lock
+    lock.close()
+    return None
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
@@ -505,14 +512,12 @@ def is_locked(path: Path) -> bool:
                 file = Descriptor(open_regular(path, os.O_RDONLY, owner_only=False))
             except FileNotFoundError:
                 return False
-            try:
+            with file:
                 if not try_lock(file.number, exclusive=False):
                     return True
                 # It may have been replaced, and let go of, since it was opened.
                 if is_at(file, path):
                     return False
-            finally:
-                file.close()
 
 
 def was_touched_within(path: Path, limit_s: float, now: float) -> bool:
@@ -523,11 +528,8 @@ def was_touched_within(path: Path, limit_s: float, now: float) -> bool:
     try:
         with os_errors("look at", path):
             refresh(path.parent)
-            file = Descriptor(open_regular(path, os.O_RDONLY, owner_only=False))
-            try:
+            with Descriptor(open_regular(path, os.O_RDONLY, owner_only=False)) as file:
                 return now - os.fstat(file.number).st_mtime < limit_s
-            finally:
-                file.close()
     except StoreNotFoundError:  # it was removed just now
         return False
 
@@ -603,6 +605,12 @@ class Descriptor:
     @property
     def is_open(self) -> bool:
         return self._finalizer.alive and self._pid == os.getpid()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()

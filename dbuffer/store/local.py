@@ -130,6 +130,8 @@ class _LockedRecord(RecordOwner):
 class _RewrittenFiles(WeightsFiles):
     """Each buffer has one file, which is written again unless its layout changes."""
 
+    access = os.O_RDWR
+
     def __init__(self, records: Records, reader_timeout_s: float, *, can_rewrite: bool) -> None:
         super().__init__(records, reader_timeout_s)
         self._can_rewrite = can_rewrite
@@ -207,19 +209,11 @@ class _RewrittenFiles(WeightsFiles):
         """Unlink them, which leaves the bytes to those who still map them."""
         self.clear_away(buffer, keep=keep)
 
-    def make(self, path: Path, num_bytes: int) -> Descriptor:
-        """Locked before anybody knows its name, and of its full size."""
-        file = filesystem.make_file(path, os.O_RDWR)
-        try:
-            filesystem.try_lock(file.number, exclusive=True)
-            if num_bytes:
-                filesystem.allocate(file.number, num_bytes, path)
-        except BaseException:
-            file.close()
-            path.unlink(missing_ok=True)
-            raise
-        self.open[path] = file
-        return file
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
+        # Locked before anybody knows its name.
+        filesystem.try_lock(file.number, exclusive=True)
+        if num_bytes:
+            filesystem.allocate(file.number, num_bytes, path)
 
     def clear_away(self, buffer: str, *, keep: str | None) -> None:
         """Remove them: nobody looks for one that no manifest names."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 from dbuffer.format.manifest import Manifest, ReceiverRecord, is_part_of, is_weights_file
+from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, OpenFiles
 
 
@@ -144,6 +145,9 @@ class RecordOwner(ABC):
 class WeightsFiles(ABC):
     """The weights files of a store's writer, which holds each open that it may write again."""
 
+    access: ClassVar[int]
+    """With which a new one is opened: a flag of `os.open`."""
+
     def __init__(self, records: Records, reader_timeout_s: float) -> None:
         self.records = records
         self.reader_timeout_s = reader_timeout_s
@@ -162,7 +166,6 @@ class WeightsFiles(ABC):
     def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
         """See to a buffer's old files, which no manifest names now; ``keep`` is to be made."""
 
-    @abstractmethod
     def make(self, path: Path, num_bytes: int) -> Descriptor:
         """A new weights file, with room for ``num_bytes`` where that can be had beforehand.
 
@@ -170,6 +173,19 @@ class WeightsFiles(ABC):
             StoreFullError: there is no room.
             StoreAccessError: it cannot be made.
         """
+        file = filesystem.make_file(path, self.access)
+        try:
+            self._make_room(file, path, num_bytes)
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self.open[path] = file
+        return file
+
+    @abstractmethod
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
+        """Refuse a file for which there is no room."""
 
     @abstractmethod
     def clear_away(self, buffer: str, *, keep: str | None) -> None:

@@ -138,6 +138,9 @@ class _TouchedRecord(RecordOwner):
 class _NewFiles(WeightsFiles):
     """A version's file is made for it, and goes when nobody needs it any more."""
 
+    access = os.O_WRONLY
+    """Over NFS, a page that is written in part is read first if it may be read at all."""
+
     def __init__(self, records: Records, reader_timeout_s: float) -> None:
         super().__init__(records, reader_timeout_s)
         self._retired = RetiredFiles(
@@ -165,18 +168,9 @@ class _NewFiles(WeightsFiles):
         self.clear_away(buffer, keep=keep)
         self._retired.remove_unneeded()
 
-    def make(self, path: Path, num_bytes: int) -> Descriptor:
-        """Of no size yet: what is allocated over a network may not be there."""
-        # Over NFS, a page that is written in part is read first if it may be read at all.
-        file = filesystem.make_file(path, os.O_WRONLY)
-        try:
-            filesystem.check_room(path, num_bytes)
-        except BaseException:
-            file.close()
-            path.unlink(missing_ok=True)
-            raise
-        self.open[path] = file
-        return file
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:  # noqa: ARG002
+        # It has no size yet: what is allocated over a network may not be there.
+        filesystem.check_room(path, num_bytes)
 
     def clear_away(self, buffer: str, *, keep: str | None) -> None:
         kept = self.parts_of(buffer, keep)

@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,19 +118,17 @@ class KeptFile:
         raise StoreAccessError(f"{self.path} is replaced by others all the time")
 
     @contextlib.contextmanager
-    def _old(self) -> Any:
+    def _old(self) -> Iterator[Descriptor | None]:
         try:
             with filesystem.os_errors("look at", self.path):
                 filesystem.refresh(self.directory)
-                flags = os.O_RDONLY
-                old = Descriptor(filesystem.open_regular(self.path, flags, owner_only=False))
+                number = filesystem.open_regular(self.path, os.O_RDONLY, owner_only=False)
+                old = Descriptor(number)
         except StoreNotFoundError:
             yield None
             return
-        try:
+        with old:
             yield old
-        finally:
-            old.close()
 
     def _is_free(self, old: Descriptor, record: ReceiverRecord) -> bool:
         """Whether nobody owns what has the name; False if it changed meanwhile.

@@ -129,7 +129,15 @@ class BufferWriter:
         self._files = self.medium.weights_files(self.store, self._reader_timeout_s)
         self._generation = 0
         self._forgot_at = time.monotonic()
-        self._lock = self._take_writer_lock()
+        lock = filesystem.take_lock(self.root / WRITER_LOCK_FILE, "writer's", may_lack_locks=True)
+        if lock is None:
+            holder = self.store.undamaged_writer()
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            raise WriterActiveError(
+                f"{who} has {self.root} open for writing; a store has one sender at a time: "
+                "close that one, or use another directory"
+            )
+        self._lock = lock
         try:
             self.record = self._recover(history)
         except BaseException:
@@ -262,17 +270,6 @@ class BufferWriter:
                 for path in self._files.parts_of(claim.buffer, claim.path.name):
                     path.unlink(missing_ok=True)
 
-    def _take_writer_lock(self) -> Descriptor:
-        lock = _try_writer_lock(self.root)
-        if lock is None:
-            holder = self.store.undamaged_writer()
-            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
-            raise WriterActiveError(
-                f"{who} has {self.root} open for writing; a store has one sender at a time: "
-                "close that one, or use another directory"
-            )
-        return lock
-
     def _recover(self, history: str | None) -> WriterRecord:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""
         before = self.store.undamaged_writer()
@@ -382,21 +379,8 @@ class BufferWriter:
 @contextlib.contextmanager
 def writer_lock(root: Path) -> Iterator[None]:
     """Keep senders out of a store for a ``with`` block."""
-    lock = _try_writer_lock(root)
+    lock = filesystem.take_lock(root / WRITER_LOCK_FILE, "writer's", may_lack_locks=True)
     if lock is None:
         raise WriterActiveError(f"a sender has {root} open for writing; give another directory")
-    try:
+    with lock:
         yield
-    finally:
-        lock.close()
-
-
-def _try_writer_lock(root: Path) -> Descriptor | None:
-    path = root / WRITER_LOCK_FILE
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os_errors("open the writer's lock", path):
-        lock = Descriptor(os.open(path, flags, 0o600))
-        if filesystem.try_lock_if_any(lock.number, path):
-            return lock
-    lock.close()
-    return None
