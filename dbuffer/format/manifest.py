@@ -43,7 +43,6 @@ hosts for a minute, and watchdog holds back the first of two events in one direc
 
 _RUN = _DIGEST = re.compile(r"[0-9a-f]{16}")
 _WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
-_PART_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.r[0-9]+\.td")
 _IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
 ATTEMPT = re.compile(r"[0-9a-f]{16}")
 """What an attempt to switch an engine is known by."""
@@ -293,7 +292,7 @@ def version_file(name: str) -> str:
 
 def is_weights_file(name: str) -> bool:
     """Whether a writer names its weights files, or their parts, so."""
-    return any(pattern.fullmatch(name) for pattern in (_WEIGHTS_FILE, _PART_FILE))
+    return _WEIGHTS_FILE.fullmatch(version_file(name)) is not None
 
 
 def is_part_of(name: str, file: str) -> bool:

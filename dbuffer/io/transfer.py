@@ -48,16 +48,10 @@ def read_tensors(
     hashed: bool,
     on_bytes: OnBytes | None = None,
 ) -> list[int]:
-    """Read all tensors of a version into memory; their checksums, if they are to be taken.
+    """Read all tensors of an open weights file into memory; their checksums, if ``hashed``.
 
-    Args:
-        file: the open weights file.
-        path: where that is; its parts, if its layout has some, are beside it.
-        layout: its layout.
-        memory: where the tensors go.
-        copier: its threads read.
-        hashed: whether checksums are wanted.
-        on_bytes: called with the bytes of each span that was read, from several threads.
+    Its parts, if its layout has some, are beside ``path``. ``on_bytes`` is called with the bytes of
+    each span that was read, from several threads.
 
     Raises:
         StoreCorruptError: a file is shorter than its layout, or a part longer.
@@ -184,9 +178,17 @@ def _for_each_span(
         files = _open_parts(stack, file, path, layout)
 
         def work(first: int, end: int) -> None:
-            with _OwnFile(files) as own:
+            # Opened once more for each thread: sharing one spoils each other's read-ahead.
+            with contextlib.ExitStack() as own:
+                number, part = -1, None
                 for span in layout.spans[first:end]:
-                    data = move(span, own.of(span.part))
+                    if number < 0 or span.part != part:
+                        own.close()
+                        part = span.part
+                        name = f"/proc/self/fd/{files[part]}"
+                        number = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+                        own.callback(os.close, number)
+                    data = move(span, number)
                     if hashed:
                         _hash_span(layout, span, data, digests)
                     if on_bytes is not None:
@@ -194,33 +196,6 @@ def _for_each_span(
 
         copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
     return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
-
-
-class _OwnFile:
-    """Opens files once more for one thread: sharing one spoils each other's read-ahead."""
-
-    def __init__(self, files: dict[int | None, int]) -> None:
-        self._files = files
-        self._part: int | None = None
-        self._number: int | None = None
-
-    def of(self, part: int | None) -> int:
-        if self._number is None or part != self._part:
-            self._close()
-            name = f"/proc/self/fd/{self._files[part]}"
-            self._part, self._number = part, os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-        return self._number
-
-    def _close(self) -> None:
-        if self._number is not None:
-            os.close(self._number)
-            self._number = None
-
-    def __enter__(self) -> _OwnFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._close()
 
 
 def _open_parts(

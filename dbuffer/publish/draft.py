@@ -43,15 +43,9 @@ class Drafts:
         return self._footer
 
     def begin(self, version: int, footer: Footer | None, *, hashed: bool) -> Draft:
-        """Claim the idle buffer for a version.
+        """Claim the idle buffer for a version; with checksums, if ``hashed``.
 
-        Args:
-            version: as `BufferWriter.next_version` gives it.
-            footer: of its tensors; None where they are known only when the last has come.
-            hashed: whether it gets checksums.
-
-        Raises:
-            StoreFullError, StoreAccessError, WriterSupersededError: as `BufferWriter.claim`.
+        ``footer`` is that of its tensors; None where they are known only when the last has come.
         """
         # A mapping keeps an unlinked file's room, which the next version may need.
         self.mapped.keep_only(None if footer is None else footer.layout)

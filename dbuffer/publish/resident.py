@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -23,13 +22,11 @@ from torch import nn
 
 from dbuffer.errors import DBufferError, ResidencyError
 from dbuffer.format.layout import Layout
-from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import MappedTensors
 from dbuffer.publish.draft import Draft, checked_metadata
 from dbuffer.publish.sender import LocalSender, Publication
 from dbuffer.runtime import options
 from dbuffer.store.media import medium_of
-from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, is_same_memory, own_tensors
 
@@ -44,10 +41,6 @@ class _Home:
     mapped: MappedTensors
     tensors: list[torch.Tensor]
     """What the parameters share their memory with, in the layout's order."""
-
-    @property
-    def layout(self) -> Layout:
-        return self.draft.layout
 
 
 class ResidentModel(LocalSender):
@@ -97,22 +90,26 @@ class ResidentModel(LocalSender):
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
     ) -> None:
-        _check_mount(options.directory("store", store))
+        medium = medium_of(options.directory("store", store))
+        if not medium.can_rewrite_in_place:
+            raise ResidencyError(
+                f"{medium.root} is on a {medium.filesystem} mount, where each version is a new "
+                "file: publish with a WeightSender, or into a store in /dev/shm"
+            )
         if not isinstance(module, nn.Module):
             options.refuse("module", type(module), "a torch.nn.Module")
         self.module = module
         self._checksum = options.flag("checksum", checksum)
         self._describer = Describer(rename=rename)
         self._home: _Home | None = None
-        copier = Copier(num_threads)
         source = self._describe_movable()
-        writer = BufferWriter(
+        super().__init__(
             store,
             durable=durable,
+            num_threads=num_threads,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
-        super().__init__(writer, copier)
         try:
             self._move_in(source)
         except BaseException:
@@ -150,12 +147,19 @@ class ResidentModel(LocalSender):
         source = self._describer.describe(self.module)
         if self._home is None or not _is_at(self._home, source):
             source = self._describe_movable()
-            self._come_back(source)
+            if self._home is not None:
+                logger.warning(
+                    "%s: something was moved out of the store since the last publish (by .half(), "
+                    "or an assignment?), and is copied back in",
+                    self.store,
+                )
+                self._leave(self._home)
+            self._move_in(source)
         home = self._home
         assert home is not None  # noqa: S101 - it has just been found, or made
         self._flip(home, version, checked)
         self._change_sides(home, source)
-        return version, home.layout
+        return version, home.draft.layout
 
     def close(self) -> None:
         """Move the parameters to ordinary memory, and give the store up; after a publish."""
@@ -195,17 +199,6 @@ class ResidentModel(LocalSender):
                 )
             places.add(tensor.data_ptr())
         return source
-
-    def _come_back(self, source: Source) -> None:
-        """Make a home once more: something has left it, or all had to."""
-        if self._home is not None:
-            logger.warning(
-                "%s: something was moved out of the store since the last publish (by .half(), or "
-                "an assignment?), and is copied back in",
-                self.store,
-            )
-            self._leave(self._home)
-        self._move_in(source)
 
     def _move_in(self, source: Source) -> None:
         """Claim the idle buffer, copy everything into it, and let the parameters live there."""
@@ -255,7 +248,8 @@ class ResidentModel(LocalSender):
             home.draft.abandon()
 
     def _evacuate(self, mapped: MappedTensors) -> None:
-        tensors = [t for t in own_tensors(self.module) if _lies_in(mapped, t)]
+        places = range(mapped.address, mapped.address + mapped.layout.checksums_offset)
+        tensors = [t for t in own_tensors(self.module) if t.data_ptr() in places]
         self._point({tensor.data_ptr(): tensor.detach().clone() for tensor in tensors})
         # A mapping keeps an unlinked file's room.
         self._drafts.mapped.clear()
@@ -270,17 +264,8 @@ class ResidentModel(LocalSender):
                 tensor.data = places[tensor.data_ptr()]
 
 
-def _check_mount(store: Path) -> None:
-    medium = medium_of(store)
-    if not medium.can_rewrite_in_place:
-        raise ResidencyError(
-            f"{store} is on a {medium.filesystem} mount, where each version is a new file: publish "
-            "with a WeightSender, or into a store in /dev/shm"
-        )
-
-
 def _is_at(home: _Home, source: Source) -> bool:
-    layout = home.layout
+    layout = home.draft.layout
     return (source.specs, source.aliases, source.is_lazy) == (
         layout.specs,
         layout.aliases,
@@ -304,7 +289,3 @@ def _separate_tensors(mapped: MappedTensors) -> list[torch.Tensor]:
             view = data.view(view.dtype).view(view.shape)
         tensors.append(view)
     return tensors
-
-
-def _lies_in(mapped: MappedTensors, tensor: torch.Tensor) -> bool:
-    return 0 <= tensor.data_ptr() - mapped.address < mapped.layout.checksums_offset

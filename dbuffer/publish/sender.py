@@ -53,11 +53,24 @@ class LocalSender(Turns):
 
     _closed = "this sender of {store} is closed, or was made before a fork; make a new one"
 
-    def __init__(self, writer: BufferWriter, copier: Copier) -> None:
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        durable: bool,
+        num_threads: int | None,
+        reader_timeout_s: float,
+        allow_shared_store: bool,
+    ) -> None:
         super().__init__()
-        self._writer = writer
-        self._drafts = Drafts(writer)
-        self._copier = copier
+        self._copier = Copier(num_threads)
+        self._writer = BufferWriter(
+            store,
+            durable=durable,
+            reader_timeout_s=reader_timeout_s,
+            allow_shared_store=allow_shared_store,
+        )
+        self._drafts = Drafts(self._writer)
 
     @property
     def store(self) -> Path:
@@ -132,15 +145,14 @@ class WeightSender(LocalSender):
     ) -> None:
         options.choice("checksum", checksum, (True, False, "auto"))
         self._describer = Describer(dtype=dtype, rename=rename)
-        copier = Copier(num_threads)
-        writer = BufferWriter(
+        super().__init__(
             store,
             durable=durable,
+            num_threads=num_threads,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
-        super().__init__(writer, copier)
-        self._checksum = writer.medium.has_checksums if checksum == "auto" else checksum
+        self._checksum = self._writer.medium.has_checksums if checksum == "auto" else checksum
 
     def send(
         self,

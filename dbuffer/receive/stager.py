@@ -115,8 +115,6 @@ class Stager:
     Beyond the store itself it takes no memory when it maps, and one version's when it copies.
 
     Args:
-        store: the store's directory; it may come later.
-        receiver_id: the name of its record in the store.
         part_of: the receiver that acknowledges, where this is one rank of an engine.
         instance: which start of which engine.
         spare: the name to take if another living receiver has this one.
@@ -125,7 +123,8 @@ class Stager:
         copy: copy into memory of its own. ``"auto"``: if ``pin_memory``. On a network mount a
             version is read into memory of its own in any case.
         pin_memory: that memory is page-locked, for a device to copy from.
-        poll_interval_s, verify, num_threads, allow_shared_store: as for a `WeightReceiver`.
+        store, receiver_id, poll_interval_s, verify, num_threads, allow_shared_store: as for a
+            `WeightReceiver`.
         new_history: ``"follow"``: where the store was started over, stage what it holds now.
             ``"refuse"``: that is a problem with every version, until this stager is closed.
 
@@ -190,13 +189,9 @@ class Stager:
             "failures": 0,
         }
         self._receiver.record.spare = spare
-        self._receiver.record.set(
-            part_of=part_of,
-            instance=instance,
-            is_made_up=part_of is not None,
-            stats=self._stats,
+        self._receiver.record.write(
+            part_of=part_of, instance=instance, is_made_up=part_of is not None, stats=self._stats
         )
-        self._receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
         self._thread.start()
 

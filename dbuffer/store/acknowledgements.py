@@ -26,22 +26,11 @@ def wait_applied(
     timeout_s: float,
     since: float,
 ) -> None:
-    """Wait until receivers have applied ``version`` or a later one.
+    """Wait until receivers have applied ``version`` or a later one; see `WeightSender`.
 
-    Args:
-        store: where they acknowledge.
-        version: a published version.
-        receivers: how many of them, whichever; or the id of one, or the ids of those to wait for.
-        timeout_s: for how long.
-        since: when the sender began (seconds since the epoch); what records said before that is of
-            an earlier run, whose processes have ended.
-
-    Raises:
-        OptionError: one of these is not what it may be.
-        AcknowledgementTimeoutError: they have not, in time; the message says who has.
-        ReceiverFailedError: one of those named cannot apply it, or has ended. That is learned at
-            once (a second for its last word) of one of this host, or on a local mount; else after
-            :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`.
+    That one has ended is learned at once (a second for its last word) of one of this host, or on a
+    local mount; else after :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. What records said
+    before ``since``, seconds since the epoch, is of an earlier run, whose processes have ended.
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)

@@ -98,8 +98,7 @@ class _LockedRecord(RecordOwner):
     has.
     """
 
-    needs_heartbeat = False
-    says_goodbye = False
+    is_lock = True
 
     def __init__(self, path: Path, scratch: Path) -> None:
         super().__init__(path, scratch)

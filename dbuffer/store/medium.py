@@ -109,10 +109,8 @@ class Medium(ABC):
 class RecordOwner(ABC):
     """The sign by which others know that a receiver's record has a living owner."""
 
-    needs_heartbeat: ClassVar[bool]
-    """Whether :meth:`touch` is to be called now and then."""
-    says_goodbye: ClassVar[bool]
-    """Whether the record must say that it is let go of, because no lock does."""
+    is_lock: ClassVar[bool]
+    """Else :meth:`touch` is to be called now and then, and the record says that it is let go of."""
 
     def __init__(self, path: Path, scratch: Path) -> None:
         self.path = path
@@ -153,14 +151,18 @@ class WeightsFiles(ABC):
         self.reader_timeout_s = reader_timeout_s
         self.open: dict[Path, Descriptor] = {}
 
-    @abstractmethod
     def reuse(
-        self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
+        self,
+        buffer: str,  # noqa: ARG002
+        old: Manifest | None,  # noqa: ARG002
+        layout_xxh3: str | None,  # noqa: ARG002
+        file_bytes: int,  # noqa: ARG002
     ) -> Descriptor | None:
         """The idle buffer's own file, locked and fit to be written again; None: make a new one.
 
         Waits for those who read it, for as long as the writer is to wait.
         """
+        return None
 
     @abstractmethod
     def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:

@@ -102,8 +102,7 @@ class NetworkMedium(Medium):
 class _TouchedRecord(RecordOwner):
     """Touched now and then; before each write its owner looks whether it still is its own."""
 
-    needs_heartbeat = True
-    says_goodbye = True
+    is_lock = False
 
     def __init__(self, path: Path, scratch: Path) -> None:
         super().__init__(path, scratch)
@@ -146,15 +145,6 @@ class _NewFiles(WeightsFiles):
         self._retired = RetiredFiles(
             records.readers, reader_timeout_s, self.let_go, self._named_versions
         )
-
-    def reuse(
-        self,
-        buffer: str,  # noqa: ARG002
-        old: Manifest | None,  # noqa: ARG002
-        layout_xxh3: str | None,  # noqa: ARG002
-        file_bytes: int,  # noqa: ARG002
-    ) -> Descriptor | None:
-        return None
 
     def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
         if old is not None:

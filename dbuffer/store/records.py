@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,69 +66,53 @@ class KeptFile:
         self._pid = os.getpid()
 
     @functools.cached_property
-    def _sign(self) -> RecordOwner:
+    def sign(self) -> RecordOwner:
         return self._store.medium.record_owner(self.path, self._scratch)
 
-    @property
-    def needs_heartbeat(self) -> bool:
-        return self._sign.needs_heartbeat
-
     def write(self, record: ReceiverRecord) -> None:
-        """Replace the file."""
-        if self._sign.is_ours():
+        """Replace the file.
+
+        Raises:
+            ReceiverActiveError: another living receiver has the name.
+        """
+        if self.sign.is_ours():
             self._put(record, only_new=False)
         else:
             self._claim(record)
 
-    def touch(self) -> None:
-        self._sign.touch()
-
     def let_go(self, record: ReceiverRecord) -> None:
         """Say, where no lock does, that the name may be taken; the file stays."""
         with contextlib.suppress(StoreAccessError, StoreNotFoundError):
-            if self._sign.says_goodbye and self._sign.is_ours():
+            if not self.sign.is_lock and self.sign.is_ours():
                 self._put(dataclasses.replace(record, owner=None), only_new=False)
-        self.close()
-
-    def close(self) -> None:
-        self._sign.close()
+        self.sign.close()
 
     def remove(self) -> None:
         if self._pid != os.getpid():  # a fork's parent is still there
             return
         with contextlib.suppress(OSError):
-            if self._sign.is_ours():
+            if self.sign.is_ours():
                 self.path.unlink()
-        self.close()
+        self.sign.close()
 
     def _put(self, record: ReceiverRecord, *, only_new: bool) -> bool:
-        return self._sign.put(encode(record), only_new=only_new)
+        return self.sign.put(encode(record), only_new=only_new)
 
     def _claim(self, record: ReceiverRecord) -> None:
         for _ in range(_MAX_TRIES):
-            with self._old() as old:
-                if old is None:
-                    is_claimed = self._put(record, only_new=True)
-                elif not self._is_free(old, record):
-                    continue
-                else:
-                    is_claimed = self._put(record, only_new=False)
-            if is_claimed:
-                return
+            try:
+                with filesystem.os_errors("look at", self.path):
+                    filesystem.refresh(self.directory)
+                    number = filesystem.open_regular(self.path, os.O_RDONLY, owner_only=False)
+            except StoreNotFoundError:
+                if self._put(record, only_new=True):
+                    return
+                continue
+            with Descriptor(number) as old:
+                if self._is_free(old, record):
+                    self._put(record, only_new=False)
+                    return
         raise StoreAccessError(f"{self.path} is replaced by others all the time")
-
-    @contextlib.contextmanager
-    def _old(self) -> Iterator[Descriptor | None]:
-        try:
-            with filesystem.os_errors("look at", self.path):
-                filesystem.refresh(self.directory)
-                number = filesystem.open_regular(self.path, os.O_RDONLY, owner_only=False)
-                old = Descriptor(number)
-        except StoreNotFoundError:
-            yield None
-            return
-        with old:
-            yield old
 
     def _is_free(self, old: Descriptor, record: ReceiverRecord) -> bool:
         """Whether nobody owns what has the name; False if it changed meanwhile.
@@ -137,7 +121,7 @@ class KeptFile:
             ReceiverActiveError: somebody does.
         """
         found = self._found()
-        is_free = self._sign.is_free(old, lambda: self._may_be_owned(found, record))
+        is_free = self.sign.is_free(old, lambda: self._may_be_owned(found, record))
         if not filesystem.is_at(old, self.path):
             return False
         if is_free:
@@ -226,12 +210,12 @@ class RecordFile:
             self._kept = KeptFile(self._store, self._record.receiver)
             self._write()
             return
-        if self._kept.needs_heartbeat and self._heartbeat is None:
+        if not self._kept.sign.is_lock and self._heartbeat is None:
             self._heartbeat = _start_heartbeat(self._touch)
 
     def _touch(self) -> None:
         with self._lock:
-            self._kept.touch()
+            self._kept.sign.touch()
 
     def close(self) -> None:
         """Let go of the name; the file stays, and may be written again."""

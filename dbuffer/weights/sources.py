@@ -47,9 +47,6 @@ TORCH_EXTRA_STATE = "_extra_state"
 
 _Value = TypeVar("_Value")
 
-_get_shape = operator.attrgetter("shape")
-_get_dtype = operator.attrgetter("dtype")
-
 Weights: TypeAlias = (
     nn.Module
     | TensorDictBase
@@ -91,8 +88,8 @@ class Outline:
             list(named) == self.names
             and {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
             and {tensor.layout for tensor in tensors} == {torch.strided}
-            and all(map(operator.eq, map(_get_shape, tensors), self.shapes))
-            and all(map(operator.is_, map(_get_dtype, tensors), self.dtypes))
+            and all(map(operator.eq, map(operator.attrgetter("shape"), tensors), self.shapes))
+            and all(map(operator.is_, map(operator.attrgetter("dtype"), tensors), self.dtypes))
         )
 
 
@@ -106,14 +103,6 @@ class Source:
     """Other names of tied tensors."""
     is_lazy: bool
     """Whether there are lazy ones among the tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of one version's weights, to check the next one's faster."""
-
-    outline: Outline
-    specs: tuple[TensorSpec, ...]
 
 
 class Describer:
@@ -144,22 +133,23 @@ class Describer:
         self.dtype = dtype
         self.rename = rename
         self.sharded = sharded
-        self._known: Known | None = None
+        self._known: tuple[Outline, tuple[TensorSpec, ...]] | None = None
+        """Of one version's weights, to check the next one's faster."""
 
     def describe(self, weights: Weights) -> Source:
         """Specs and tensors of anything but an iterator; see :func:`is_stream`."""
         named = _as_mapping(weights)
         if named is None:
             return self._describe_pairs(*self._collect(weights))
-        if self._known is not None and self._known.outline.fits(named):
+        if self._known is not None and self._known[0].fits(named):
             tensors = list(named.values())
             addresses = {tensor.data_ptr() for tensor in tensors}
             if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
-                return Source(self._known.specs, tensors, {}, is_lazy=False)
+                return Source(self._known[1], tensors, {}, is_lazy=False)
         source = self._describe_pairs(*self._checked_pairs(named.items()))
         self._known = None
         if not source.aliases and not source.is_lazy:
-            self._known = Known(Outline.of(named), source.specs)
+            self._known = Outline.of(named), source.specs
         return source
 
     def stream(

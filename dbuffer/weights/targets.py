@@ -52,11 +52,7 @@ class Match:
     def require_ties(self, published: Callable[[int], torch.Tensor]) -> None:
         """Refuse values that differ where the target has room for one of them only.
 
-        Args:
-            published: gives a tensor by its index in the layout.
-
-        Raises:
-            WeightsMismatchError: they do; the message names them.
+        ``published`` gives a tensor by its index in the layout.
         """
         problems = [
             f"{tie.name!r} and {tie.other!r} are one tensor in the target, but two in the store, "
@@ -106,12 +102,7 @@ class Matcher:
         self._known: _Known | None = None
 
     def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
-        """Match all of a target's tensors with all of a layout's.
-
-        Args:
-            target: a module or a dictionary of tensors.
-            layout: what was published.
-            partial: leave out tensors of the target that the layout lacks.
+        """Match all of a target's tensors with all of a layout's; ``partial``: or with some.
 
         Returns:
             What to copy, once :meth:`Match.require_ties` has seen the values.
@@ -226,7 +217,8 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
     """Tensors of the target that the store lacks, under all of a tied tensor's names."""
     filled = [tensors[name] for name in comparison.sources]
     for spec in comparison.missing:
-        if not any(_shares_memory(tensors[spec.name], other) for other in filled):
+        tensor = tensors[spec.name]
+        if not (tensor.numel() and any(is_same_memory(tensor, other) for other in filled)):
             yield f"the store has no {spec.name!r}"
 
 
@@ -327,11 +319,6 @@ def _describe_problems(problems: list[str]) -> str:
 def _listed(problems: list[str]) -> str:
     more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
     return "; ".join(problems[:_MAX_LISTED]) + more
-
-
-def _shares_memory(one: Any, other: Any) -> bool:
-    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return are_tensors and one.numel() > 0 and is_same_memory(one, other)
 
 
 def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
