@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ _FRAME_BYTES = 1024
 """A message of at most this size takes one collective, a longer one two."""
 
 _LENGTH_BYTES = 8
+
+_ENDS_WITHIN_S = 1.0
+_LOOK_S = 0.01
 
 _MAX_TIMEOUT_S = 1e9
 """gloo adds a time-out to its clock, in nanoseconds of 64 bits."""
@@ -143,10 +147,15 @@ class Agreement:
 
     def _lose(self, what: str, cause: Exception) -> NoReturn:
         self.close()
+        others = [(rank, peer) for rank, peer in enumerate(self.peers) if rank != self.rank]
+        # A process that is killed closes its connections a moment before it counts as ended.
+        deadline = time.monotonic() + _ENDS_WITHIN_S
+        while not any(peer.has_ended() for _, peer in others) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
         ended = [
             f"rank {rank} (process {peer.pid} on {peer.host})"
-            for rank, peer in enumerate(self.peers)
-            if rank != self.rank and peer.has_ended()
+            for rank, peer in others
+            if peer.has_ended()
         ]
         who = " and ".join(ended) + " has ended" if ended else "a rank was lost"
         raise RankFailedError(
