@@ -330,9 +330,9 @@ def moments() -> frozenset[str] | None:
     return None if is_soak() else MOMENTS
 
 
-def numbers(first: int = 1) -> Iterator[int]:
-    """Of the calls to stop before: every one in a soak, and else every third, which is quicker."""
-    return itertools.count(first, 1 if is_soak() else 3)
+def numbers(first: int = 1, every: int = 3) -> Iterator[int]:
+    """Of the calls to stop before: each in a soak, and else every third, say, which is quicker."""
+    return itertools.count(first, 1 if is_soak() else every)
 
 
 def patience_s() -> float:

@@ -824,10 +824,10 @@ def survives(
     ("size", "on_rank", "mount", "first"),
     [
         pytest.param(2, 0, "auto", 1, id="rank 0 of 2"),
-        pytest.param(2, 1, "auto", 1, id="rank 1 of 2"),
-        pytest.param(4, 0, "auto", 2, id="rank 0 of 4"),
-        pytest.param(4, 1, "auto", 2, id="rank 1 of 4"),
-        pytest.param(2, 0, "network", 3, id="rank 0 of 2, in parts"),
+        pytest.param(2, 1, "auto", 2, id="rank 1 of 2"),
+        pytest.param(4, 0, "auto", 3, id="rank 0 of 4"),
+        pytest.param(4, 1, "auto", 4, id="rank 1 of 4"),
+        pytest.param(2, 0, "network", 5, id="rank 0 of 2, in parts"),
         pytest.param(2, 1, "network", 1, id="rank 1 of 2, in parts"),
     ],
 )
@@ -837,7 +837,7 @@ def test_a_rank_that_is_killed_at_any_moment(
     monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
     has_flipped = False
     kills = 0
-    for number in numbers(first):
+    for number in numbers(first, every=6):
         store = shm_path / f"{number}"
         there = survives(store, tmp_path, size, on_rank, number, mount)
         if there is None:
@@ -852,7 +852,7 @@ def test_a_rank_that_is_killed_at_any_moment(
         else:
             assert_tidy(store)
         shutil.rmtree(store)
-    assert kills > 2
+    assert kills > 1
     record_property("kills of a rank", kills)
 
 
