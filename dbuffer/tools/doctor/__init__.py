@@ -85,14 +85,14 @@ def examine(
         findings += [probe.try_on(site, say) for probe in PROBES]
         meetings, between = _meet(site, timeout_s, say)
         findings += between
-    source, mount_options = filesystem.mount_details(site.base)
+    mount = filesystem.mount_of(site.base)
     return Examination(
         path=str(site.path),
         probed_in=str(site.base),
         host=socket.gethostname(),
         filesystem=site.medium.filesystem,
-        source=source,
-        options=mount_options,
+        source=mount.source,
+        options=mount.options,
         is_network=site.medium.reaches_other_hosts,
         findings=tuple(findings),
         peers=meetings,
