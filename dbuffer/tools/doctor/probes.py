@@ -27,13 +27,13 @@ from dbuffer.tools.doctor.findings import (
     POLLING,
     Finding,
     Outcome,
+    Progress,
     adapted,
     broken,
     good,
     size,
     unknown,
 )
-from dbuffer.tools.doctor.peer import Progress
 from dbuffer.tools.doctor.process import OtherProcess
 from dbuffer.tools.doctor.scratch import scratch
 
