@@ -93,7 +93,6 @@ class BridgeServer:
             return False
 
     def close(self) -> None:
-        """Stop following. The server keeps its weights."""
         if self._follower is not None:
             self._follower.close()
             self._follower = None

@@ -88,11 +88,7 @@ class RankEndpoint:
         return RankAnswer()
 
     def begin(self, make_rank: Callable[[], EngineRank], request: BeginRequest) -> None:
-        """Follow a store, on all ranks or on none.
-
-        Raises:
-            EngineUnsupportedError, EngineUpdateError: see :func:`start_on_all_ranks`.
-        """
+        """Follow a store, on all ranks or on none."""
         rank = make_rank()
         if request.unless_following:
             # Together: a rank that began alone would wait for those that need not.
@@ -115,12 +111,6 @@ class RankEndpoint:
         return asdict(options) | ids == asdict(self.receiver.options) | ids
 
     def update(self, request: UpdateRequest | OptionError) -> None:
-        """Switch to a version.
-
-        Raises:
-            OptionError, EngineUpdateError, EngineBrokenError: see :meth:`RankReceiver.update`.
-            EngineUnsupportedError: it follows no store.
-        """
         if self.receiver is None:
             raise EngineUnsupportedError(
                 "this engine follows no store yet: name one first (vLLM's own call for that: "
@@ -129,7 +119,6 @@ class RankEndpoint:
         self.receiver.update(request)
 
     def end(self) -> None:
-        """Stop following, until it is asked to begin again."""
         if self.receiver is not None:
             self._last, self.receiver = self.receiver, None
             self._last.close()

@@ -286,11 +286,7 @@ class Follower:
         return record, load_s
 
     def _resume_as_unknown(self) -> None:
-        """End our pause of an earlier attempt; under no version, unless it is known which it has.
-
-        Raises:
-            EngineUnreachableError: (a server) it does not answer; its pause is still to be ended.
-        """
+        """End our pause of an earlier attempt, as of no version unless it is known which it has."""
         if not self._state.is_known:
             self._label(UNKNOWN_VERSION)
         self._resume()

@@ -133,12 +133,7 @@ class RankAnswer:
         return cls(RankOutcome.REFUSED, f"{type(error).__name__}: {error}")
 
     def require_done(self) -> None:
-        """Raise the error that tells the outcome.
-
-        Raises:
-            OptionError, EngineUnsupportedError, EngineUpdateError, EngineBrokenError: it was not
-                done.
-        """
+        """Raise the error that tells the outcome."""
         if self.outcome in _ERRORS:
             raise _ERRORS[self.outcome](self.problem)
 

@@ -61,7 +61,6 @@ class EngineServer:
         """A server that does not answer may be restarted."""
 
     def close(self) -> None:
-        """Close its connections."""
         self._client.close()
 
     def _name(self) -> str:

@@ -48,7 +48,6 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._wrap_loader(tensor, getattr(tensor, "weight_loader", default_loader))
 
     def reset(self) -> None:
-        """Begin to count anew."""
         self._loaded.clear()
 
     def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -66,7 +65,6 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A loader has written so many elements of this; of a part of it, or of it as a whole."""
 
     def count_of(self, tensor: Any) -> int:
-        """How many elements of this were written."""
         return self._loaded.get(id(tensor), 0)
 
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:

@@ -71,7 +71,6 @@ class StoreView:
         self._logged_history: str | None = None
 
     def close(self) -> None:
-        """Stop watching the store."""
         self._receiver.close()
         if self._mirror is not None:
             self._mirror.close()
@@ -93,11 +92,7 @@ class StoreView:
         return self._names.record(self._store, receiver_id)
 
     def acknowledgement(self, goal: Served) -> ReceiverRecord:
-        """The engine's own record, which must tell of this version or a later one.
-
-        Raises:
-            EngineUpdateError, EngineBrokenError: it does not.
-        """
+        """The engine's own record, which must tell of this version or a later one."""
         record = self.engine_record()
         if record is not None and record.problem is not None:
             # Of a rank whose errors the engine does not pass on.

@@ -72,11 +72,7 @@ def server_follower(
     rename: NameMap | str | os.PathLike[str] | None = None,
     api_key: str | None = None,
 ) -> Follower:
-    """A server's follower that switches when it is told to, in the caller's thread.
-
-    Raises:
-        OptionError: (a ``ValueError``) an option is invalid.
-    """
+    """A server's follower that switches when it is told to, in the caller's thread."""
     _require_pause(pause)
     server = SglangServer(url, _names_of(rename), api_key=api_key)
     return Follower(server, options, pause=pause)  # type: ignore[arg-type]  # checked above

@@ -46,11 +46,6 @@ class SchedulerRank:
         return SglangModel(self._model, self._names)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
-        """What tells, while the model serves, whether weights fit it.
-
-        Raises:
-            EngineUnsupportedError: parts of a model were asked for.
-        """
         if partial:
             raise EngineUnsupportedError("an SGLang engine takes whole models: partial=True")
         return sglang_shape_check(self._model, self._names, tp_size=self.ranks.size)

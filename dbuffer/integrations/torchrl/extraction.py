@@ -86,11 +86,7 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
 
 
 def decode(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
-    """What was encoded, with every tensor fetched by name.
-
-    Raises:
-        StoreCorruptError: it is not such a structure.
-    """
+    """What was encoded, with every tensor fetched by name."""
     match structure:
         case {"tensor": str(name)}:
             return get_tensor(name)

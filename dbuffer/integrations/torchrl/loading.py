@@ -143,11 +143,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
 
 
 def _states_of(staged: StagedVersion, model: Any) -> list[tuple[nn.Module, Any]]:
-    """The modules whose extra state was published, and it.
-
-    Raises:
-        WeightsMismatchError: the model has no such module.
-    """
+    """The modules whose extra state was published, and it."""
     structures: Mapping[str, Structure] = staged.info.extra_state
     if not structures:
         return []

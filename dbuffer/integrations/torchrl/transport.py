@@ -58,11 +58,7 @@ class DoubleBufferTransport:
         return self.publish(self._extract(weights))
 
     def publish(self, extracted: Extracted) -> Publication:
-        """Publish what was extracted already.
-
-        Raises:
-            InvalidWeightsError, WriterActiveError: see :meth:`send_weights`.
-        """
+        """Publish what was extracted already."""
         if self._sender is None:
             self._sender = self._options.make_sender(self.remote_addr)
         info = VersionInfo(extra_state=extracted.extra_state)

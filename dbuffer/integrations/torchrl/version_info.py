@@ -28,11 +28,7 @@ class VersionInfo:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Take it from metadata; that of another sender has none.
-
-        Raises:
-            StoreCorruptError: it is not what it must be.
-        """
+        """Take it from metadata; that of another sender has none."""
         values = snapshot.metadata.get(KEY, {})
         try:
             info = cls(**values)

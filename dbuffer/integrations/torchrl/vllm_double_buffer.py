@@ -121,7 +121,6 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, options=self.options)
 
     def create_sender(self) -> VLLMDoubleBufferWeightSender:
-        """The trainer's part."""
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
@@ -174,20 +173,11 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         pass  # nothing to wait for: receive() looks at the store
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
-        """Publish weights, where ``init_on_sender`` was called.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) it was not, or see
-                :meth:`VLLMDoubleBufferWeightSender.update_weights`.
-        """
+        """Publish weights, where ``init_on_sender`` was called."""
         self.get_sender().update_weights(weights)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights to the engine; see :meth:`VLLMDoubleBufferWeightReceiver.apply_weights`.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` was not called.
-        """
+        """Apply weights to the engine; see :meth:`VLLMDoubleBufferWeightReceiver.apply_weights`."""
         self.get_receiver().apply_weights(weights, inplace)
 
     def receive(self, timeout: float | None = None) -> Any:

@@ -97,11 +97,7 @@ class WorkerReceiver:
         ]
 
     def wait_for_first(self, *, for_all: bool, timeout_s: float) -> None:
-        """Load the first weights of this run, and wait for them.
-
-        Raises:
-            VersionTimeoutError: they did not come.
-        """
+        """Load the first weights of this run, and wait for them."""
         self._register()
         self._take(next(feed for feed in self._feeds if feed.is_for_all is for_all), timeout_s)
         self.take_now()
@@ -143,7 +139,6 @@ class WorkerReceiver:
             self.take_now()
 
     def shutdown(self) -> None:
-        """Stop following. The model keeps its weights."""
         self._stop_event.set()
         for feed in self._feeds:
             feed.receiver.wake()

@@ -39,7 +39,6 @@ class _WorkerCalls(RankCalls):
     """What its ranks are asked goes to vLLM's workers by ``collective_rpc``."""
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
-        """Ask all workers; what each answers."""
         replies = self._call_workers(CALL, {"request": encode_request(request)})
         return [decode_answer(reply) for reply in replies]
 
@@ -59,7 +58,6 @@ class _EngineHere(_WorkerCalls):
         """Its calls tell."""
 
     def default_id(self, facts: EngineFacts) -> str:
-        """From vLLM's name for it."""
         return default_engine_id(facts.instance_id)
 
 
@@ -71,7 +69,6 @@ class OfflineVllm(_EngineHere):
         self._engine = llm.llm_engine
 
     def facts(self) -> EngineFacts:
-        """How it was started."""
         return facts_here(self._engine.vllm_config)
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
@@ -80,11 +77,7 @@ class OfflineVllm(_EngineHere):
 
     @contextlib.contextmanager
     def _ending_with_the_engine(self) -> Iterator[None]:
-        """Let calls that are under way when the engine's process dies end; vLLM lets them wait.
-
-        Raises:
-            EngineEndedError: from the call.
-        """
+        """Let calls that are under way when the engine's process dies end; vLLM lets them wait."""
         client = self._engine.engine_core
         pending = getattr(client, "utility_results", None)
         if pending is None:  # it lives in this process
@@ -113,11 +106,6 @@ class OfflineVllm(_EngineHere):
         return False
 
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
-        """Drop its caches.
-
-        Raises:
-            EngineBusyError: it has unfinished requests, or its weights are asleep.
-        """
         if "weights" in self._sleeping_tags():
             raise EngineBusyError(
                 "the engine's weights are asleep, and their memory may be gone: wake it up first "
@@ -133,12 +121,10 @@ class OfflineVllm(_EngineHere):
         """It was not stopped."""
 
     def weight_version(self) -> str:
-        """What it reports with its responses."""
         with self._ending_with_the_engine():
             return str(self._engine.get_weight_version())
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
         with self._ending_with_the_engine():
             self._engine.set_weight_version(version)
 
@@ -157,11 +143,7 @@ class AsyncVllm(_EngineHere):
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
-        """The event loop that an ``AsyncLLM`` runs in, asked from any thread.
-
-        Raises:
-            EngineUnsupportedError: it runs in none yet.
-        """
+        """The event loop that an ``AsyncLLM`` runs in, asked from any thread."""
         # Made in its loop, by the first of its coroutines that needs it.
         handler = engine.output_handler
         if handler is not None:
@@ -175,29 +157,22 @@ class AsyncVllm(_EngineHere):
             ) from None
 
     def require_alive(self) -> None:
-        """Look whether its processes and its event loop are there; nothing is asked of them.
-
-        Raises:
-            EngineEndedError: they are not.
-        """
+        """Look whether its processes and its event loop are there; nothing is asked of them."""
         if self._loop.is_closed():
             raise EngineEndedError("its event loop has ended")
         if self._engine.errored:
             raise EngineEndedError("the engine is dead")
 
     def facts(self) -> EngineFacts:
-        """How it was started."""
         return facts_here(self._engine.vllm_config)
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         return list(self._call(self._engine.collective_rpc(method, kwargs=arguments)))
 
     def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
         return bool(self._call(self._engine.is_paused()))
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and drop whatever was computed with the weights it has."""
         self._call(self._pause(mode))
 
     async def _pause(self, mode: PauseMode) -> None:
@@ -214,15 +189,12 @@ class AsyncVllm(_EngineHere):
             raise EngineUpdateError("the engine could not reset its prefix cache")
 
     def resume(self) -> None:
-        """Let it go on."""
         self._call(self._engine.resume_generation())
 
     def weight_version(self) -> str:
-        """What it reports with its responses."""
         return str(self._call(self._engine.get_weight_version()))
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
         self._call(self._engine.update_weight_version(version))
 
     def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -266,7 +238,6 @@ class VllmServer(_WorkerCalls, EngineServer):
     )
 
     def facts(self) -> EngineFacts:
-        """How it was started."""
         return facts_of(self._get("/server_info", "vllm_config", config_format="json"))
 
     def default_id(self, facts: EngineFacts) -> str:
@@ -281,11 +252,9 @@ class VllmServer(_WorkerCalls, EngineServer):
         return list(self._body(response).get("results", [])) if response.content else []
 
     def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
         return bool(self._get("/is_paused", "is_paused"))
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and drop whatever was computed with the weights it has."""
         params = {"mode": mode, "clear_cache": "false"}
         self._request("POST", "/pause", params=params, timeout=self._long)
         caches = {"reset_running_requests": "true", "reset_external": "true"}
@@ -297,15 +266,12 @@ class VllmServer(_WorkerCalls, EngineServer):
         self._request("POST", "/reset_encoder_cache")
 
     def resume(self) -> None:
-        """Let it go on."""
         self._request_resume("/resume")
 
     def weight_version(self) -> str:
-        """What it reports with its responses."""
         return str(self._get("/weight_info", "weight_version"))
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
         self._request("POST", "/update_weight_version", json={"new_version": version})
 
 
@@ -318,11 +284,7 @@ def is_one_of_several(target: Any) -> bool:
 
 
 def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
-    """The engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL.
-
-    Raises:
-        EngineUnsupportedError: it is none of them, or only a part of one.
-    """
+    """The engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL."""
     if isinstance(target, str):
         return VllmServer(target, api_key=api_key)
     if is_one_of_several(target):

@@ -88,11 +88,6 @@ class LaunchedFollower:
         """The version that the engine serves; None: what it was started with."""
 
     def start(self) -> None:
-        """Let the engine's workers follow.
-
-        Raises:
-            OptionError, EngineUnsupportedError: as :meth:`Follower.start`.
-        """
         self._lead(lambda follower: follower.start())
 
     def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Switch | None:
@@ -116,7 +111,6 @@ class LaunchedFollower:
         self._mine.end()
 
     def close(self) -> None:
-        """Stop following."""
         if self._leader is not None:
             self._leader.close()
         self._agreement.close()
@@ -170,7 +164,6 @@ class _AllRanks(RankCalls):
         self.weight_version = mine.weight_version
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
-        """Let every rank ask its own; what each answers."""
         answers = self._order(OfflineVllm.ask, request)
         return [answer for of_rank in answers for answer in of_rank]
 

@@ -60,11 +60,6 @@ class VllmModel:
         self._load(weights, partial=partial)
 
     def load_checkpoint(self) -> None:
-        """Swap in the weights that the engine was started with, from where it read them.
-
-        Raises:
-            EngineUnsupportedError: it was started in a way that cannot be read again.
-        """
         config = self._vllm_config
         loader = get_model_loader(config.load_config)
         if not hasattr(loader, "get_all_weights"):
@@ -78,7 +73,6 @@ class VllmModel:
         return {name: tensor.data_ptr() for name, tensor in self._model.named_parameters()}
 
     def refuse_to_serve(self, reason: str) -> None:
-        """Let every step of this model fail, and say why, until :meth:`serve_again`."""
         self.serve_again()
 
         def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -90,7 +84,6 @@ class VllmModel:
             self._model.compute_logits = refuse
 
     def serve_again(self) -> None:
-        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None

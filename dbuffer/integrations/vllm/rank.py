@@ -28,11 +28,9 @@ class WorkerRank:
 
     @classmethod
     def of(cls, worker: Any) -> Self:
-        """That of a worker."""
         return cls(worker.vllm_config, worker.get_model(), worker.device)
 
     def engine_id(self, options: EngineOptions) -> str:
-        """The engine's name among the store's receivers; the same on all of its ranks."""
         name = options.engine_id or default_engine_id(self._vllm_config.instance_id)
         parallel = self._vllm_config.parallel_config
         if is_launched(parallel):  # each process has made up an instance id
@@ -46,5 +44,4 @@ class WorkerRank:
         return before or VllmModel(self._vllm_config, self._model, self._device)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
-        """What tells, while the model serves, whether weights fit it, all or a part of them."""
         return vllm_shape_check(self._vllm_config, partial=partial)

@@ -59,23 +59,11 @@ class RayFollower:
         self._identity: str | None = None
 
     def has_restarted(self) -> bool:
-        """Whether the actor was restarted since the last switch, and has forgotten it.
-
-        Raises:
-            EngineUnreachableError: it is being restarted.
-            EngineEndedError: it has ended.
-        """
+        """Whether the actor was restarted since the last switch, and has forgotten it."""
         return self._identity is not None and self._run(_identity_in_actor) != self._identity
 
     def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Switch | None:
-        """Switch to the newest version, if the engine does not have it; else None.
-
-        Raises:
-            DBufferError: see :meth:`Follower.sync`.
-            VersionTimeoutError: some rank did not have it ready in time.
-            EngineUnreachableError: the actor is being restarted.
-            EngineEndedError: it has ended.
-        """
+        """Switch to the newest version, if the engine does not have it; else None."""
         timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
         while not self._call(Follower.is_ready, at_least):
@@ -90,16 +78,13 @@ class RayFollower:
         return switch
 
     def apply_once(self, store: str) -> None:
-        """Load another store's newest version; see :meth:`Follower.apply_once`."""
         self._call(Follower.apply_once, store)
         self._identity = self._run(_identity_in_actor)
 
     def misfits(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
-        """What speaks against loading such tensors; see :meth:`Follower.misfits`."""
         return self._call(Follower.misfits, tensors)
 
     def stop_workers(self) -> None:
-        """Let the engine's workers look at the store no more; see :meth:`Follower.stop_workers`."""
         self._call(Follower.stop_workers)
 
     def close(self) -> None:
@@ -108,7 +93,6 @@ class RayFollower:
     def _call(
         self, call: Callable[Concatenate[Follower, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Let the follower in the actor do something."""
         result: T = self._run(_call_in_actor, call, args, kwargs)
         return result
 

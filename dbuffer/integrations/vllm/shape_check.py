@@ -21,12 +21,7 @@ from dbuffer.integrations.vllm.model import has_optional_scales, tables_of
 
 
 def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
-    """A check with a copy of an engine's model. To be called on the worker's main thread.
-
-    Args:
-        vllm_config: the engine's.
-        partial: whole layers may be missing.
-    """
+    """A check with a copy of an engine's model. To be called on the worker's main thread."""
     config = copy.copy(vllm_config)
     # The Transformers backend asks for its parameters here, whatever the default device is.
     config.device_config = copy.copy(config.device_config)
@@ -77,7 +72,6 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
         }
 
     def reset(self) -> None:
-        """Begin to count anew."""
         super().reset()
         self._loaded_of_layer.clear()
 
