@@ -52,7 +52,7 @@ from dbuffer.integrations.engine.messages import (
     encode_request,
 )
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.protocol import EngineFacts, RankCalls
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.states import FollowerState
@@ -125,7 +125,7 @@ class Rank:
         return check
 
 
-class LightEngine(RankCalls):
+class LightEngine(Engine):
     """An engine in this process, that can be away, dead, or lose its answers."""
 
     def __init__(self, *, is_server: bool = False) -> None:
@@ -148,9 +148,6 @@ class LightEngine(RankCalls):
 
     def close(self) -> None:
         self.endpoint.end()
-
-    def require_alive(self) -> None:
-        pass
 
     def facts(self) -> EngineFacts:
         self._call()

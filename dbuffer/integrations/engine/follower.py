@@ -27,7 +27,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import TensorSpec
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine.messages import BeginRequest
+from dbuffer.integrations.engine.messages import BeginRequest, EndRequest
 from dbuffer.integrations.engine.options import PAUSE_MODES, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import Failure, FollowerReport, Switch
@@ -150,7 +150,7 @@ class Follower:
             view.options, engine_id=view.engine_id, instance_id=view.facts.instance_id
         )
         with self._in_our_terms("follow the store"):
-            self._engine.begin(BeginRequest(options=options, unless_following=unless_following))
+            self._engine.do(BeginRequest(options=options, unless_following=unless_following))
 
     def _started(self) -> StoreView:
         self._engine.require_alive()
@@ -279,7 +279,7 @@ class Follower:
         attempt = secrets.token_hex(8)
         request = UpdateRequest(at_least=goal.version, history=goal.history, attempt=attempt)
         with self._learning_what_it_has(view, attempt):
-            self._engine.update(request)
+            self._engine.do(request)
             load_s = time.monotonic() - started
             record = view.acknowledgement(goal)
             self._label(str(record.applied_version))
@@ -341,7 +341,7 @@ class Follower:
         """
         specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
         with self._in_our_terms("check the tensors"):
-            return self._engine.check(specs)
+            return self._engine.misfits(specs)
 
     def apply_once(self, store: str) -> None:
         """Load the newest version of another store, then follow this one again.
@@ -411,7 +411,7 @@ class Follower:
         """Let the engine's ranks look at the store no more. The engine keeps its weights."""
         if self._view is not None:
             with self._in_our_terms("stop following"):
-                self._engine.end()
+                self._engine.do(EndRequest())
         self._note(FollowerEvent.LOST)  # a later sync must begin anew
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from dbuffer.integrations.engine.messages import (
     encode_request,
 )
 from dbuffer.integrations.engine.options import EngineNames, UpdateRequest
-from dbuffer.integrations.engine.protocol import EngineFacts, PauseMode, RankCalls
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.sglang.commands import Command
 from dbuffer.store.buffer import DoubleBuffer
@@ -69,7 +69,7 @@ def _facts(info: Mapping[str, Any]) -> EngineFacts:
     )
 
 
-class _RankCommands(RankCalls):
+class _Sglang(Engine):
     """Asks an engine's ranks by commands, and learns from the store how it went.
 
     SGLang returns nothing of what a rank answers.
@@ -134,20 +134,12 @@ class _RankCommands(RankCalls):
         return RankAnswer()
 
 
-class OfflineSglang(_RankCommands):
+class OfflineSglang(_Sglang):
     """An ``sglang.Engine``: nothing runs between two calls of it, so there is nothing to pause."""
-
-    is_server = False
 
     def __init__(self, engine: Any, names: NameMap | None = None) -> None:
         super().__init__(names)
         self._engine = engine
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def require_alive(self) -> None:
-        """This process dies with its schedulers."""
 
     def facts(self) -> EngineFacts:
         facts = _facts(self._engine.get_server_info())
@@ -170,18 +162,11 @@ class OfflineSglang(_RankCommands):
         if not success:
             raise EngineUpdateError(message)
 
-    def is_paused(self) -> bool:
-        """Nobody can have paused it."""
-        return False
-
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
         try:
             self._flush_caches()
         except EngineUpdateError as error:
             raise EngineBusyError(f"wait for the engine's requests, then sync: {error}") from error
-
-    def resume(self) -> None:
-        """It was not stopped."""
 
     def weight_version(self) -> str:
         return str(self._engine.get_model_info()["weight_version"])
@@ -201,7 +186,7 @@ class OfflineSglang(_RankCommands):
             )
 
 
-class SglangServer(_RankCommands, EngineServer):
+class SglangServer(_Sglang, EngineServer):
     """An SGLang server; see :class:`~dbuffer.integrations.engine.server.EngineServer`."""
 
     IS_WHAT = "SGLang"
@@ -215,7 +200,7 @@ class SglangServer(_RankCommands, EngineServer):
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        _RankCommands.__init__(self, names)
+        _Sglang.__init__(self, names)
         EngineServer.__init__(self, url, api_key=api_key, timeout_s=timeout_s)
         self._num_ranks = 1
         self._has_paused = False

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import InvalidStateError, wait
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from dbuffer.errors import (
     EngineBusyError,
@@ -25,7 +25,7 @@ from dbuffer.integrations.engine.messages import (
     decode_answer,
     encode_request,
 )
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode, RankCalls
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.vllm.config import CALL, default_engine_id, is_launched
 from dbuffer.integrations.vllm.facts import facts_here, facts_of
@@ -35,8 +35,8 @@ ResultT = TypeVar("ResultT")
 _ALIVE_CHECK_S = 1.0
 
 
-class _WorkerCalls(RankCalls):
-    """What its ranks are asked goes to vLLM's workers by ``collective_rpc``."""
+class _Vllm(Engine):
+    """Its ranks are vLLM's workers, which are asked by ``collective_rpc``."""
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
         replies = self._call_workers(CALL, {"request": encode_request(request)})
@@ -45,23 +45,11 @@ class _WorkerCalls(RankCalls):
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         raise NotImplementedError
 
-
-class _EngineHere(_WorkerCalls):
-    """An engine that ends with this process."""
-
-    is_server: ClassVar = False
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def require_alive(self) -> None:
-        """Its calls tell."""
-
     def default_id(self, facts: EngineFacts) -> str:
         return default_engine_id(facts.instance_id)
 
 
-class OfflineVllm(_EngineHere):
+class OfflineVllm(_Vllm):
     """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
 
     def __init__(self, llm: Any) -> None:
@@ -101,10 +89,6 @@ class OfflineVllm(_EngineHere):
             is_done.set()
             watcher.join()
 
-    def is_paused(self) -> bool:
-        """Nobody else can have paused it."""
-        return False
-
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
         if "weights" in self._sleeping_tags():
             raise EngineBusyError(
@@ -116,9 +100,6 @@ class OfflineVllm(_EngineHere):
                 raise EngineBusyError("the engine is generating: wait for its requests, then sync")
             self._engine.reset_mm_cache()
             self._engine.reset_encoder_cache()
-
-    def resume(self) -> None:
-        """It was not stopped."""
 
     def weight_version(self) -> str:
         with self._ending_with_the_engine():
@@ -134,7 +115,7 @@ class OfflineVllm(_EngineHere):
         return set(getattr(executor, "sleeping_tags", ()))
 
 
-class AsyncVllm(_EngineHere):
+class AsyncVllm(_Vllm):
     """An ``AsyncLLM``, called from any thread but that of its event loop."""
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -228,7 +209,7 @@ def _is_in_loop(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class VllmServer(_WorkerCalls, EngineServer):
+class VllmServer(_Vllm, EngineServer):
     """A vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``); see :class:`EngineServer`."""
 
     IS_WHAT = "vLLM"
@@ -243,7 +224,7 @@ class VllmServer(_WorkerCalls, EngineServer):
     def default_id(self, facts: EngineFacts) -> str:
         """From its address, so that it is the same after a restart; unless it has told its own."""
         if facts.configured is not None:
-            return default_engine_id(facts.instance_id)
+            return super().default_id(facts)
         return f"vllm-{self._name()}"
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
