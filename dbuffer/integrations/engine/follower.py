@@ -25,9 +25,8 @@ from dbuffer.errors import (
     OptionError,
     VersionTimeoutError,
 )
-from dbuffer.format.layout import TensorSpec
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine.messages import BeginRequest, EndRequest
+from dbuffer.integrations.engine.messages import BeginRequest, EndRequest, specs_of
 from dbuffer.integrations.engine.options import PAUSE_MODES, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import Failure, FollowerReport, Switch
@@ -339,9 +338,8 @@ class Follower:
         Args:
             tensors: name, dtype (``"bfloat16"``) and shape of each.
         """
-        specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
         with self._in_our_terms("check the tensors"):
-            return self._engine.misfits(specs)
+            return self._engine.misfits(specs_of(tensors))
 
     def apply_once(self, store: str) -> None:
         """Load the newest version of another store, then follow this one again.
