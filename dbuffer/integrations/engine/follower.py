@@ -159,11 +159,7 @@ class Follower:
         return self._view
 
     def has_restarted(self) -> bool:
-        """Whether the engine is another one than the one that was switched last; only a server can.
-
-        Raises:
-            EngineUnreachableError: it does not answer.
-        """
+        """Whether this is another engine than was switched last; only a server can be."""
         return self._view is not None and self._has_restarted(self._view)
 
     def _has_restarted(self, view: StoreView) -> bool:
@@ -389,11 +385,7 @@ class Follower:
         stop_event.wait(max(0.0, end - time.monotonic()))
 
     def wait_for_version(self, stop_event: threading.Event) -> int | None:
-        """Wait a poll interval for a version that the engine does not have; None: there is none.
-
-        Raises:
-            DBufferError, OSError: the store cannot be read.
-        """
+        """Wait a poll interval for a version that the engine does not have; None: there is none."""
         assert self._view is not None  # noqa: S101 - there was a sync before
         try:
             return self._view.wait_for_version(

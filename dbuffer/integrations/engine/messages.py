@@ -138,11 +138,7 @@ def encode_answer(answer: RankAnswer) -> dict[str, str]:
 
 
 def decode_answer(values: Any) -> RankAnswer:
-    """The answer that was encoded.
-
-    Raises:
-        EngineUpdateError: it is none.
-    """
+    """The answer that was encoded."""
     try:
         return RankAnswer(RankOutcome(values["outcome"]), str(values["problem"]))
     except (KeyError, TypeError, ValueError):

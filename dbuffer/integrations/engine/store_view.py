@@ -36,14 +36,7 @@ _GONE_S = 5.0
 
 
 class StoreView:
-    """The store as the follower of one engine sees it.
-
-    Args:
-        facts: of the engine, as it was started last.
-        options: the store and so on.
-        engine_id: the engine's name among the store's receivers.
-        report: is told how far the engine is behind.
-    """
+    """The store as the follower of one engine sees it, which it reports to."""
 
     def __init__(
         self, facts: EngineFacts, options: EngineOptions, engine_id: str, report: FollowerReport
@@ -124,13 +117,7 @@ class StoreView:
         return None
 
     def newer_than(self, served: Served | None, at_least: int | None = None) -> Served | None:
-        """The newest version, or ``at_least``, if the engine does not have it.
-
-        Raises:
-            StoreReplacedError: the store was begun anew since, and must not be followed then.
-            VersionRegressedError: it went back below the version that the engine has.
-            StoreInsecureError, StoreCorruptError: it cannot be trusted, or not be read.
-        """
+        """The newest version, or ``at_least``, if the engine does not have it."""
         if self._store.exists():
             self._store.check()
         elif served is None:

@@ -23,10 +23,6 @@ class SglangModel:
     """The model of one rank, as it serves.
 
     All methods are for the scheduler's own thread, between two steps of the engine.
-
-    Args:
-        model: SGLang's.
-        names: from the store's names to the model's.
     """
 
     def __init__(self, model: Any, names: NameMap | None) -> None:

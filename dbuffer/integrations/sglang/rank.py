@@ -32,11 +32,6 @@ class SchedulerRank:
         self.on_device: bool = next(model.parameters()).device.type != "cpu"
         self.ranks = all_ranks()
 
-    @staticmethod
-    def is_first() -> bool:
-        """Whether this is the rank that speaks for the engine."""
-        return all_ranks().rank == 0
-
     def engine_id(self, options: EngineOptions) -> str:  # noqa: ARG002
         """The engine's name among the store's receivers: its follower has chosen it."""
         return self._engine_id

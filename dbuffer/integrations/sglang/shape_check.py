@@ -33,7 +33,7 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
             f"a {type(model).__name__} cannot be built without data, so nothing could be "
             f"checked before it is loaded: {type(error).__name__} {error!s:.300}"
         ) from error
-    return ShapeCheck(copy, _WatchedReads(copy, tp_size=tp_size), names)
+    return ShapeCheck(_WatchedReads(copy, tp_size=tp_size), names)
 
 
 class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
@@ -41,17 +41,11 @@ class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: torch.nn.Module, *, tp_size: int) -> None:
         super().__init__(
-            model.parameters(),
-            # Embeddings are padded to a round number of rows.
-            [
-                module.weight
-                for module in model.modules()
-                if isinstance(module, VocabParallelEmbedding)
-            ],
+            model,
+            embedding=VocabParallelEmbedding,
             default_loader=default_weight_loader,
             tp_size=tp_size,
         )
-        self._model = model
         self._read: set[int] = set()
 
     def reset(self) -> None:
@@ -65,7 +59,7 @@ class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
         for what, tensor in tensors.items():
             if _storage(tensor) not in self._read:
                 raise WeightsMismatchError(f"the engine's model has no place for {what}")
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             self.require_whole(name, parameter, parameter.numel())
 
     def __torch_dispatch__(

@@ -23,16 +23,6 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
 
     Its errors are ours, and of the standard types that TorchRL's are. `init_on_worker`,
     `get_sender` and `get_receiver` are what TorchRL's schemes had before 0.12.
-
-    Args:
-        remote_addr: the store, as the sender sees it.
-        local_addr: where receivers read. Default: ``remote_addr`` itself.
-        num_threads: threads that copy, on either side.
-        strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
-        options: of :class:`TransportOptions`.
-
-    Raises:
-        OptionError: (a ``ValueError``) there is no such option, or not of this value.
     """
 
     def __init__(

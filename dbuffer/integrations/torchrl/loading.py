@@ -13,9 +13,8 @@ from torch import nn
 
 from dbuffer.errors import TargetTypeError, WeightsMismatchError
 from dbuffer.format.layout import Layout
-from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, Structure, decode
+from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, Structure, VersionInfo, decode
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.io.tensors import copy_one
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.weights.sources import without_wrappers

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
-from dbuffer.integrations.torchrl.extraction import Extracted
+from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo
 from dbuffer.integrations.torchrl.options import TransportOptions
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.publish.sender import WeightSender
 
 

@@ -17,12 +17,11 @@ from torchrl.weight_update import WeightSyncScheme
 from dbuffer.errors import NotReadyError, OptionError
 from dbuffer.integrations.torchrl.base import StoreScheme, Strategy
 from dbuffer.integrations.torchrl.directories import ModelDirectory, versions_below
-from dbuffer.integrations.torchrl.extraction import extract
+from dbuffer.integrations.torchrl.extraction import VersionInfo, extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
 from dbuffer.integrations.torchrl.models import DEFAULT_MODEL_ID, find_model, make_model
 from dbuffer.integrations.torchrl.publisher import Published, Publisher
 from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
 from dbuffer.runtime import options as checks
 

@@ -156,17 +156,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             raise WeightsMismatchError("; ".join(dict.fromkeys(misfits)))
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Wait for weights that the engine does not have, and apply them.
-
-        Args:
-            timeout: seconds to wait for them to be published. 0: look once.
-
-        Returns:
-            True if they were applied, False if there was nothing new.
-
-        Raises:
-            DBufferError: see :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`.
-        """
+        """As :class:`VLLMDoubleBufferWeightReceiver`'s, with TorchRL's shorter time-out."""
         return super().poll_and_apply(timeout)
 
 

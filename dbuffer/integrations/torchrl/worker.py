@@ -21,9 +21,9 @@ from dbuffer.errors import (
     VersionTimeoutError,
 )
 from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
+from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
 from dbuffer.integrations.torchrl.options import TransportOptions
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.trouble import Trouble
 

@@ -8,7 +8,7 @@
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
 In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
-`rank`, `model`, `shape_check` and `ranks` below it. `engines`, `facts`, `ray_follower` and
+`rank`, `model` and `shape_check` below it. `engines`, `facts`, `ray_follower` and
 `launched` (where torchrun started the ranks) are where an engine is driven; `config` is what vLLM's
 configuration says of dbuffer.
 

@@ -15,8 +15,7 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.messages import BeginRequest
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.config import options_of
-from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import WorkerRanks
+from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
 
 
 class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[misc]

@@ -18,8 +18,7 @@ from dbuffer.integrations.engine.messages import (
     specs_of,
 )
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import WorkerRanks
+from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
 
 
 class WorkerExtension:

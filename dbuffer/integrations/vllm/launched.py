@@ -21,7 +21,7 @@ from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.integrations.vllm.engines import OfflineVllm
-from dbuffer.integrations.vllm.ranks import WorkerRanks
+from dbuffer.integrations.vllm.rank import WorkerRanks
 from dbuffer.ranks.agreement import Agreement
 
 T = TypeVar("T")
