@@ -14,7 +14,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -42,7 +42,7 @@ from dbuffer.format.manifest import (
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.mirror.relay import AcknowledgementRelay
-from dbuffer.publish.draft import Draft, Drafts
+from dbuffer.publish.draft import Drafts
 from dbuffer.publish.sender import Progress, Publication, counter
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
@@ -139,6 +139,8 @@ class Mirror:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._lock: Descriptor | None = None
+        self._drafts: Drafts | None = None
+        self._writing = contextlib.ExitStack()
         self._receiver: WeightReceiver | None = None
         self._error: Exception | None = None
         self._stats = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
@@ -355,10 +357,11 @@ class Mirror:
 
     def _follow_one_history(self, receiver: WeightReceiver, stop: threading.Event) -> None:
         retry_s = _RETRY_MIN_S
-        with self._writing(receiver) as get_drafts:
+        self._drafts = None
+        with contextlib.ExitStack() as self._writing:
             while not stop.is_set():
                 try:
-                    self._copy_newer(receiver, get_drafts, stop)
+                    self._copy_newer(receiver, stop)
                     retry_s = _RETRY_MIN_S
                 except _FINAL:
                     raise
@@ -374,26 +377,13 @@ class Mirror:
         self._begins_anew = True
         self._have = self._told = self._tried = None
 
-    @contextlib.contextmanager
-    def _writing(self, receiver: WeightReceiver) -> Iterator[Callable[[], Drafts]]:
-        """Gives the local store's drafts; its writer is made when there is something to write."""
-        drafts: Drafts | None = None
-        relay: AcknowledgementRelay | None = None
-
-        def get() -> Drafts:
-            nonlocal drafts, relay
-            if drafts is None:
-                drafts = Drafts(self._open_writer(receiver.history))
-                relay = AcknowledgementRelay(self._local, self._remote.root)
-            return drafts
-
-        try:
-            yield get
-        finally:
-            if relay is not None:
-                relay.close()
-            if drafts is not None:
-                drafts.close()
+    def _open_drafts(self, receiver: WeightReceiver) -> Drafts:
+        """The local store's; its writer is made when there is something to write."""
+        if self._drafts is None:
+            self._drafts = Drafts(self._open_writer(receiver.history))
+            self._writing.callback(self._drafts.close)
+            self._writing.callback(AcknowledgementRelay(self._local, self._remote.root).close)
+        return self._drafts
 
     def _open_writer(self, history: str | None) -> BufferWriter:
         remote, local = self._remote.writer(), self._local.writer()
@@ -435,19 +425,14 @@ class Mirror:
                 "Give another directory, or remove the local one"
             )
 
-    def _copy_newer(
-        self,
-        receiver: WeightReceiver,
-        get_drafts: Callable[[], Drafts],
-        stop: threading.Event,
-    ) -> None:
+    def _copy_newer(self, receiver: WeightReceiver, stop: threading.Event) -> None:
         """Wait for a version that the local store does not have, and copy it."""
         self._forget_problem(receiver)
         newest = receiver.wait_for_version(self._have, None, stop)
         if newest is None:
             return
         self._tried = newest
-        drafts = get_drafts()
+        drafts = self._open_drafts(receiver)
         with receiver.hold_seen(self._have) as held:
             if held is None:
                 return
@@ -474,7 +459,10 @@ class Mirror:
         with drafts.begin(manifest.version, known.footer, hashed=hashed) as draft:
             on_bytes = counter(self._progress, layout.checksums_offset)
             draft.fill_from(held, known.remote, self._copier, on_bytes)
-            if not self._is_whole(held, draft, receiver):
+            checksums = draft.checksums
+            if checksums and not receiver.checksums_match(held, layout, checksums):
+                return None
+            if not held.is_unchanged():
                 return None
             draft.commit(
                 manifest.metadata, published_at=manifest.published_at, origin=manifest.identity
@@ -488,12 +476,6 @@ class Mirror:
             footer = Footer.of(remote.joined())
             self._known = _Described(held.manifest.layout_xxh3, remote, footer)
         return self._known
-
-    def _is_whole(self, held: Held, draft: Draft, receiver: WeightReceiver) -> bool:
-        checksums = draft.checksums
-        if checksums and not receiver.checksums_match(held, draft.layout, checksums):
-            return False
-        return held.is_unchanged()
 
     def _note_problem(self, receiver: WeightReceiver, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"

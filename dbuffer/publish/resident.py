@@ -76,7 +76,7 @@ class ResidentModel(LocalSender):
         WriterActiveError, StoreInsecureError, StoreAccessError: as for :class:`WeightSender`.
     """
 
-    _closed = "this model has left {store}, or was made before a fork; make a new resident"
+    _closed_message = "this model has left {store}, or was made before a fork; make a new resident"
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ class Publication:
 class LocalSender(Turns):
     """A store's one writer, for weights that one process holds."""
 
-    _closed = "this sender of {store} is closed, or was made before a fork; make a new one"
+    _closed_message = "this sender of {store} is closed, or was made before a fork; make a new one"
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class LocalSender(Turns):
 
     def _check_open(self) -> None:
         if not self._writer.is_open:
-            raise ClosedError(self._closed.format(store=self.store))
+            raise ClosedError(self._closed_message.format(store=self.store))
 
     def _close(self) -> None:
         self._copier.close()

@@ -180,16 +180,32 @@ class WeightReceiver:
         known: Pointer | None = None,
         acknowledge: bool = False,
     ) -> Iterator[Snapshot]:
-        with self._hold_whole(newer_than, timeout_s, version, known) as (held, tensors):
-            verify = self._is_verified_in_place(held)
-            yield Snapshot(held, tensors, self._copier, verify=verify)
-            if not held.is_unchanged():
-                raise SnapshotEvictedError(
-                    f"version {held.manifest.version} of {self.store} was held for longer than "
-                    "the sender waits, and its buffer was taken; open the newest and start over"
-                )
-            if acknowledge:
-                self._note_applied(held)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if version is not None:
+                held = self._wait_and_hold_exactly(version, timeout_s, deadline)
+            else:
+                if known is None:
+                    self._wait_until_published(newer_than, timeout_s, deadline)
+                    known = self._seen  # which was read just now
+                newest, known = self._hold(newer_than, known), None
+                if newest is None:
+                    continue
+                held = newest
+            with self._released(held):
+                tensors = self._bring_in(held)
+                if tensors is None:  # a writer was faster
+                    continue
+                verify = self._is_verified_in_place(held)
+                yield Snapshot(held, tensors, self._copier, verify=verify)
+                if not held.is_unchanged():
+                    raise SnapshotEvictedError(
+                        f"version {held.manifest.version} of {self.store} was held for longer than "
+                        "the sender waits, and its buffer was taken; open the newest and start over"
+                    )
+                if acknowledge:
+                    self._note_applied(held)
+                return
 
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[Held | None]:
@@ -420,33 +436,6 @@ class WeightReceiver:
                     f"{self.seen_version} and the one before it are"
                 )
         return held
-
-    @contextlib.contextmanager
-    def _hold_whole(
-        self,
-        newer_than: int | None,
-        timeout_s: float,
-        version: int | None,
-        known: Pointer | None,
-    ) -> Iterator[tuple[Held, FileTensors]]:
-        """Hold the newest version, or exactly the one asked for, in memory; checked if need be."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            if version is None:
-                if known is None:
-                    self._wait_until_published(newer_than, timeout_s, deadline)
-                    known = self._seen  # which was read just now
-                found, known = self._hold(newer_than, known), None
-                if found is None:
-                    continue
-                held = found
-            else:
-                held = self._wait_and_hold_exactly(version, timeout_s, deadline)
-            with self._released(held):
-                tensors = self._bring_in(held)
-                if tensors is not None:
-                    yield held, tensors
-                    return
 
     @contextlib.contextmanager
     def _released(self, held: Held) -> Iterator[None]:

@@ -120,7 +120,10 @@ class KeptFile:
         Raises:
             ReceiverActiveError: somebody does.
         """
-        found = self._found()
+        found = None
+        # Whoever wrote what is damaged or insecure, it is no receiver.
+        with contextlib.suppress(StoreCorruptError, StoreInsecureError):
+            found = self._store.receiver(self._receiver_id)
         is_free = self.sign.is_free(old, lambda: self._may_be_owned(found, record))
         if not filesystem.is_at(old, self.path):
             return False
@@ -131,12 +134,6 @@ class KeptFile:
             f"{who} has a receiver {self._receiver_id!r} of {self.directory.parent} open; two "
             "would acknowledge for each other: close that one, or give this one another name"
         )
-
-    def _found(self) -> ReceiverRecord | None:
-        try:
-            return self._store.receiver(self._receiver_id)
-        except (StoreCorruptError, StoreInsecureError):  # whoever wrote that, it is no receiver
-            return None
 
     def _may_be_owned(self, found: ReceiverRecord | None, record: ReceiverRecord) -> bool:
         if found is None or found.owner in (None, record.owner):
