@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def serve(checkpoint: Path) -> Iterator[httpx.Client]:
     ]
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1"}
     process = subprocess.Popen(  # noqa: S603 - our own command
-        command, env=environment, stdout=subprocess.DEVNULL
+        command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
     )
     try:
         url = f"http://127.0.0.1:{port}"
@@ -97,6 +98,10 @@ def serve(checkpoint: Path) -> Iterator[httpx.Client]:
             yield client
     finally:
         process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -37,8 +37,8 @@ def doctor(
     """Show what a mount is, what works on it, and what dbuffer does about that.
 
     Probes in a directory of its own inside DIR, and removes it; a store that is there is not
-    touched. With `dbuffer doctor DIR --peer` on another host, it also measures how late each
-    sees what the other writes. Exit code 1 if a guarantee cannot hold there.
+    touched. With `dbuffer doctor DIR --peer` on another host, it also publishes to that one, and
+    measures how late it sees each version. Exit code 1 if a guarantee cannot hold there.
     """
     if peer:
         _be_peer(directory, 600.0 if timeout_s is None else timeout_s, as_json=as_json)

@@ -25,6 +25,7 @@ from dbuffer.errors import (
     DBufferError,
     ReceiverFailedError,
     StoreAccessError,
+    StoreCorruptError,
     StoreInsecureError,
     StoreNotFoundError,
     VersionTimeoutError,
@@ -244,8 +245,12 @@ def _taken(place: Path) -> Iterator[bool]:
 def _measure(place: Path, progress: Progress) -> Meeting:
     from dbuffer.publish.sender import WeightSender
 
-    peer = json.loads(filesystem.read_small(place / _INTRODUCTION, 1 << 16, owner_only=False))
-    is_same_kernel = peer.pop("machine") == Process.here().machine
+    try:
+        told = json.loads(filesystem.read_small(place / _INTRODUCTION, 1 << 16, owner_only=False))
+        peer = {name: told[name] for name in ("host", "pid", "filesystem", "is_network")}
+        is_same_kernel = told["machine"] == Process.here().machine
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreCorruptError(f"{place} is not a doctor's of this version: {error}") from None
     delays_ms: list[float] = []
     problem, is_late, locks_exclude = None, False, None
     with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
