@@ -7,10 +7,11 @@ in a soak every combination.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,18 @@ def test_switching_back_restores_every_token(observed: dict[str, Any], swap: str
 
 
 @pytest.mark.parametrize("swap", SWAPS)
+def test_live_parameters_are_copied_to_and_packed_ones_reloaded(
+    observed: dict[str, Any], swap: str
+) -> None:
+    """Experts are always packed on a CPU."""
+    seen = observed[swap]
+    is_copied = swap.endswith("live") and not swap.startswith("qwen3-moe")
+    assert seen["reloads of two switches"] == (0 if is_copied else 2)
+    assert seen["after two more"] == seen["backend, fresh"]
+    assert seen["on the way there"] == seen["none, fresh"]
+
+
+@pytest.mark.parametrize("swap", SWAPS)
 def test_live_parameters_are_what_they_say(observed: dict[str, Any], swap: str) -> None:
     assert observed[swap]["parameters are live"] == swap.endswith("live")
 
@@ -102,7 +115,7 @@ def test_the_engine_acknowledges_and_its_rank_does_not(observed: dict[str, Any])
     applied = {name: r["applied_version"] for name, r in observed["records"].items()}
     engine, rank = sorted(applied)
     assert rank == f"{engine}.rank-0"
-    assert applied == {engine: 2, rank: None}
+    assert applied == {engine: 6, rank: None}
     assert observed["records"][rank]["part_of"] == engine
 
 
@@ -212,14 +225,42 @@ def observe_swap(directory: Path, swap: str, seen: dict[str, Any], engines: list
             switch(follower, sender, make_model(family, 0))
             found["backend, switched back"] = greedy(pair[0])
             reported.append(versions_reported(pair[0]))
+            for checkpoint in reversed(checkpoints):  # of another layout than a module's
+                switch(follower, sender, checkpoint)
+            with counted_reloads(pair[0]) as reloads:
+                switch(follower, sender, checkpoints[1])
+                found["on the way there"] = greedy(pair[0])
+                switch(follower, sender, checkpoints[0])
+                found["after two more"] = greedy(pair[0])
+            found["reloads of two switches"] = len(reloads)
         if swap == MANY:
             seen["records"] = records(store)
             seen["versions reported"] = reported
-        with follow(pair[1], store, staging="copy") as follower:
+        with follow(pair[1], store, staging="copy", plan=False) as follower:
             follower.sync()
             found["none, switched"] = greedy(pair[1])
         sender.send(checkpoints[1])
     seen[swap] = found
+
+
+@contextlib.contextmanager
+def counted_reloads(llm: Any) -> Iterator[list[str]]:
+    """One entry for each reload of the model, of an engine in this process."""
+    from dbuffer.integrations.engine.endpoint import RankEndpoint
+
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model: Any = RankEndpoint.of(worker.get_model()).receiver._model  # type: ignore[union-attr]
+    reloads: list[str] = []
+
+    def load(*arguments: Any, **options: Any) -> None:
+        reloads.append("reload")
+        type(model).load(model, *arguments, **options)
+
+    model.load = load
+    try:
+        yield reloads
+    finally:
+        del model.load
 
 
 def set_packing(packed: bool) -> None:

@@ -58,6 +58,7 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
                 if isinstance(module, VocabParallelEmbedding)
                 for parameter in module.parameters(recurse=False)
             ],
+            places=dict(model.named_parameters()) | dict(model.named_buffers()),
             default_loader=default_weight_loader,
             tp_size=tp_size,
         )
