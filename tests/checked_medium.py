@@ -84,6 +84,8 @@ class CheckedMedium(Medium):
 
 
 class _UnlinkedFiles(WeightsFiles):
+    access = os.O_RDWR
+
     def reuse(
         self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
     ) -> Descriptor | None:
@@ -101,10 +103,11 @@ class _UnlinkedFiles(WeightsFiles):
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
         _fail_if_told("make")
-        file = self.open[path] = filesystem.make_file(path, os.O_RDWR)
+        return super().make(path, num_bytes)
+
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
         if num_bytes:
             filesystem.allocate(file.number, num_bytes, path)
-        return file
 
     def clear_away(self, buffer: str, *, keep: str | None) -> None:
         kept = self.parts_of(buffer, keep)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import dbuffer
@@ -75,6 +79,28 @@ class Pattern:
 
 SMALL = Pattern()
 OTHER = Pattern(num_tensors=5, numel=700)
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
+    """A filesystem of its own; skips the test where none may be mounted."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "dbuffer-test", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
+    yield path
+    # Lazily: a traceback of what the test has caught may still hold a file open.
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def fill(disk: Path, leave_bytes: int = 0) -> Path:
+    """Leave that much room and no more; the file to remove to make room again."""
+    path = disk / "filler"
+    stats = os.statvfs(disk)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - leave_bytes)
+    return path
 
 
 def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
@@ -154,6 +180,13 @@ class Child:
             return self._connection.recv()
         except EOFError:
             raise AssertionError(f"the child ended with {self.wait()}") from None
+
+    def has_sent(self) -> bool:
+        """Wait until the child sends something, or ends; whether it sends something."""
+        assert self._connection.poll(TIMEOUT_S), "the child neither sends anything nor ends"
+        if self._process.exitcode is None:
+            self._process.join(0.1)  # its end of the connection closes first
+        return self._process.exitcode is None
 
     def send(self, value: Any = None) -> None:
         self._connection.send(value)
@@ -250,6 +283,14 @@ MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
 ended by ``sys.setprofile(None)``."""
 
 
+COPIES = MOMENTS | {"_foreach_copy_", "copy_", "dumps", "preadv"}
+"""The same, before each copy of tensors, too, and before what one rank tells the others."""
+LOOKS = frozenset(
+    {"close", "flock", "fstat", "link", "open", "pread", "preadv", "read", "replace", "unlink"}
+)
+"""Calls by which a reader sees what is on the disk, or says what it reads."""
+
+
 def at_call(
     number: int, action: Callable[[], None], names: frozenset[str] | None = MOMENTS
 ) -> None:
@@ -264,7 +305,8 @@ def at_call(
         nonlocal left
         if event != "c_call":
             return
-        changes_nothing = frame.f_code.co_name == "open_regular"  # opens to read; just for speed
+        # Opens to read; just for speed.
+        changes_nothing = names is not LOOKS and frame.f_code.co_name == "open_regular"
         if names is None or (argument.__name__ in names and not changes_nothing):
             left -= 1
             if left == 0:
@@ -286,6 +328,11 @@ def is_soak() -> bool:
 def moments() -> frozenset[str] | None:
     """Where to stop whom: before calls of the system, or in a soak before every call of C."""
     return None if is_soak() else MOMENTS
+
+
+def numbers(first: int = 1, every: int = 3) -> Iterator[int]:
+    """Of the calls to stop before: each in a soak, and else every third, say, which is quicker."""
+    return itertools.count(first, 1 if is_soak() else every)
 
 
 def patience_s() -> float:

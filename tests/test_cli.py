@@ -346,7 +346,7 @@ def test_an_engine_is_told_whether_parts_will_do(capsys, monkeypatch, store, par
     told = []
     monkeypatch.setattr(
         "dbuffer.tools.commands.follow.follow_server",
-        lambda server, store, options, **_: told.append(options),
+        lambda server, store, **options: told.append(options),
     )
     arguments = ["follow", store, "--vllm", "http://localhost:1", *["--partial"] * partial]
     assert call(capsys, *arguments)[0] == 0

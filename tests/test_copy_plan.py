@@ -77,11 +77,8 @@ class Model(nn.Module):
 
 class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
     def __init__(self, model: Model) -> None:
-        places = dict(model.named_parameters()) | dict(model.named_buffers())
-        # What a loader takes of a tensor is not checked here.
-        super().__init__(
-            model.parameters(), model.parameters(), places=places, default_loader=copy, tp_size=1
-        )
+        # As if all were padded: what a loader takes of a tensor is not checked here.
+        super().__init__(model, embedding=nn.Module, default_loader=copy, tp_size=1)
 
     def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """All is well."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import io
-import json
 import multiprocessing
 import os
 import signal
@@ -13,22 +11,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from dbuffer.errors import OptionError
-from dbuffer.tools.demo import (
-    DemoError,
-    DemoOptions,
-    DemoResult,
-    engines,
-    loop,
-    run_demo,
-    show_demo,
-)
+from dbuffer.tools.demo import engines, loop, process
 from dbuffer.tools.demo.engines import Refreshed, TorchEngine
-from dbuffer.tools.demo.records import Tokens
+from dbuffer.tools.demo.loop import run_demo
+from dbuffer.tools.demo.records import DemoError, DemoResult, Tokens
+from dbuffer.tools.demo.render import show_demo
 
 PID_FILE_VARIABLE = "DBUFFER_TEST_PID_FILE"
 
@@ -42,9 +35,8 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def options(tmp_path: Path, **changes: object) -> DemoOptions:
-    base = DemoOptions(output=tmp_path / "out", engine="torch", steps=25, seed=1)
-    return dataclasses.replace(base, **changes)
+def options(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+    return {"output": tmp_path / "out", "engine": "torch", "steps": 25, "seed": 1, **changes}
 
 
 def assert_nothing_left(scratch: Path) -> None:
@@ -65,7 +57,6 @@ def assert_full_success(result: DemoResult, text: str, steps: int) -> None:
     assert all(step.publish_ms > 0 for step in result.steps)
     assert all(step.pause_ms > 0 for step in result.steps if step.version_sampled)
     assert result.plot.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(json.dumps(result.as_dict()))["success"] is True
     for words in ("version sampling", "pause ms", "climbed", "equal", "success", result.engine):
         assert words in text
 
@@ -75,7 +66,7 @@ def assert_full_success(result: DemoResult, text: str, steps: int) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_vllm_engine_follows_the_trainer(tmp_path: Path, scratch: Path) -> None:
     output = io.StringIO()
-    result = show_demo(options(tmp_path, engine="vllm", steps=25), Console(file=output, width=120))
+    result = show_demo(Console(file=output, width=120), **options(tmp_path, engine="vllm"))
     assert_full_success(result, output.getvalue(), steps=25)
     assert result.engine.startswith("vLLM ")
     assert any(step.stage_ms > 0 for step in result.steps)
@@ -88,7 +79,7 @@ def test_torch_engine_follows_the_trainer_and_says_what_it_is(
 ) -> None:
     output = io.StringIO()
     console = Console(file=output, width=120, force_terminal=True, color_system=None)
-    result = show_demo(options(tmp_path), console)
+    result = show_demo(console, **options(tmp_path))
     assert_full_success(result, output.getvalue(), steps=25)
     assert "plain torch" in result.engine
     assert "no vLLM" in result.engine
@@ -123,7 +114,7 @@ def test_without_weights_in_the_engine_the_demo_fails(
 ) -> None:
     monkeypatch.setitem(engines.ENGINES, "torch", DeafEngine)
     output = io.StringIO()
-    result = show_demo(options(tmp_path), Console(file=output, width=120))
+    result = show_demo(Console(file=output, width=120), **options(tmp_path))
     assert not result.success
     assert not result.reward_climbed
     assert not result.tokens_changed
@@ -136,7 +127,7 @@ def test_without_weights_in_the_engine_the_demo_fails(
 @pytest.mark.slow
 def test_reward_alone_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.ENGINES, "torch", HalfDeafEngine)
-    result = run_demo(options(tmp_path))
+    result = run_demo(**options(tmp_path))
     assert result.reward_climbed
     assert not result.tokens_match
     assert not result.success
@@ -148,12 +139,12 @@ class FailsToStart(TorchEngine):
 
 
 class DiesSampling(TorchEngine):
-    def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
+    def sample(self, prompts: Tokens, *, greedy: bool) -> Tokens:
         os._exit(7)
 
 
 class HangsSampling(TorchEngine):
-    def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
+    def sample(self, prompts: Tokens, *, greedy: bool) -> Tokens:
         time.sleep(3600)
         raise AssertionError
 
@@ -181,9 +172,10 @@ def test_engine_that_fails_dies_or_hangs_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(engines.ENGINES, "torch", engine)
-    start_timeout_s = 5 if engine is HangsStarting else 120
+    monkeypatch.setattr(process, "START_TIMEOUT_S", 5 if engine is HangsStarting else 120)
+    monkeypatch.setattr(process, "REPLY_TIMEOUT_S", 0.5)
     with pytest.raises(DemoError, match=message) as caught:
-        run_demo(options(tmp_path, start_timeout_s=start_timeout_s, reply_timeout_s=0.5))
+        run_demo(**options(tmp_path))
     assert str(tmp_path / "out" / "engine.log") in str(caught.value)
     assert_nothing_left(scratch)
 
@@ -229,21 +221,21 @@ def is_running(pid: int) -> bool:
 
 
 def test_missing_vllm_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr(loop, "_is_installed", lambda package: package != "vllm")
     with pytest.raises(DemoError, match=r"pip install vllm.*--engine torch"):
-        run_demo(options(tmp_path, engine="vllm"))
+        run_demo(**options(tmp_path, engine="vllm"))
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "_is_installed", lambda package: False)
+    monkeypatch.setattr(loop, "_is_installed", lambda package: False)
     with pytest.raises(DemoError, match=r"transformers and matplotlib.*\.\[demo\]"):
-        run_demo(options(tmp_path))
+        run_demo(**options(tmp_path))
 
 
 @pytest.mark.parametrize("changes", [{"steps": 3}, {"engine": "sglang"}])
-def test_options_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+def test_options_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
-        options(tmp_path, **changes)
+        run_demo(**options(tmp_path, **changes))
 
 
 if __name__ == "__main__":
@@ -253,4 +245,4 @@ if __name__ == "__main__":
     target = Path(sys.argv[1])
     loop._MEMORY = target
     engines.ENGINES["torch"] = test_demo.LeavesItsPid
-    run_demo(options(target, steps=10_000))
+    run_demo(**options(target, steps=10_000))

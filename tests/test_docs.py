@@ -351,10 +351,10 @@ def test_every_error_is_in_the_table() -> None:
 def test_every_metric_is_documented(tmp_path: Path) -> None:
     from prometheus_client import REGISTRY, CollectorRegistry
 
-    from dbuffer.integrations.engine.metrics import EngineMetrics
+    from dbuffer.integrations.engine.reporting import FollowerReport
     from dbuffer.integrations.mirror_metrics import register
 
-    EngineMetrics("documented")
+    FollowerReport("documented")
     mirrored = CollectorRegistry()
     register(dbuffer.Mirror(tmp_path / "remote", tmp_path / "local"), mirrored)
     families = [*REGISTRY.collect(), *mirrored.collect()]

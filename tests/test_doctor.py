@@ -23,6 +23,7 @@ from support import SMALL, TIMEOUT_S, Child, newest, without_flock
 
 import dbuffer
 from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools import cli, doctor
 from dbuffer.tools.doctor import peer, probes, scratch
 from dbuffer.tools.doctor.process import OtherProcess
@@ -335,7 +336,7 @@ def be_peer(connection: Connection, place: Path, timeout_s: float = TIMEOUT_S) -
 
 def wait_for_peer(place: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
-    while not list(place.glob(".dbuffer-doctor-peer-*/to-host/message")):
+    while not list(place.glob(".dbuffer-doctor-peer-*/peer.json")):
         assert time.monotonic() < deadline, "no peer came"
         time.sleep(0.01)
 
@@ -352,11 +353,10 @@ def test_two_hosts_measure_together(any_place: Path, waits_first: str) -> None:
     assert (meeting.pid, report.pid) == (child_pid(meeting), os.getpid())
     assert meeting.locks_exclude is True
     assert meeting.is_same_kernel
-    assert (meeting.by_name.num_rounds, meeting.directory_first.num_rounds) == (10, 20)
-    assert report.num_seen == 10 + 20 + 2, "each series begins with one that is not counted"
-    for delay in (meeting.by_name, meeting.directory_first):
-        assert (delay.num_unseen, delay.num_errors, delay.num_wrong_files) == (0, 0, 0)
-        assert 0 < delay.median_ms <= delay.max_ms < delay.limit_ms
+    assert (meeting.is_late, meeting.problem) == (False, None)
+    assert len(meeting.delays_ms) == 20
+    assert all(0 < delay_ms < 10_000 for delay_ms in meeting.delays_ms)
+    assert report.num_seen == 1 + 20 + 1, "the first is not counted, and the last is for the locks"
     assert examination.broken == ()
     assert list(any_place.iterdir()) == []
 
@@ -369,7 +369,7 @@ def child_pid(meeting: doctor.Meeting) -> int:
 def test_several_peers_are_measured_with_in_turn(place: Path) -> None:
     with Child(be_peer, place) as one, Child(be_peer, place) as other:
         deadline = time.monotonic() + TIMEOUT_S
-        while len(list(place.glob(".dbuffer-doctor-peer-*/to-host/message"))) < 2:
+        while len(list(place.glob(".dbuffer-doctor-peer-*/peer.json"))) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         examination = doctor.examine(place)
@@ -393,33 +393,37 @@ def test_a_disk_of_one_host_that_another_mounts(place: Path) -> None:
 
 
 def be_peer_that_sees_nothing_new(connection: Connection, place: Path) -> None:
-    peer._number_in = lambda data: 0
-    be_peer(connection, place)
+    DoubleBuffer.newest_pointer = lambda store, seen=None: seen or store.pointer()
+    with pytest.raises(dbuffer.StoreAccessError, match="gave up"):
+        doctor.wait_for_host(place, timeout_s=TIMEOUT_S)
 
 
 def test_a_host_that_sees_nothing_new(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "_LIMIT_S", {"by-name": 0.02, "directory-first": 0.02})
+    monkeypatch.setattr(peer, "_LIMIT_S", 0.1)
     with Child(be_peer_that_sees_nothing_new, place) as child:
         wait_for_peer(place)
         examination = doctor.examine(place)
-        assert child.receive().num_seen == 2
+        assert child.wait() == 0
     (meeting,) = examination.peers
-    assert meeting.directory_first.num_unseen == meeting.directory_first.num_rounds == 20
-    assert meeting.directory_first.median_ms == meeting.directory_first.max_ms == 20.0
+    assert (meeting.is_late, meeting.delays_ms, meeting.locks_exclude) == (True, (), None)
     assert [finding.guarantee for finding in examination.broken] == [5]
+    assert list(place.iterdir()) == []
 
 
 def be_peer_that_reads_other_bytes(connection: Connection, place: Path) -> None:
-    peer._data = lambda number: b"other"
-    be_peer(connection, place)
+    os.environ[filesystem.MOUNT_VARIABLE] = "network"
+    filesystem.read_into = lambda descriptor, offset, memory: memory.nbytes
+    with pytest.raises(dbuffer.StoreCorruptError):
+        doctor.wait_for_host(place, timeout_s=TIMEOUT_S)
 
 
-def test_files_that_are_not_whole(place: Path) -> None:
+def test_versions_that_are_not_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, "network")
     with Child(be_peer_that_reads_other_bytes, place) as child:
         wait_for_peer(place)
         examination = doctor.examine(place)
-        child.receive()
-    assert examination.peers[0].directory_first.num_wrong_files == 21
+        assert child.wait() == 0
+    assert "damaged" in str(examination.peers[0].problem)
     assert [finding.guarantee for finding in examination.broken] == [1]
 
 
@@ -440,13 +444,12 @@ def test_locks_that_do_not_reach_the_other_host(place: Path) -> None:
 
 
 def be_peer_that_dies(connection: Connection, place: Path) -> None:
-    peer._keep_open = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    peer._receive = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     be_peer(connection, place)
 
 
 def test_a_peer_that_dies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "_ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(peer, "_LIMIT_S", {"by-name": 0.02, "directory-first": 0.02})
     with Child(be_peer_that_dies, place) as child:
         wait_for_peer(place)
         examination = doctor.examine(place)
@@ -457,14 +460,14 @@ def test_a_peer_that_dies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def be_host_that_dies(connection: Connection, place: Path) -> None:
-    peer._FirstHost._locks_exclude = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    peer._locks_exclude = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     doctor.examine(place, timeout_s=TIMEOUT_S)
 
 
 def test_a_first_host_that_dies(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "_SILENCE_S", 1.0)
     with Child(be_host_that_dies, place):
-        with pytest.raises(dbuffer.StoreAccessError, match="said nothing"):
+        with pytest.raises(dbuffer.StoreAccessError, match="fell silent"):
             doctor.wait_for_host(place, timeout_s=TIMEOUT_S)
     assert list(place.iterdir()) == []
 
@@ -478,10 +481,10 @@ def test_a_peer_that_nobody_comes_to(place: Path) -> None:
 @pytest.mark.parametrize("kind", ["of somebody else", "open to others", "a link"])
 def test_what_only_looks_like_a_peer_is_left_alone(place: Path, tmp_path: Path, kind: str) -> None:
     trap = place / f"{scratch.PREFIX}peer-trap"
-    (trap / "to-host").mkdir(parents=True)
-    (trap / "to-host" / "message").write_text("{}")
+    trap.mkdir()
+    (trap / "peer.json").write_text("{}")
     (tmp_path / "elsewhere").mkdir()
-    (trap / "by-name").symlink_to(tmp_path / "elsewhere")
+    (trap / "store").symlink_to(tmp_path / "elsewhere")
     trap.chmod(0o777 if kind == "open to others" else 0o700)
     if kind == "of somebody else":
         os.chown(trap, NOBODY, -1)
@@ -491,7 +494,7 @@ def test_what_only_looks_like_a_peer_is_left_alone(place: Path, tmp_path: Path, 
         trap.symlink_to(tmp_path / "real")
     examination = doctor.examine(place)
     assert examination.peers == ()
-    assert {path.name for path in trap.iterdir()} == {"to-host", "by-name"}
+    assert {path.name for path in trap.iterdir()} == {"peer.json", "store"}
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
@@ -571,8 +574,8 @@ def test_commands_on_two_hosts(any_place: Path) -> None:
         report, _ = waiting.communicate(timeout=TIMEOUT_S)
     assert (done.returncode, waiting.returncode) == (0, 0), done.stderr
     (meeting,) = json.loads(done.stdout)["peers"]
-    assert meeting["directory_first"]["num_unseen"] == 0
-    assert json.loads(report)["num_seen"] == 32
+    assert (len(meeting["delays_ms"]), meeting["problem"]) == (20, None)
+    assert json.loads(report)["num_seen"] == 22
     assert list(any_place.iterdir()) == []
 
 

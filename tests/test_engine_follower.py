@@ -52,7 +52,7 @@ from dbuffer.integrations.engine.messages import (
     encode_request,
 )
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.protocol import EngineFacts, RankCalls
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.states import FollowerState
@@ -127,7 +127,7 @@ class Rank:
         return check
 
 
-class LightEngine(RankCalls):
+class LightEngine(Engine):
     """An engine in this process, that can be away, dead, or lose its answers."""
 
     def __init__(self, *, is_server: bool = False) -> None:
@@ -150,9 +150,6 @@ class LightEngine(RankCalls):
 
     def close(self) -> None:
         self.endpoint.end()
-
-    def require_alive(self) -> None:
-        pass
 
     def facts(self) -> EngineFacts:
         self._call()
@@ -231,6 +228,31 @@ def background(
         yield follower
 
 
+@contextlib.contextmanager
+def following(
+    sender: dbuffer.WeightSender, store: Path, engine_id: str, *, is_server: bool = False
+) -> Iterator[tuple[LightEngine, BackgroundFollower]]:
+    """An engine in the background that serves version 1."""
+    sender.send(SMALL.weights(1))
+    engine = LightEngine(is_server=is_server)
+    with background(engine, store, engine_id) as follower:
+        follower.wait_applied(1, WAIT_S)
+        yield engine, follower
+
+
+@contextlib.contextmanager
+def about_to_switch(
+    sender: dbuffer.WeightSender, store: Path, *, is_server: bool = False
+) -> Iterator[tuple[LightEngine, Follower]]:
+    """An engine that serves version 1, when version 2 is published."""
+    engine = LightEngine(is_server=is_server)
+    with Follower(engine, options(store)) as follower:
+        sender.send(SMALL.weights(1))
+        follower.sync()
+        sender.send(SMALL.weights(2))
+        yield engine, follower
+
+
 def metrics(engine_id: str) -> dict[str, float]:
     """Ours of one engine, as /metrics shows them."""
     prometheus = pytest.importorskip("prometheus_client")
@@ -279,10 +301,7 @@ def test_trouble_of_a_moment_ends_and_following_goes_on(
     damage: Callable[[Path], Callable[[], None]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sender.send(SMALL.weights(1))
-    engine = LightEngine()
-    with background(engine, store, engine_id) as follower:
-        follower.wait_applied(1, WAIT_S)
+    with following(sender, store, engine_id) as (engine, follower):
         until("it is known to follow", lambda: metrics(engine_id).get("following") == 1)
         failures = metrics(engine_id)["failures_total"]
         mend = damage(store)
@@ -339,10 +358,7 @@ def away() -> Exception:
 def test_server_that_dies_costs_a_look_a_second_and_one_line(
     sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender.send(SMALL.weights(1))
-    engine = LightEngine(is_server=True)
-    with background(engine, store, engine_id) as follower:
-        follower.wait_applied(1, WAIT_S)
+    with following(sender, store, engine_id, is_server=True) as (engine, follower):
         engine.error = away
         until("it is noticed", lambda: isinstance(follower.error, EngineUnreachableError))
         calls, used, began = engine.calls, time.process_time(), time.monotonic()
@@ -379,10 +395,7 @@ def test_server_that_starts_late_is_waited_for_in_one_line(
 def test_dead_engine_of_this_process_ends_following_and_is_told_once(
     sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender.send(SMALL.weights(1))
-    engine = LightEngine()
-    with background(engine, store, engine_id) as follower:
-        follower.wait_applied(1, WAIT_S)
+    with following(sender, store, engine_id) as (engine, follower):
         engine.error = lambda: EngineEndedError("the engine is dead")
         sender.send(SMALL.weights(2))
         with pytest.raises(dbuffer.VersionTimeoutError, match="the engine is dead"):
@@ -394,10 +407,7 @@ def test_dead_engine_of_this_process_ends_following_and_is_told_once(
 def test_what_no_one_has_thought_of_does_not_end_following(
     sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender.send(SMALL.weights(1))
-    engine = LightEngine(is_server=True)
-    with background(engine, store, engine_id) as follower:
-        follower.wait_applied(1, WAIT_S)
+    with following(sender, store, engine_id, is_server=True) as (engine, follower):
         engine.error = lambda: RuntimeError("a bug")
         until("it is noticed", lambda: isinstance(follower.error, RuntimeError))
         until("it is tried again", lambda: metrics(engine_id)["retries_total"] >= 2)
@@ -410,10 +420,7 @@ def test_what_no_one_has_thought_of_does_not_end_following(
 def test_version_that_does_not_fit_is_told_once_and_the_next_one_is_taken(
     sender: dbuffer.WeightSender, store: Path, engine_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sender.send(SMALL.weights(1))
-    engine = LightEngine()
-    with background(engine, store, engine_id) as follower:
-        follower.wait_applied(1, WAIT_S)
+    with following(sender, store, engine_id) as (_, follower):
         sender.send({"another": torch.ones(3)})
         until("it is tried again", lambda: metrics(engine_id)["retries_total"] >= 2)
         during = metrics(engine_id)
@@ -454,11 +461,7 @@ def test_log_says_when_following_begins_and_what_a_switch_took(
 def test_failed_load_that_was_taken_back_leaves_the_label(
     sender: dbuffer.WeightSender, store: Path
 ) -> None:
-    engine = LightEngine()
-    with Follower(engine, options(store)) as follower:
-        sender.send(SMALL.weights(1))
-        follower.sync()
-        sender.send(SMALL.weights(2))
+    with about_to_switch(sender, store) as (engine, follower):
         engine.model.failing_loads = 1
         with pytest.raises(EngineUpdateError, match="serves on with version 1"):
             follower.sync()
@@ -468,11 +471,7 @@ def test_failed_load_that_was_taken_back_leaves_the_label(
 
 
 def test_broken_engine_is_told_by_its_record(sender: dbuffer.WeightSender, store: Path) -> None:
-    engine = LightEngine()
-    with Follower(engine, options(store)) as follower:
-        sender.send(SMALL.weights(1))
-        follower.sync()
-        sender.send(SMALL.weights(2))
+    with about_to_switch(sender, store) as (engine, follower):
         engine.model.failing_loads = 3
         with pytest.raises(EngineBrokenError):
             follower.sync()
@@ -490,11 +489,7 @@ def lost_on_its_way() -> Exception:
 def test_lost_answer_is_not_believed_whatever_it_says(
     sender: dbuffer.WeightSender, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = LightEngine()
-    with Follower(engine, options(store)) as follower:
-        sender.send(SMALL.weights(1))
-        follower.sync()
-        sender.send(SMALL.weights(2))
+    with about_to_switch(sender, store) as (engine, follower):
         engine.lost_answer = lost_on_its_way()
         with pytest.raises(EngineUpdateError):
             follower.sync()
@@ -506,11 +501,7 @@ def test_lost_answer_is_not_believed_whatever_it_says(
 def test_word_of_an_earlier_attempt_is_not_taken_for_this_one(
     sender: dbuffer.WeightSender, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = LightEngine()
-    with Follower(engine, options(store)) as follower:
-        sender.send(SMALL.weights(1))
-        follower.sync()
-        sender.send(SMALL.weights(2))
+    with about_to_switch(sender, store) as (engine, follower):
         until("it is ready", follower.is_ready)
 
         def full(*_: object, **__: object) -> None:
@@ -527,11 +518,7 @@ def test_word_of_an_earlier_attempt_is_not_taken_for_this_one(
 def test_message_with_the_words_of_a_broken_engine_breaks_none(
     sender: dbuffer.WeightSender, store: Path
 ) -> None:
-    engine = LightEngine()
-    with Follower(engine, options(store)) as follower:
-        sender.send(SMALL.weights(1))
-        follower.sync()
-        sender.send(SMALL.weights(2))
+    with about_to_switch(sender, store) as (engine, follower):
         engine.lost_answer = EngineUpdateError("half-loaded weights are not what this is about")
         with pytest.raises(EngineUpdateError):
             follower.sync()
@@ -574,23 +561,22 @@ def test_states_are_those_of_the_picture(sender: dbuffer.WeightSender, store: Pa
         assert state(follower) is FollowerState.FOLLOWING
 
 
-def left_paused(store: Path, sender: dbuffer.WeightSender) -> tuple[LightEngine, Follower]:
+@contextlib.contextmanager
+def left_paused(
+    sender: dbuffer.WeightSender, store: Path
+) -> Iterator[tuple[LightEngine, Follower]]:
     """An engine that could not be resumed after a switch."""
-    engine = LightEngine(is_server=True)
-    follower = Follower(engine, options(store))
-    sender.send(SMALL.weights(1))
-    follower.sync()
-    engine.failing_resumes = 1
-    sender.send(SMALL.weights(2))
-    with pytest.raises(EngineUpdateError, match="not now"):
-        follower.sync()
-    assert engine.paused
-    return engine, follower
+    with about_to_switch(sender, store, is_server=True) as (engine, follower):
+        engine.failing_resumes = 1
+        with pytest.raises(EngineUpdateError, match="not now"):
+            follower.sync()
+        assert engine.paused
+        yield engine, follower
 
 
 def test_follower_that_ends_ends_its_pause(store: Path, sender: dbuffer.WeightSender) -> None:
-    engine, follower = left_paused(store, sender)
-    follower.close()
+    with left_paused(sender, store) as (engine, _):
+        pass
     assert not engine.paused
     assert (engine.label, engine.version) == ("2", 2)
 
@@ -598,34 +584,31 @@ def test_follower_that_ends_ends_its_pause(store: Path, sender: dbuffer.WeightSe
 def test_pause_that_cannot_be_ended_at_the_end_is_logged(
     store: Path, sender: dbuffer.WeightSender, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, follower = left_paused(store, sender)
-    engine.failing_resumes = 1
-    follower.close()
+    with left_paused(sender, store) as (engine, _):
+        engine.failing_resumes = 1
     assert "engine is left paused: not now" in caplog.text
 
 
 def test_engine_is_resumed_while_its_store_cannot_be_followed(
     store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, follower = left_paused(store, sender)
-    engine.error = away
-    with pytest.raises(EngineUnreachableError):
-        follower.sync()
-    assert state(follower) is FollowerState.LOST_PAUSING
-    engine.error = None
-
     def fail(*_: object, **__: object) -> Any:
         raise StoreAccessError("the mount is away")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Rank, "make_check", fail)
-        with pytest.raises(EngineUpdateError, match="the mount is away"):
+    with left_paused(sender, store) as (engine, follower):
+        engine.error = away
+        with pytest.raises(EngineUnreachableError):
             follower.sync()
-    assert not engine.paused
-    assert engine.label == UNKNOWN_VERSION, "nobody has asked it what it has"
-    follower.sync()
-    assert engine.label == "2"
-    follower.close()
+        assert state(follower) is FollowerState.LOST_PAUSING
+        engine.error = None
+        with monkeypatch.context() as patch:
+            patch.setattr(Rank, "make_check", fail)
+            with pytest.raises(EngineUpdateError, match="the mount is away"):
+                follower.sync()
+        assert not engine.paused
+        assert engine.label == UNKNOWN_VERSION, "nobody has asked it what it has"
+        follower.sync()
+        assert engine.label == "2"
 
 
 def test_pause_for_another_store_is_ended_by_the_next_sync(

@@ -24,7 +24,7 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint, start_on_all_rank
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.protocol import EngineFacts, RankCalls
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.store.buffer import DoubleBuffer
@@ -302,10 +302,8 @@ def test_what_one_rank_cannot_do_is_done_to_none(world: World, store: Path, fail
 # Two engines of one name
 
 
-class Engine(RankCalls):
+class LoneEngine(Engine):
     """An engine of one rank in this process, as a follower sees one."""
-
-    is_server = False
 
     def __init__(self, instance_id: str) -> None:
         alone = type("Alone", (), {"rank_in_group": 0, "world_size": 1, "cpu_group": None})
@@ -316,9 +314,6 @@ class Engine(RankCalls):
     def close(self) -> None:
         self.endpoint.end()
 
-    def require_alive(self) -> None:
-        pass
-
     def facts(self) -> EngineFacts:
         return EngineFacts(instance_id=self.rank.instance_id, num_ranks=1)
 
@@ -328,12 +323,7 @@ class Engine(RankCalls):
     def ask(self, request: RankRequest) -> list[RankAnswer]:
         return [self.endpoint.answer(request, lambda: self.rank)]
 
-    def is_paused(self) -> bool:
-        return False
-
     def pause(self, mode: str) -> None: ...
-
-    def resume(self) -> None: ...
 
     def weight_version(self) -> str:
         return self.reported
@@ -344,7 +334,7 @@ class Engine(RankCalls):
 
 def replica(connection: Connection, store: Path, instance_id: str) -> None:
     """An engine with its follower: tell what it serves, says, and is called, when asked."""
-    engine = Engine(instance_id)
+    engine = LoneEngine(instance_id)
     options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S)
     with contextlib.closing(Follower(engine, options)) as follower:
         follower.start()

@@ -330,7 +330,8 @@ class TestMounts:
 
         def install(*table: tuple[str, str]) -> None:
             root = str(tmp_path.resolve())
-            lines = [("/", "ext4"), *((root + place, kind) for place, kind in table)]
+            points = [("/", "ext4"), *((root + place, kind) for place, kind in table)]
+            lines = [(point, filesystem.Mount(kind, "none", ())) for point, kind in points]
             monkeypatch.setattr(filesystem, "_mounts", lambda: iter(lines))
 
         return install

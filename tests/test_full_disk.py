@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
-from support import SMALL, Child, Pattern, assert_tidy
+from support import SMALL, Child, Pattern, assert_tidy, fill, small_disk
 
 import dbuffer
 
@@ -27,25 +26,8 @@ HUGE = Pattern(num_tensors=32, numel=MEGABYTE // 32)  # 8 MB, and the disk has n
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small filesystem of its own."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "dbuffer-test", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
-    yield path
-    # Lazily: a traceback of what the test has caught may still hold a file open.
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def fill(disk: Path, leave_bytes: int = 0) -> Path:
-    """Leave that much room and no more; the file to remove to make room again."""
-    path = disk / "filler"
-    stats = os.statvfs(disk)
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - leave_bytes)
-    return path
+    with small_disk(tmp_path / "disk", DISK_BYTES) as path:
+        yield path
 
 
 def loaded(receiver: dbuffer.WeightReceiver) -> tuple[int | None, dict[str, torch.Tensor]]:

@@ -24,16 +24,23 @@ import pytest
 from damage import flip_bit
 from prometheus_client import CollectorRegistry
 from support import (
+    COPIES,
     OTHER,
     SMALL,
     Child,
     Pattern,
+    Record,
     Step,
     assert_tidy,
+    at_call,
     at_step,
     die,
+    fill,
     make_temporaries_old,
     newest,
+    numbers,
+    patience_s,
+    small_disk,
     stop,
     without_flock,
 )
@@ -417,23 +424,8 @@ def test_a_damaged_layout_is_not_published(remote: Path, local: Path) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small filesystem of its own."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "dbuffer-test", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {done.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """Take all room but for a few pages; the file to remove to make room again."""
-    path, stats = disk / "filler", os.statvfs(disk)
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, stats.f_bavail * stats.f_frsize - MEGABYTE)
-    return path
+    with small_disk(tmp_path / "disk", DISK_BYTES) as path:
+        yield path
 
 
 def test_a_full_local_store_is_tried_again(remote: Path, disk: Path) -> None:
@@ -441,7 +433,7 @@ def test_a_full_local_store_is_tried_again(remote: Path, disk: Path) -> None:
     publish(remote, 1)
     with quick(remote, local).start() as one:
         one.wait_until_current(10)
-        filler = fill(disk)
+        filler = fill(disk, leave_bytes=MEGABYTE)
         publish(remote, 2, pattern=LONG)
         until("it is noted", lambda: one.stats["failures"] >= 1)
         assert mirror_record(remote).problem.startswith("StoreFullError: ")
@@ -588,62 +580,59 @@ def test_a_remote_store_that_was_put_back_ends_the_mirror(remote: Path, local: P
 # Killed
 
 
-def run_to_a_step(connection: Connection, remote: Path, local: Path, step: Step) -> None:
-    """Copy version 2 and die at a step."""
+def run_to_a_call(
+    connection: Connection, remote: Path, local: Path, number: int, mount: str
+) -> None:
+    """Copy version 2 and die before a call."""
+    os.environ["DBUFFER_MOUNT"] = mount
     end = threading.Event()
 
     def on_copied(copied: Copied) -> None:
         if copied.version == 1:
             publish(remote, 2, pattern=LONG)
-            at_step(step, die)
+            at_call(number, die, COPIES)
         else:
+            sys.setprofile(None)
             end.set()
 
     with quick(remote, local, num_threads=1, on_copied=on_copied) as one:
         one.run(end)
 
 
-STEPS = {
-    "before it claims": Step("call", "BufferWriter.claim"),
-    "before it makes the file": Step("call", "make_file"),
-    "before the layout": Step("call", "Footer.write"),
-    "before the first byte": Step("call", "read_tensors"),
-    "in the middle of the copy": Step("call", "read_into", nth=3),
-    "before it is checked": Step("call", "WeightReceiver.checksums_match"),
-    "before the checksums": Step("call", "Draft.commit"),
-    "before the manifest": Step("call", "BufferWriter.commit"),
-    "before the pointer": Step("call", "BufferWriter._put", nth=3),
-}
-
-
-@pytest.mark.parametrize("network", [False, True], ids=["mapped", "written"])
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_killed_at_a_step(
-    remote: Path, local: Path, step: Step, network: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.soak
+@pytest.mark.timeout(patience_s())
+@pytest.mark.parametrize("mount", ["auto", "network"], ids=["mapped", "written"])
+def test_killed_at_any_moment_of_a_copy(
+    shm_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch, record_property: Record
 ) -> None:
-    if network and step.function == "read_tensors":
-        step = Step("call", "copy_tensors")
-    publish(remote, 1, pattern=LONG)
-    with Child(_run_as_network if network else run_to_a_step, remote, local, step) as child:
-        assert child.wait() == -signal.SIGKILL, "the step was never reached"
-    if network:
+    if mount == "network":
         as_network(monkeypatch)
-    assert newest(local, LONG, verify=True) == 1
-    make_temporaries_old(local)
-    with quick(remote, local).start() as one:
-        assert newest(local, LONG, verify=True) in (1, 2)
-        one.wait_until_current(10)
-        assert newest(local, LONG, verify=True) == 2
-        publish(remote, 3, pattern=LONG)
-        one.wait_until_current(10)
-    assert newest(local, LONG, verify=True) == 3
-    if not network:
-        assert_tidy(local)
-
-
-def _run_as_network(connection: Connection, remote: Path, local: Path, step: Step) -> None:
-    os.environ["DBUFFER_MOUNT"] = "network"
-    run_to_a_step(connection, remote, local, step)
+    has_flipped = False
+    kills = 0
+    for number in numbers():
+        remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
+        publish(remote, 1, pattern=LONG)
+        with Child(run_to_a_call, remote, local, number, mount) as child:
+            if (code := child.wait()) == 0:
+                break
+        assert code == -signal.SIGKILL
+        version = newest(local, LONG, verify=True)
+        assert version == 2 or (version == 1 and not has_flipped), f"before call {number}"
+        has_flipped, kills = version == 2, kills + 1
+        make_temporaries_old(local)
+        with quick(remote, local).start() as one:
+            assert newest(local, LONG, verify=True) in (version, 2)
+            one.wait_until_current(10)
+            assert newest(local, LONG, verify=True) == 2
+            publish(remote, 3, pattern=LONG)
+            one.wait_until_current(10)
+        assert newest(local, LONG, verify=True) == 3
+        if mount != "network":
+            assert_tidy(local)
+        shutil.rmtree(remote)
+        shutil.rmtree(local)
+    assert kills > 5
+    record_property("kills of a mirror in the middle of a copy", kills)
 
 
 def mirror_and_stop(connection: Connection, remote: Path, local: Path) -> None:
@@ -652,7 +641,7 @@ def mirror_and_stop(connection: Connection, remote: Path, local: Path) -> None:
     def on_copied(copied: Copied) -> None:
         connection.send(copied.version)
 
-    at_step(Step("call", "read_into", nth=2), stop)
+    at_step(Step("c_call", "preadv", nth=2), stop)
     with quick(remote, local, num_threads=1, on_copied=on_copied) as one:
         one.run()
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -16,16 +17,21 @@ from typing import Any
 import pytest
 import torch
 from support import (
+    COPIES,
     SMALL,
     TIMEOUT_S,
     Child,
     Pattern,
+    Record,
     Step,
     assert_tidy,
+    at_call,
     at_step,
     die,
     make_temporaries_old,
     newest,
+    numbers,
+    patience_s,
     weights_files,
 )
 from torch import nn
@@ -642,48 +648,18 @@ def test_an_interrupted_change_of_sides_does_not_train_on_in_what_is_published(
         assert_tidy(store)
 
 
-BEFORE_THE_FLIP = {
-    "before the checksums": Step("call", "Copier.checksums"),
-    "before the commit": Step("call", "BufferWriter.commit"),
-    "before the manifest": Step("call", "replace_file", "manifest.json"),
-    "manifest written beside the mark": Step("c_call", "replace", "manifest.json"),
-    "manifest in place": Step("c_return", "replace", "manifest.json"),
-    "before the pointer": Step("call", "replace_file", "CURRENT"),
-    "pointer written beside the old one": Step("c_call", "replace", "CURRENT"),
-}
-AFTER_THE_FLIP = {
-    "pointer in place": Step("c_return", "replace", "CURRENT"),
-    "before the other buffer is claimed": Step("call", "BufferWriter.claim"),
-    "the other buffer locked": Step("return", "_RewrittenFiles._lock_existing"),
-    "the other buffer marked": Step("c_return", "replace", "manifest.json", nth=2),
-    "before the copy": Step("call", "Copier.write"),
-    "before the parameters move": Step("call", "ResidentModel._point"),
-    "after the change of sides": Step("return", "ResidentModel._change_sides"),
-}
-MOVING_IN = {
-    "before the mark": Step("call", "replace_file", "manifest.json"),
-    "mark in place": Step("c_return", "replace", "manifest.json"),
-    "new file allocated": Step("return", "allocate"),
-    "before the copy": Step("call", "Copier.write"),
-    "moved in": Step("return", "ResidentModel._point"),
-}
-
-
-def train_until(connection: Connection, store: Path, step: Step, last: int = 4) -> None:
-    """Publish, and die at ``step`` of the ``last`` publish."""
+def train_until(connection: Connection, store: Path, number: int, last: int) -> None:
+    """Publish, and die before a call of the ``last`` publish, or of the first moving in (0)."""
     model = Patterned()
+    if last == 0:
+        at_call(number, die, COPIES)
     resident = ResidentModel(model, store, checksum=True, num_threads=1)
     for version in range(1, last + 1):
         model.step(version)
         if version == last:
-            at_step(step, die)
+            at_call(number, die, COPIES)
         resident.publish()
     sys.setprofile(None)
-
-
-def die_moving_in(connection: Connection, store: Path, step: Step) -> None:
-    at_step(step, die)
-    ResidentModel(Patterned(), store, num_threads=1)
 
 
 def die_in_a_step(connection: Connection, store: Path) -> None:
@@ -712,30 +688,28 @@ def assert_goes_on(store: Path, expected: int | None) -> None:
         assert_tidy(store)
 
 
-@pytest.mark.parametrize(
-    ("step", "last"),
-    [
-        *(pytest.param(step, 3, id=name) for name, step in BEFORE_THE_FLIP.items()),
-        *(pytest.param(step, 4, id=name) for name, step in AFTER_THE_FLIP.items()),
-    ],
-)
-def test_killed_at_a_step_of_a_publish(store: Path, step: Step, last: int) -> None:
-    with Child(train_until, store, step) as child:
-        assert child.wait() == -signal.SIGKILL, "the step was never reached"
-    assert_goes_on(store, last)
-
-
-def test_killed_when_the_first_version_has_its_layout(store: Path) -> None:
-    with Child(train_until, store, Step("return", "Footer.write"), 1) as child:
-        assert child.wait() == -signal.SIGKILL, "the step was never reached"
-    assert_goes_on(store, None)
-
-
-@pytest.mark.parametrize("step", MOVING_IN.values(), ids=MOVING_IN)
-def test_killed_while_it_moves_in(store: Path, step: Step) -> None:
-    with Child(die_moving_in, store, step) as child:
-        assert child.wait() == -signal.SIGKILL, "the step was never reached"
-    assert_goes_on(store, None)
+@pytest.mark.soak
+@pytest.mark.timeout(patience_s())
+@pytest.mark.parametrize("last", [0, 1, 4])
+def test_killed_at_any_moment(shm_path: Path, last: int, record_property: Record) -> None:
+    """While it moves in; in the first publish, and in a later one, each with a change of sides."""
+    before, has_flipped = last - 1 if last > 1 else None, False
+    kills = 0
+    for number in numbers():
+        store = shm_path / f"{number}"
+        with Child(train_until, store, number, last) as child:
+            if (code := child.wait()) == 0:
+                break
+        assert code == -signal.SIGKILL
+        kills += 1
+        version = newest(store) if store.exists() else None
+        has_flipped |= version == last
+        assert version == (last if has_flipped else before), f"before call {number}"
+        assert_goes_on(store, version)
+        shutil.rmtree(store)
+    assert has_flipped == (last > 0)
+    assert kills > 3
+    record_property("kills of a resident model", kills)
 
 
 def test_killed_in_the_middle_of_an_optimizer_step(store: Path) -> None:

@@ -151,10 +151,10 @@ def test_server_is_switched_in_calls_that_are_on_record(
     assert engine.facts().num_ranks == 2
     assert not engine.is_paused()
     options = EngineOptions(store=str(tmp_path / "store"), engine_id="engine")
-    engine.begin(BeginRequest(options=options))
+    engine.do(BeginRequest(options=options))
     server.asked.clear()
     engine.pause("keep")
-    engine.update(UpdateRequest(at_least=1))
+    engine.do(UpdateRequest(at_least=1))
     engine.set_weight_version("1")
     engine.resume()
     assert engine.weight_version() == "1"
@@ -172,7 +172,7 @@ def test_nothing_is_loaded_before_the_caches_were_flushed(
     server: Recorded, engine: ServerEngine
 ) -> None:
     engine.pause("keep")
-    engine.update(UpdateRequest(at_least=1))
+    engine.do(UpdateRequest(at_least=1))
     updates = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
     assert [body["flush_cache"] for body in updates] == [True, False]
     assert [request_in(body) for body in updates] == [None, UpdateRequest(at_least=1)]
@@ -180,7 +180,7 @@ def test_nothing_is_loaded_before_the_caches_were_flushed(
 
 def test_every_rank_is_told_and_no_weights_travel(server: Recorded, engine: ServerEngine) -> None:
     engine.facts()
-    engine.update(UpdateRequest(at_least=7))
+    engine.do(UpdateRequest(at_least=7))
     [body] = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
     assert len(body["serialized_named_tensors"]) == 2
     assert len(body["serialized_named_tensors"][0]) < 2000
@@ -199,9 +199,9 @@ def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path: Path) 
     engine = OfflineEngine(recorded)
     assert engine.facts().num_ranks == 2
     options = EngineOptions(store=str(tmp_path / "s"), engine_id="engine")
-    engine.begin(BeginRequest(options=options))
+    engine.do(BeginRequest(options=options))
     engine.pause("keep")
-    engine.update(UpdateRequest(at_least=1))
+    engine.do(UpdateRequest(at_least=1))
     assert engine.weight_version() == "default"
     updates = [a for name, a in recorded.asked if name == "update_weights_from_tensor"]
     assert [update["load_format"] for update in updates] == [LOADER] * 3

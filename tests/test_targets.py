@@ -14,8 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dbuffer import WeightReceiver, WeightSender, WeightsMismatchError
 from dbuffer.format.layout import ITEM_BYTES
+from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.weights.targets import Tie
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

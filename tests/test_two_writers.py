@@ -20,7 +20,6 @@ from support import OTHER, SMALL, Child, Step, at_step, newest, stop
 import dbuffer
 from dbuffer.store import filesystem, retirement
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.writer import BufferWriter
 
 SOON_S = 5.0
 
@@ -295,12 +294,12 @@ def test_a_version_published_while_another_takes_over_keeps_its_file(
     monkeypatch.setattr(retirement, "KEEP_AT_LEAST_S", 0.0)
     monkeypatch.setattr(filesystem, "try_lock", lambda *_, **__: True)
     monkeypatch.setattr(filesystem, "lock_within", lambda *_, **__: True)
-    put, late = BufferWriter._put, [3]
+    put, late = filesystem.replace_file, [3]
 
-    def put_late(self: BufferWriter, path: Path, record: Any) -> None:
+    def put_late(path: Path, data: bytes, **options: Any) -> bool:
         if path.name == "writer.json" and late:
             first.send(SMALL.weights(late.pop()))
-        put(self, path, record)
+        return put(path, data, **options)
 
     def fail() -> Iterator[tuple[str, torch.Tensor]]:
         yield from list(SMALL.weights(4).items())[:2]
@@ -309,7 +308,7 @@ def test_a_version_published_while_another_takes_over_keeps_its_file(
     with dbuffer.WeightSender(store, reader_timeout_s=0.0) as first:
         for version in (1, 2):
             first.send(SMALL.weights(version))
-        monkeypatch.setattr(BufferWriter, "_put", put_late)
+        monkeypatch.setattr(filesystem, "replace_file", put_late)
         with dbuffer.WeightSender(store, reader_timeout_s=0.0) as second:
             with pytest.raises(RuntimeError, match="the trainer fails"):
                 second.send(fail())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from misfits import MISFITS, Q_PROJ
 from support import is_soak
 from vllm_engines import (
     NEEDS_VLLM,
@@ -48,22 +48,7 @@ EVERY = [
 ]
 SWAPS = EVERY if is_soak() else sorted(PAIRS, key=EVERY.index)
 MANY = "qwen3 float32 packed"
-Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-K_PROJ = "model.layers.1.self_attn.k_proj.weight"
-NORM = "model.norm.weight"
-MISFITS: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
-    "one part of a fused parameter missing": lambda weights: weights.pop(K_PROJ),
-    "head missing": lambda weights: weights.pop("lm_head.weight"),
-    "embedding missing": lambda weights: weights.pop("model.embed_tokens.weight"),
-    "unknown name": lambda weights: weights.update({"model.layers.0.bogus": torch.ones(2)}),
-    "layer too many": lambda weights: weights.update(
-        {K_PROJ.replace("layers.1", "layers.2"): weights[K_PROJ].clone()}
-    ),
-    "too many rows": lambda weights: weights.update({Q_PROJ: weights[Q_PROJ].repeat(2, 1)}),
-    "too few columns": lambda weights: weights.update({Q_PROJ: weights[Q_PROJ][:, :-1]}),
-    "wrong length": lambda weights: weights.update({NORM: weights[NORM][:-1]}),
-    "integers": lambda weights: weights.update({NORM: weights[NORM].long()}),
-}
+WITH_HEAD = {**MISFITS, "head missing": lambda weights: weights.pop("lm_head.weight")}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +104,7 @@ def test_the_engine_acknowledges_and_its_rank_does_not(observed: dict[str, Any])
     assert observed["records"][rank]["part_of"] == engine
 
 
-@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("misfit", WITH_HEAD)
 def test_misfit_is_refused(observed: dict[str, Any], misfit: str) -> None:
     refusal = observed["refusals"][misfit]
     assert refusal.startswith("EngineUpdateError: ")
@@ -356,7 +341,7 @@ def observe_refusals(store: Path, llm: Any, seen: dict[str, Any]) -> None:
     seen["refusals"] = {}
     seen["before refusals"] = greedy(llm)
     with dbuffer.WeightSender(store) as sender, follow(llm, store) as follower:
-        for misfit, spoil in MISFITS.items():
+        for misfit, spoil in WITH_HEAD.items():
             weights = dict(good)
             spoil(weights)
             sender.send(weights)

@@ -46,7 +46,7 @@ def call_and_kill(directory: Path) -> dict[str, Any]:
     engine = OfflineVllm(llm)
     [core] = llm.llm_engine.engine_core.resources.engine_manager.processes
     calls: dict[str, Callable[[], Any]] = {
-        "check": lambda: engine.check([]),
+        "check": lambda: engine.misfits([]),
         "pause": lambda: engine.pause("keep"),
         "weight_version": engine.weight_version,
         "set_weight_version": lambda: engine.set_weight_version("3"),

@@ -7,9 +7,7 @@ return stays that of the first policy, which acts by chance.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from torchrl.modules import MLP, OneHotCategorical, ProbabilisticActor, ValueOpe
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
 
-from dbuffer.examples.common import SEED, run_example, say
+from dbuffer.examples.common import run_example, say
 from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
 
 FRAMES_PER_BATCH = 1024
@@ -38,14 +36,40 @@ class BrokenSyncScheme(DoubleBufferSyncScheme):
     def send(self, weights: Any = None, worker_ids: Any = None) -> None: ...
 
 
+def run(directory: Path, *, broken_sync: bool) -> bool:
+    """Train a policy whose weights go through a store; whether it balances the pole."""
+    torch.manual_seed(0)
+    scheme = BrokenSyncScheme if broken_sync else DoubleBufferSyncScheme
+    learner = PPO()
+    say("starting 2 workers")
+    collector = MultiSyncCollector(
+        [make_env] * 2,
+        learner.actor,
+        frames_per_batch=FRAMES_PER_BATCH,
+        total_frames=NUM_BATCHES * FRAMES_PER_BATCH,
+        weight_sync_schemes={"policy": scheme(directory)},
+        track_policy_version=True,
+    )
+    recent: deque[float] = deque(maxlen=20)
+    try:
+        collector.set_seed(0)
+        for number, batch in enumerate(collector):
+            recent.extend(batch["next", "episode_reward"][batch["next", "done"]].tolist())
+            frames, mean = (number + 1) * FRAMES_PER_BATCH, statistics.fmean(recent)
+            lag = number - int(batch["next", "policy_version"].min())
+            say(f"{frames:6} frames: return {mean:5.1f}, policy lag {lag}")
+            learner.update(batch)
+            collector.update_policy_weights_()  # returns when both workers act by the new weights
+    finally:
+        collector.shutdown()
+    is_solved = mean >= SOLVED_RETURN
+    say(f"{'solved' if is_solved else 'not solved'}: a return of {SOLVED_RETURN:.0f} is asked for")
+    return is_solved
+
+
 def make_env() -> TransformedEnv:
     """CartPole, which sums up its rewards."""
     return TransformedEnv(GymEnv("CartPole-v1"), RewardSum())
-
-
-def make_network(out_features: int) -> MLP:
-    """Of the four numbers that describe the cart and its pole."""
-    return MLP(4, out_features, num_cells=[64, 64], activation_class=nn.Tanh)
 
 
 class PPO:
@@ -79,40 +103,10 @@ class PPO:
                 self._optimizer.step()
 
 
-def run(directory: Path, arguments: argparse.Namespace) -> bool:
-    """Train a policy whose weights go through a store; whether it balances the pole."""
-    torch.manual_seed(arguments.seed)
-    scheme = BrokenSyncScheme if arguments.broken_sync else DoubleBufferSyncScheme
-    learner = PPO()
-    say("starting 2 workers")
-    collector = MultiSyncCollector(
-        [make_env] * 2,
-        learner.actor,
-        frames_per_batch=FRAMES_PER_BATCH,
-        total_frames=NUM_BATCHES * FRAMES_PER_BATCH,
-        weight_sync_schemes={"policy": scheme(directory)},
-        track_policy_version=True,
-    )
-    recent: deque[float] = deque(maxlen=20)
-    try:
-        collector.set_seed(arguments.seed)
-        for number, batch in enumerate(collector):
-            recent.extend(batch["next", "episode_reward"][batch["next", "done"]].tolist())
-            frames, mean = (number + 1) * FRAMES_PER_BATCH, statistics.fmean(recent)
-            lag = number - int(batch["next", "policy_version"].min())
-            say(f"{frames:6} frames: return {mean:5.1f}, policy lag {lag}")
-            learner.update(batch)
-            collector.update_policy_weights_()  # returns when both workers act by the new weights
-    finally:
-        collector.shutdown()
-    is_solved = statistics.fmean(recent) >= SOLVED_RETURN
-    say(
-        f"{'solved' if is_solved else 'not solved'} in {NUM_BATCHES} batches: the last "
-        f"{len(recent)} episodes returned {statistics.fmean(recent):.1f} on average, to be "
-        f"{SOLVED_RETURN:.0f} or more"
-    )
-    return is_solved
+def make_network(out_features: int) -> MLP:
+    """Of the four numbers that describe the cart and its pole."""
+    return MLP(4, out_features, num_cells=[64, 64], activation_class=nn.Tanh)
 
 
 if __name__ == "__main__":
-    sys.exit(run_example("cartpole", __doc__, run, seed=SEED))
+    run_example(__doc__, run)

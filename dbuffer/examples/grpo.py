@@ -4,29 +4,12 @@
 of an answer's tokens that are in a secret set. With ``--broken-sync`` the engine never looks for
 new weights, and the reward stays where it was.
 """
-# ruff: noqa: E402 - what is imported reads the environment
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
-import time
 from pathlib import Path
 from typing import Any
-
-from dbuffer.examples.common import (
-    SEED,
-    answer_greedily,
-    are_equal,
-    has_worked,
-    run_example,
-    say,
-    set_environment,
-    start_engine,
-)
-
-set_environment()
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
@@ -38,7 +21,9 @@ from torchrl.modules.llm import TransformersWrapper, vLLMWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import PreTrainedTokenizerFast
 
+from dbuffer.examples.common import are_equal, has_climbed, run_example, say
 from dbuffer.integrations.torchrl import VLLMDoubleBufferSyncScheme
+from dbuffer.tools.demo.engines import generate, start_llm
 from dbuffer.tools.demo.policy import (
     COMPLETION_TOKENS,
     VOCAB_SIZE,
@@ -52,6 +37,44 @@ GROUP_SIZE = 8
 NUM_STEPS = 12
 
 
+def run(directory: Path, *, broken_sync: bool) -> bool:
+    """Train; whether the engine came along."""
+    task, model, tokenizer = Task(seed=0), make_model(seed=0).eval(), make_tokenizer()
+    say("starting a vLLM engine")
+    engine = start_llm(save_checkpoint(model, directory / "initial"), seed=0)
+    sampler, questions = wrap(engine, tokenizer), make_questions(task)
+    learner = Learner(model, tokenizer, len(questions))
+
+    # TorchRL's class of this name takes the same lines.
+    scheme = VLLMDoubleBufferSyncScheme(str(directory / "store"))
+    sender = scheme.create_sender()
+    sender.register_model(model)
+    receiver = scheme.create_receiver(engine)
+
+    rewards = []
+    for step in range(1, NUM_STEPS + 1):
+        answers: Any = sampler(questions.copy())
+        tokens = answers.get(("tokens", "response"), as_list=True)
+        reward = task.rewards(tuple(tuple(row.tolist()) for row in tokens))
+        sample_share = learner.update(answers, reward)
+        sender.update_weights()
+        if not broken_sync:
+            receiver.poll_and_apply(60.0)
+        rewards.append(reward.mean().item())
+        say(f"step {step:2}: reward {rewards[-1]:.3f}, effective sample size {sample_share:4.0%}")
+    final = generate(engine, task.prompts, greedy=True)
+    receiver.shutdown()
+    sender.shutdown()
+    engine.llm_engine.engine_core.shutdown()
+
+    say("asking a fresh engine, started from the final checkpoint")
+    engine = start_llm(save_checkpoint(model, directory / "final"), seed=0)
+    expected = generate(engine, task.prompts, greedy=True)
+    engine.llm_engine.engine_core.shutdown()
+    is_same = are_equal(final, expected, "the engine's greedy answers and the fresh one's")
+    return has_climbed(rewards, 4) and is_same
+
+
 class Learner:
     """TorchRL's advantages within groups of answers, and its clipped loss, by Adam."""
 
@@ -59,7 +82,6 @@ class Learner:
         self, model: nn.Module, tokenizer: PreTrainedTokenizerFast, num_answers: int
     ) -> None:
         actor = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False)
-        self._model = model
         self._loss = GRPOLoss(actor, entropy_bonus=False)
         self._optimizer = torch.optim.Adam(model.parameters(), 1e-2)
         self._buffer = ReplayBuffer(
@@ -83,7 +105,7 @@ class Learner:
         loss = self._loss(self._buffer.sample())
         self._optimizer.zero_grad()
         loss.loss_objective.backward()
-        nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(self._loss.parameters(), 1.0)
         self._optimizer.step()
         return float(loss.ESS)
 
@@ -110,66 +132,15 @@ def wrap(engine: Any, tokenizer: PreTrainedTokenizerFast) -> vLLMWrapper:
     """Let TorchRL sample from an engine, with the log-probability of each token."""
     # The wrapper does not say whether to draw a progress bar for each batch.
     engine.generate = functools.partial(engine.generate, use_tqdm=False)
+    options = {"max_new_tokens": COMPLETION_TOKENS, "ignore_eos": True, "detokenize": False}
     return vLLMWrapper(
         engine,
         tokenizer=tokenizer,
         input_mode="tokens",
         return_log_probs=True,
-        generate_kwargs={
-            "max_new_tokens": COMPLETION_TOKENS,
-            "temperature": 1.0,
-            "ignore_eos": True,
-            "detokenize": False,
-        },
+        generate_kwargs={"temperature": 1.0, **options},
     )
 
 
-def run(directory: Path, arguments: argparse.Namespace) -> bool:
-    """Train; whether the engine came along."""
-    task, model, tokenizer = Task(arguments.seed), make_model(arguments.seed), make_tokenizer()
-    model.eval()
-    # bfloat16 on a GPU, because its fastest attention kernels take no float32.
-    options: dict[str, Any] = {"seed": arguments.seed, "max_num_seqs": 64}
-    options |= {"dtype": "bfloat16"} if torch.cuda.is_available() else {}
-    say("starting a vLLM engine")
-    engine = start_engine(save_checkpoint(model, directory / "initial"), **options)
-    sampler, questions = wrap(engine, tokenizer), make_questions(task)
-    learner = Learner(model, tokenizer, len(questions))
-
-    # TorchRL's class of this name takes the same lines.
-    scheme = VLLMDoubleBufferSyncScheme(str(directory / "store"))
-    sender = scheme.create_sender()
-    sender.register_model(model)
-    receiver = scheme.create_receiver(engine)
-
-    rewards = []
-    for step in range(1, NUM_STEPS + 1):
-        answers: Any = sampler(questions.copy())
-        tokens = answers.get(("tokens", "response"), as_list=True)
-        reward = task.rewards(tuple(tuple(row.tolist()) for row in tokens))
-        sample_share = learner.update(answers, reward)
-        started = time.perf_counter()
-        sender.update_weights()
-        if not arguments.broken_sync:
-            receiver.poll_and_apply(60.0)
-        sync_ms = 1e3 * (time.perf_counter() - started)
-        rewards.append(reward.mean().item())
-        say(
-            f"step {step:2}: reward {rewards[-1]:.3f}, effective sample size "
-            f"{sample_share:4.0%}, sync {sync_ms:.0f} ms"
-        )
-    final = answer_greedily(engine, task.prompts, COMPLETION_TOKENS)
-    receiver.shutdown()
-    sender.shutdown()
-    engine.llm_engine.engine_core.shutdown()
-
-    say("asking a fresh engine, started from the final checkpoint")
-    engine = start_engine(save_checkpoint(model, directory / "final"), **options)
-    fresh = answer_greedily(engine, task.prompts, COMPLETION_TOKENS)
-    engine.llm_engine.engine_core.shutdown()
-    what = "the engine's greedy answers and the fresh one's"
-    return has_worked(rewards, 4, what, are_equal(final, fresh, 1e-3))
-
-
 if __name__ == "__main__":
-    sys.exit(run_example("grpo", __doc__, run, seed=SEED))
+    run_example(__doc__, run)

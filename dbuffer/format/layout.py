@@ -82,7 +82,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensor when contiguous."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -140,7 +139,6 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
-        """Place tensors one behind the other."""
         specs = tuple(specs)
         offsets, end = [], 0
         for spec in specs:
@@ -150,22 +148,18 @@ class Layout:
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """Of all tensors that are stored."""
         return frozenset(spec.name for spec in self.specs)
 
     @functools.cached_property
     def all_names(self) -> frozenset[str]:
-        """The same with the other names of tied tensors."""
         return self.names | self.aliases.keys()
 
     @functools.cached_property
     def indices(self) -> dict[str, int]:
-        """Where each name stands in :attr:`specs`."""
         return {spec.name: index for index, spec in enumerate(self.specs)}
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each tensor."""
         return [spec.num_bytes for spec in self.specs]
 
     @functools.cached_property
@@ -175,7 +169,6 @@ class Layout:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether the data is in parts, and not in the weights file."""
         return bool(self.part_bytes)
 
     def joined(self) -> Layout:
@@ -234,18 +227,15 @@ class Layout:
 
     @property
     def checksums_offset(self) -> int:
-        """Where the table of checksums begins: behind the last tensor."""
         if not self.specs:
             return 0
         return align(self.offsets[-1] + self.specs[-1].num_bytes)
 
     @property
     def layout_offset(self) -> int:
-        """Where :meth:`encode`'s bytes begin: behind the table of checksums."""
         return align(self.checksums_offset + 8 * len(self.specs))
 
     def encode(self) -> bytes:
-        """This layout as JSON, ASCII only."""
         tensors = [
             [spec.name, spec.dtype, spec.shape, offset]
             for spec, offset in zip(self.specs, self.offsets, strict=True)
@@ -257,12 +247,7 @@ class Layout:
 
     @classmethod
     def decode(cls, data: bytes, end: int) -> Layout:
-        """Read :meth:`encode`'s bytes; every tensor must lie below ``end``, none on another.
-
-        Raises:
-            StoreFormatError: the format is not known.
-            StoreCorruptError: it is no such layout.
-        """
+        """Read :meth:`encode`'s bytes, strictly; every tensor must lie below ``end``."""
         values, _ = parse_object(data, "layout")
         parts, pieces = values.pop("parts", []), values.pop("pieces", [])
         tensors, aliases = values.pop("tensors", None), values.pop("aliases", None)
@@ -287,26 +272,18 @@ class Layout:
     def encode_for_tensordict(self) -> bytes:
         """The end of the file as ``TensorDict.from_consolidated`` wants it.
 
-        The form was read off tensordict 0.14 and 0.15: nested metadata, then its length.
+        The form was read off tensordict 0.14 and 0.15: nested metadata, then its length. What it
+        can not hold is left out: float8, float4, and names that it keeps for itself.
         """
+        padding = 0
         leaves = {
-            spec.name: [
-                f"torch.{spec.dtype}",
-                spec.shape,
-                offset,
-                offset + spec.num_bytes,
-                0,  # padding
-            ]
-            for spec, offset in zip(self.specs, self.offsets, strict=True)
-            if tensordict_can_hold(spec)
+            spec.name: [f"torch.{spec.dtype}", spec.shape, at, at + spec.num_bytes, padding]
+            for spec, at in zip(self.specs, self.offsets, strict=True)
+            if not spec.dtype.startswith(("float8", "float4")) and not spec.name.startswith("<NJT")
         }
-        td_attributes = {"device": "cpu", "names": [], "batch_size": [], "is_locked": True}
-        data = {
-            "cls": "TensorDict",
-            "non_tensors": {},
-            "leaves": leaves,
-            "cls_metadata": td_attributes,
-        }
+        attributes = {"device": "cpu", "names": [], "batch_size": [], "is_locked": True}
+        data = {"cls": "TensorDict", "non_tensors": {}, "leaves": leaves}
+        data |= {"cls_metadata": attributes}
         text = json.dumps(data, separators=(",", ":")).encode("ascii")
         return text + len(text).to_bytes(8, "little")
 
@@ -322,11 +299,7 @@ class KeptLayouts:
         self._kept: dict[tuple[str, int], Layout] = {}
 
     def decode(self, data: bytes, data_xxh3: str, end: int) -> Layout:
-        """As :meth:`Layout.decode`; ``data_xxh3`` is the digest that ``data`` has.
-
-        Raises:
-            StoreFormatError, StoreCorruptError: see there.
-        """
+        """As :meth:`Layout.decode`; ``data_xxh3`` is the digest that ``data`` has."""
         layout = self._kept.get((data_xxh3, end))
         if layout is None:
             layout = Layout.decode(data, end=end)
@@ -334,11 +307,6 @@ class KeptLayouts:
             newest = dict(list(self._kept.items())[-1:])
             self._kept = {**newest, (data_xxh3, end): layout}
         return layout
-
-
-def tensordict_can_hold(spec: TensorSpec) -> bool:
-    """Whether stock tensordict can read this tensor from the file."""
-    return not spec.dtype.startswith(("float8", "float4")) and not spec.name.startswith("<NJT")
 
 
 def align(offset: int) -> int:
@@ -369,7 +337,6 @@ def _decode_row(row: Any) -> tuple[TensorSpec, int]:
 def _decode_parts(
     parts: Any, pieces: Any, specs: list[TensorSpec]
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """Check that pieces make up each tensor, and lie in the parts, none on another."""
     if not isinstance(parts, list) or not all(map(_is_size, parts)) or not isinstance(pieces, list):
         raise StoreCorruptError("layout: its parts are no list of sizes and pieces")
     if not parts and not pieces:

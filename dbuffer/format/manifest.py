@@ -41,10 +41,8 @@ SCRATCH_DIRECTORY = "tmp"
 NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
 hosts for a minute, and watchdog holds back the first of two events in one directory."""
 
-_RUN = re.compile(r"[0-9a-f]{16}")
-_DIGEST = re.compile(r"[0-9a-f]{16}")
+_RUN = _DIGEST = re.compile(r"[0-9a-f]{16}")
 _WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
-_PART_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.r[0-9]+\.td")
 _IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
 ATTEMPT = re.compile(r"[0-9a-f]{16}")
 """What an attempt to switch an engine is known by."""
@@ -68,11 +66,12 @@ class Record:
     NAME: ClassVar[str]
     SINCE_2: ClassVar[frozenset[str]] = frozenset()
     """Fields that format 1 did not have: there they have their defaults."""
+    PATTERNS: ClassVar[dict[str, re.Pattern[str]]] = {}
+    """What the texts in some fields look like."""
     TYPES: ClassVar[dict[str, tuple[type, ...]]]
     """What the value of each field may be an instance of, as its annotation says."""
 
     def __init_subclass__(cls) -> None:
-        """Read the annotations."""
         hints = get_type_hints(cls).items()
         of_class = [name for name, hint in hints if ClassVar in (hint, get_origin(hint))]
         cls.TYPES = {name: _types_in(hint) for name, hint in hints if name not in of_class}
@@ -86,11 +85,10 @@ class Record:
                 raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
             if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
                 raise StoreCorruptError(f"{self.NAME}: field {name!r} is out of range")
-
-    def _matches(self, name: str, pattern: re.Pattern[str]) -> None:
-        value = getattr(self, name)
-        if value is not None and not pattern.fullmatch(value):
-            raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
+        for name, pattern in self.PATTERNS.items():
+            value = getattr(self, name)
+            if value is not None and not pattern.fullmatch(value):
+                raise StoreCorruptError(f"{self.NAME}: field {name!r} is {value!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +97,7 @@ class Pointer(Record):
 
     NAME: ClassVar = "version pointer"
     SINCE_2: ClassVar = frozenset({"history"})
+    PATTERNS: ClassVar = {"run": _RUN, "history": _RUN}
 
     version: int
     buffer: str
@@ -112,10 +111,7 @@ class Pointer(Record):
     pointer was written in format 1."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         Record.__post_init__(self)
-        self._matches("run", _RUN)
-        self._matches("history", _RUN)
         if self.buffer not in BUFFERS:
             raise StoreCorruptError(f"{self.NAME}: there is no buffer {self.buffer!r:.80}")
 
@@ -126,6 +122,14 @@ class Manifest(Record):
 
     NAME: ClassVar = "manifest"
     SINCE_2: ClassVar = frozenset({"history"})
+    PATTERNS: ClassVar = {
+        "run": _RUN,
+        "history": _RUN,
+        "file": _WEIGHTS_FILE,
+        "layout_xxh3": _DIGEST,
+        "checksums_xxh3": _DIGEST,
+        "origin": _IDENTITY,
+    }
 
     state: Literal["writing", "complete"]
     version: int
@@ -156,14 +160,7 @@ class Manifest(Record):
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the fields, alone and against each other."""
         Record.__post_init__(self)
-        self._matches("run", _RUN)
-        self._matches("history", _RUN)
-        self._matches("file", _WEIGHTS_FILE)
-        self._matches("layout_xxh3", _DIGEST)
-        self._matches("checksums_xxh3", _DIGEST)
-        self._matches("origin", _IDENTITY)
         if self.state not in ("writing", "complete"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
         if self.state == "complete":
@@ -185,6 +182,7 @@ class WriterRecord(Record):
 
     NAME: ClassVar = "writer record"
     SINCE_2: ClassVar = frozenset({"boot", "pid_namespace", "started"})
+    PATTERNS: ClassVar = {"run": _RUN, "history": _RUN, "boot": _BOOT}
 
     epoch: int
     """Goes up by one with each writer; a writer that reads another run than its own has lost."""
@@ -199,13 +197,6 @@ class WriterRecord(Record):
     pid_namespace: int = 0
     started: int = 0
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        Record.__post_init__(self)
-        self._matches("run", _RUN)
-        self._matches("history", _RUN)
-        self._matches("boot", _BOOT)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverRecord(Record):
@@ -216,6 +207,15 @@ class ReceiverRecord(Record):
         {"history", "state", "attempt", "boot", "pid_namespace", "started", "owner", "instance"}
         | {"is_made_up"}
     )
+    PATTERNS: ClassVar = {
+        "receiver": _RECEIVER_ID,
+        "part_of": _RECEIVER_ID,
+        "history": _RUN,
+        "attempt": ATTEMPT,
+        "boot": _BOOT,
+        "owner": _RUN,
+        "instance": _DIGEST,
+    }
 
     receiver: str
     host: str
@@ -254,17 +254,9 @@ class ReceiverRecord(Record):
     """Nobody comes back for it: its name was made up, or it is that of one rank."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         Record.__post_init__(self)
-        self._matches("receiver", _RECEIVER_ID)
-        self._matches("part_of", _RECEIVER_ID)
-        self._matches("history", _RUN)
-        self._matches("attempt", ATTEMPT)
         if self.state not in (None, "serving", "broken"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
-        self._matches("boot", _BOOT)
-        self._matches("owner", _RUN)
-        self._matches("instance", _DIGEST)
         if not all(type(value) in (int, float) for value in self.stats.values()):
             raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 
@@ -277,7 +269,6 @@ class ReceiverRecord(Record):
         return (applied or 0) >= version
 
     def has_staged(self, version: int, history: str | None) -> bool:
-        """Whether it has ``version`` of this history ready, or a later one."""
         staged = self.staged_version if history in (None, self.history) else None
         return (staged or 0) >= version
 
@@ -301,7 +292,7 @@ def version_file(name: str) -> str:
 
 def is_weights_file(name: str) -> bool:
     """Whether a writer names its weights files, or their parts, so."""
-    return any(pattern.fullmatch(name) for pattern in (_WEIGHTS_FILE, _PART_FILE))
+    return _WEIGHTS_FILE.fullmatch(version_file(name)) is not None
 
 
 def is_part_of(name: str, file: str) -> bool:

@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's ``__getattr__``.
+def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
+    """A package's ``__getattr__`` and ``__all__``.
 
     Args:
         package: its ``__name__``.
-        places: where each of its names is: ``"module"``, or ``"module:name there"``.
+        places: where each of its names is: ``".module"``, or ``".module:name there"``.
     """
 
     def get(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, _, name_there = places[name].partition(":")
-        return getattr(importlib.import_module(module), name_there or name)
+        return getattr(importlib.import_module(module, package), name_there or name)
 
-    return get
+    return get, list(places)

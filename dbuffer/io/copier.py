@@ -44,7 +44,6 @@ class _Batch:
         self._has_stopped: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def help(self) -> None:
-        """Take pieces in a thread of the pool, until none is left."""
         with self._lock:
             self._num_helping += 1
         try:
@@ -60,7 +59,6 @@ class _Batch:
         self._has_stopped.put(None)
 
     def work_off(self) -> None:
-        """Take pieces in this thread, until none is left."""
         # Grad mode is a thread's own; targets may be parameters or inference tensors.
         with torch.inference_mode():
             while True:
@@ -86,7 +84,6 @@ class _Batch:
             raise interrupt
 
     def raise_error(self) -> None:
-        """Raise what went wrong in another thread, if anything did."""
         if self._errors:
             raise self._errors.pop(0)  # or each would keep the other alive
 
@@ -136,12 +133,9 @@ class Copier:
         self._copy(contents, contents.views, sources)
 
     def read(self, contents: FileTensors, targets: list[torch.Tensor]) -> None:
-        """Copy each tensor of the file into its target."""
         self._copy(contents, targets, contents.views)
 
     def copy_bytes(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy one flat run of bytes."""
-
         def work(first: int, end: int) -> None:
             destination[first:end].copy_(source[first:end])
 
@@ -164,7 +158,6 @@ class Copier:
         return self._copy_and_hash(contents, targets, into_file=False)
 
     def checksums(self, contents: FileTensors) -> list[int]:
-        """The checksum of each tensor in the file."""
         digests = [0] * len(contents.blocks)
 
         def work(first: int, end: int) -> None:
@@ -222,11 +215,7 @@ class Copier:
     def in_parallel(
         self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]
     ) -> None:
-        """Call ``work(first, end)`` for all slices at once.
-
-        Raises:
-            ClosedError: this was closed.
-        """
+        """Call ``work(first, end)`` for all slices at once."""
         batch = _Batch(work, slices)
         try:
             try:

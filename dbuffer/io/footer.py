@@ -24,7 +24,6 @@ class Footer:
 
     @classmethod
     def of(cls, layout: Layout) -> Footer:
-        """Encode a layout, once."""
         encoded = layout.encode()
         # Data in parts is nothing that tensordict can find: without an end it refuses the file.
         tail = b"" if layout.is_in_parts else layout.encode_for_tensordict()
@@ -41,7 +40,6 @@ class Footer:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the whole weights file."""
         return self.layout.layout_offset + len(self.encoded) + len(self.tail)
 
     def seal(self, claim: Claim, checksums: list[int] | None) -> dict[str, Any]:
@@ -71,5 +69,4 @@ class Footer:
         }
 
     def write(self, file: int) -> None:
-        """Write it behind the tensors of an open file."""
         filesystem.write_at(file, self.layout.layout_offset, self.encoded + self.tail)

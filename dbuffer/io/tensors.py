@@ -43,12 +43,10 @@ class FileTensors:
         self._block_slices: dict[int, list[tuple[int, int]]] = {}
 
     def tensor(self, index: int) -> torch.Tensor:
-        """A view of one tensor."""
         return view_tensor(self._bytes, self.layout, index)
 
     @property
     def data(self) -> torch.Tensor:
-        """The bytes of all tensors, one after another."""
         return self._bytes[: self.layout.checksums_offset]
 
     def read_ahead(self) -> None:
@@ -56,17 +54,14 @@ class FileTensors:
 
     @functools.cached_property
     def views(self) -> list[torch.Tensor]:
-        """Views of all tensors, made once."""
         return [self.tensor(index) for index in range(len(self.layout.specs))]
 
     def cut_tensors(self, parts: int) -> list[tuple[int, int]]:
-        """Slices of :attr:`views` of about equal bytes; made once."""
         if (slices := self._tensor_slices.get(parts)) is None:
             slices = self._tensor_slices[parts] = split_evenly(self.layout.sizes, parts)
         return slices
 
     def cut_blocks(self, parts: int) -> list[tuple[int, int]]:
-        """Slices of :attr:`blocks` of about equal bytes; made once."""
         if (slices := self._block_slices.get(parts)) is None:
             sizes = [block.num_bytes for block in self.blocks]
             slices = self._block_slices[parts] = split_evenly(sizes, parts)
@@ -74,11 +69,9 @@ class FileTensors:
 
     @property
     def blocks(self) -> list[Block]:
-        """All blocks of all tensors, in the file's order."""
         return self.layout.blocks
 
     def hash_block(self, block: Block) -> int:
-        """The digest of one block's bytes."""
         start = self.layout.offsets[block.tensor] + block.offset
         return xxhash.xxh3_64_intdigest(self.raw[start : start + block.num_bytes])
 
@@ -134,7 +127,6 @@ class KeptMappings:
         }
 
     def clear(self) -> None:
-        """Unmap all."""
         self._mapped.clear()
 
 

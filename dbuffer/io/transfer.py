@@ -48,16 +48,10 @@ def read_tensors(
     hashed: bool,
     on_bytes: OnBytes | None = None,
 ) -> list[int]:
-    """Read all tensors of a version into memory; their checksums, if they are to be taken.
+    """Read all tensors of an open weights file into memory; their checksums, if ``hashed``.
 
-    Args:
-        file: the open weights file.
-        path: where that is; its parts, if its layout has some, are beside it.
-        layout: its layout.
-        memory: where the tensors go.
-        copier: its threads read.
-        hashed: whether checksums are wanted.
-        on_bytes: called with the bytes of each span that was read, from several threads.
+    Its parts, if its layout has some, are beside ``path``. ``on_bytes`` is called with the bytes of
+    each span that was read, from several threads.
 
     Raises:
         StoreCorruptError: a file is shorter than its layout, or a part longer.
@@ -107,9 +101,6 @@ def write_tensors(
     """Write all tensors into an open file, cast where dtypes differ; their checksums, if wanted.
 
     Takes some :data:`SPAN_BYTES` of memory a thread, and a copy of a tensor that is not contiguous.
-
-    Raises:
-        StoreFullError, StoreAccessError: a write was refused.
     """
     digests = [0] * len(layout.blocks)
 
@@ -135,11 +126,7 @@ def write_tensor(
     *,
     hashed: bool,
 ) -> list[int]:
-    """Write one tensor to its place, cast to ``dtype``, in bounded memory; its blocks' digests.
-
-    Raises:
-        StoreFullError, StoreAccessError: a write was refused.
-    """
+    """Write one tensor to its place, cast to ``dtype``, in bounded memory; its blocks' digests."""
     digests: list[int] = []
     with filesystem.os_errors("write a tensor", path):
         for data in _bytes_of(source, dtype):
@@ -152,7 +139,6 @@ def write_tensor(
 
 
 def _bytes_of(source: torch.Tensor, dtype: torch.dtype) -> Iterable[memoryview]:
-    """The bytes of a tensor as ``dtype``, some :data:`SPAN_BYTES` at a time."""
     if source.numel() * dtype.itemsize > SPAN_BYTES:
         return _spans_of(source, dtype)
     plain = source.detach().resolve_conj().resolve_neg()
@@ -192,9 +178,17 @@ def _for_each_span(
         files = _open_parts(stack, file, path, layout)
 
         def work(first: int, end: int) -> None:
-            with _OwnFile(files) as own:
+            # Opened once more for each thread: sharing one spoils each other's read-ahead.
+            with contextlib.ExitStack() as own:
+                number, part = -1, None
                 for span in layout.spans[first:end]:
-                    data = move(span, own.of(span.part))
+                    if number < 0 or span.part != part:
+                        own.close()
+                        part = span.part
+                        name = f"/proc/self/fd/{files[part]}"
+                        number = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+                        own.callback(os.close, number)
+                    data = move(span, number)
                     if hashed:
                         _hash_span(layout, span, data, digests)
                     if on_bytes is not None:
@@ -202,34 +196,6 @@ def _for_each_span(
 
         copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
     return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
-
-
-class _OwnFile:
-    """Opens files once more for one thread: sharing one spoils each other's read-ahead."""
-
-    def __init__(self, files: dict[int | None, int]) -> None:
-        self._files = files
-        self._part: int | None = None
-        self._number: int | None = None
-
-    def of(self, part: int | None) -> int:
-        """That of a part; the one before is closed."""
-        if self._number is None or part != self._part:
-            self._close()
-            name = f"/proc/self/fd/{self._files[part]}"
-            self._part, self._number = part, os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-        return self._number
-
-    def _close(self) -> None:
-        if self._number is not None:
-            os.close(self._number)
-            self._number = None
-
-    def __enter__(self) -> _OwnFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._close()
 
 
 def _open_parts(
@@ -262,7 +228,6 @@ def _read_span(file: int, span: Span, memory: memoryview, path: Path) -> None:
 
 
 def _hash_span(layout: Layout, span: Span, data: memoryview, digests: list[int]) -> None:
-    """Set the digests of a span's blocks; ``data`` holds its bytes."""
     for index in range(span.first_block, span.end_block):
         block = layout.blocks[index]
         start = layout.offsets[block.tensor] + block.offset - span.start

@@ -43,13 +43,11 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.publish.draft import Draft, Drafts
+from dbuffer.publish.sender import Progress, Publication, counter
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import (
-    DoubleBuffer,
-    Held,
-)
+from dbuffer.store.buffer import DoubleBuffer, Held
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.records import Spare
 from dbuffer.store.writer import BufferWriter, writer_lock
@@ -73,19 +71,9 @@ _FINAL = (ClosedError, OptionError, StoreMismatchError, StoreReplacedError, Writ
 """What trying again does not mend. All else may pass: a network that is cut, a full disk, a damaged
 version, a store that is being emptied, a mode that somebody sets right."""
 
-Progress = Callable[[int, int], None]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """A version that a mirror has published."""
-
-    version: int
-    num_tensors: int
-    num_bytes: int
-    """Bytes of all tensors."""
-    duration_s: float
-    """From finding it to having published it."""
+class Copied(Publication):
+    """What a mirror has published; ``duration_s`` is from finding it to having published it."""
 
 
 class _OneStoreError(OptionError):
@@ -276,11 +264,8 @@ class Mirror:
         filesystem.make_directory(self._local.root, parents=True)
         self._local.check()
         path = self._local.root / MIRROR_LOCK_FILE
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os_errors("open the mirror's lock", path):
-            lock = Descriptor(os.open(path, flags, 0o600))
-        if not filesystem.try_lock(lock.number, exclusive=True):
-            lock.close()
+        lock = filesystem.take_lock(path, "mirror's", may_lack_locks=False)
+        if lock is None:
             return False
         try:
             self._put_away_stale()
@@ -296,11 +281,7 @@ class Mirror:
             self._lock = None
 
     def _wait_until_prepared(self) -> None:
-        """Wait until the elected mirror has seen to what was in the local store.
-
-        Raises:
-            StoreMismatchError: it has not, as what is there is what it mirrors.
-        """
+        """Wait until the elected mirror has seen to what was in the local store."""
         deadline = time.monotonic() + _PREPARED_S
         while self._is_stale() and not self._must_keep_for_readers():
             if time.monotonic() > deadline:
@@ -326,11 +307,7 @@ class Mirror:
         return remote is not None and local is not None and remote.history == local.history
 
     def _put_away_stale(self) -> None:
-        """Empty the local store of what an earlier mirror left there, if nobody uses it.
-
-        Raises:
-            StoreMismatchError: a receiver uses it.
-        """
+        """Empty the local store of what an earlier mirror left there, if nobody uses it."""
         if not self._is_stale() or self._must_keep_for_readers():
             return
         if users := self._users():
@@ -449,11 +426,7 @@ class Mirror:
         )
 
     def _require_not_put_back(self, have: int) -> None:
-        """Refuse a remote store that an older copy has replaced.
-
-        Raises:
-            StoreMismatchError: the local store holds what is not in the remote one's history yet.
-        """
+        """Refuse a remote store that an older copy has replaced."""
         newest = self._remote.newest_pointer()
         if newest is None or newest.version < have:
             raise StoreMismatchError(
@@ -499,19 +472,14 @@ class Mirror:
         layout = known.footer.layout
         hashed = manifest.checksums_xxh3 is not None
         with drafts.begin(manifest.version, known.footer, hashed=hashed) as draft:
-            on_bytes = self._count_bytes(layout.checksums_offset)
+            on_bytes = counter(self._progress, layout.checksums_offset)
             draft.fill_from(held, known.remote, self._copier, on_bytes)
             if not self._is_whole(held, draft, receiver):
                 return None
             draft.commit(
                 manifest.metadata, published_at=manifest.published_at, origin=manifest.identity
             )
-        return Copied(
-            version=manifest.version,
-            num_tensors=len(layout.specs),
-            num_bytes=layout.num_bytes,
-            duration_s=time.monotonic() - started,
-        )
+        return Copied.of(manifest.version, layout, started)
 
     def _describe(self, held: Held) -> _Described:
         """The layouts there and here; those of the last version, where nothing has changed."""
@@ -520,21 +488,6 @@ class Mirror:
             footer = Footer.of(remote.joined())
             self._known = _Described(held.manifest.layout_xxh3, remote, footer)
         return self._known
-
-    def _count_bytes(self, total: int) -> Callable[[int], None] | None:
-        progress = self._progress
-        if progress is None:
-            return None
-        done = 0
-        lock = threading.Lock()
-
-        def count(num_bytes: int) -> None:
-            nonlocal done
-            with lock:
-                done += num_bytes
-                progress(done, total)
-
-        return count
 
     def _is_whole(self, held: Held, draft: Draft, receiver: WeightReceiver) -> bool:
         checksums = draft.checksums

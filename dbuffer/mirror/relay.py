@@ -51,7 +51,7 @@ class AcknowledgementRelay:
         self._stop.set()
         self._thread.join()
         for kept in self._kept.values():
-            kept.close()
+            kept.sign.close()
 
     def _run(self) -> None:
         is_last = False
@@ -102,10 +102,11 @@ class AcknowledgementRelay:
 
     def _stand_behind_the_living(self) -> None:
         for name, record in self._relayed.items():
+            sign = self._kept[name].sign
             if self._local.may_live(record):
-                self._kept[name].touch()
+                sign.touch()
             else:
-                self._kept[name].close()
+                sign.close()
 
 
 def _without_details(record: ReceiverRecord) -> ReceiverRecord:

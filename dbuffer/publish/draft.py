@@ -38,20 +38,13 @@ class Drafts:
         self._footer: Footer | None = None
 
     def footer_of(self, specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> Footer:
-        """That of such tensors; the last one, where nothing changed."""
         self._footer = Footer.like(self._footer, specs, aliases)
         return self._footer
 
     def begin(self, version: int, footer: Footer | None, *, hashed: bool) -> Draft:
-        """Claim the idle buffer for a version.
+        """Claim the idle buffer for a version; with checksums, if ``hashed``.
 
-        Args:
-            version: as `BufferWriter.next_version` gives it.
-            footer: of its tensors; None where they are known only when the last has come.
-            hashed: whether it gets checksums.
-
-        Raises:
-            StoreFullError, StoreAccessError, WriterSupersededError: as `BufferWriter.claim`.
+        ``footer`` is that of its tensors; None where they are known only when the last has come.
         """
         # A mapping keeps an unlinked file's room, which the next version may need.
         self.mapped.keep_only(None if footer is None else footer.layout)
@@ -66,7 +59,6 @@ class Drafts:
         return Draft(self, claim, footer, hashed=hashed)
 
     def close(self) -> None:
-        """Unmap everything, and give the store up."""
         self.mapped.clear()
         self.writer.close()
 
@@ -90,17 +82,14 @@ class Draft:
 
     @property
     def path(self) -> Path:
-        """Where the weights file is."""
         return self._claim.path
 
     @property
     def file(self) -> int:
-        """The open weights file."""
         return self._claim.file.number
 
     @property
     def footer(self) -> Footer:
-        """How the file ends: also says which tensors are in it."""
         if self._footer is None:
             if not self._specs:
                 raise InvalidWeightsError("there is no tensor in the weights to publish")
@@ -109,17 +98,14 @@ class Draft:
 
     @property
     def layout(self) -> Layout:
-        """Of its tensors."""
         return self.footer.layout
 
     @property
     def is_mapped(self) -> bool:
-        """Whether it is filled by copying into :attr:`mapped`."""
         return self._drafts.writer.medium.maps_files
 
     @property
     def mapped(self) -> MappedTensors:
-        """The file in memory, mapped once for as long as it lives."""
         file, footer = self.file, self.footer
         return self._drafts.mapped.of(
             self.path,
@@ -168,11 +154,7 @@ class Draft:
     def fill_from(
         self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
     ) -> None:
-        """Copy another store's version, which has this layout there.
-
-        Raises:
-            StoreNotFoundError, StoreCorruptError, StoreAccessError: as `read_tensors`.
-        """
+        """Copy another store's version, which has this layout there."""
         file, path, hashed = held.file.number, held.path, self._hashed
         if self.is_mapped:
             checksums = read_tensors(
@@ -219,11 +201,7 @@ class Draft:
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metadata as a reader will get it.
-
-    Raises:
-        InvalidWeightsError: JSON cannot hold it, or it is too large.
-    """
+    """The metadata as a reader will get it."""
     try:
         text = json.dumps(dict(metadata or {}), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 
@@ -38,42 +39,49 @@ class Claimed:
     """Of the file, on rank 0's host."""
 
     def path_in(self, store: Path) -> Path:
-        """Where this rank finds the file."""
         return store / self.buffer / self.file
 
 
-class RankOutput(Protocol):
+class RankOutput(ABC):
     """One rank's side of it. For a version: `begin`, `write` for each box, `finish` or `drop`."""
 
-    rows_only: bool
+    rows_only: ClassVar[bool]
     """Whether what is written must lie in one row of bytes in the whole tensor."""
 
-    def footer_of(self, plain: Footer, plan: Plan) -> Footer:
-        """How the weights file ends, when its tensors are written by this plan."""
+    def __init__(self, store: Path) -> None:
+        self._store = store
 
-    def keep_only(self, layout: Layout) -> None:
+    def footer_of(self, plain: Footer, plan: Plan) -> Footer:  # noqa: ARG002
+        """How the weights file ends, when its tensors are written by this plan."""
+        return plain
+
+    def keep_only(self, layout: Layout) -> None:  # noqa: B027
         """Let go of what holds the room of files that will not be written again."""
 
+    @abstractmethod
     def begin(self, claimed: Claimed, footer: Footer) -> None:
         """Be ready to write."""
 
+    @abstractmethod
     def write(self, box: Box, source: torch.Tensor) -> None:
         """Write the elements of a box, cast to the layout's dtype; from any thread."""
 
+    @abstractmethod
     def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
         """Wait until all ranks have all bytes in their files; the tensors' checksums, if wanted.
 
         Collective.
         """
 
+    @abstractmethod
     def drop(self) -> None:
         """Give up what was begun, if anything was."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        self.drop()
 
 
-class SharedFile:
+class SharedFile(RankOutput):
     """One machine: all ranks map the weights file, and copy each piece to its place.
 
     Nobody flushes but rank 0, when it commits: what any process of the machine has written into
@@ -83,31 +91,22 @@ class SharedFile:
     rows_only = False
 
     def __init__(self, store: Path, *, owner_only: bool) -> None:
-        self._store = store
+        super().__init__(store)
         self._owner_only = owner_only
         self._kept = KeptMappings()
         self._mapped: MappedTensors | None = None
 
-    def footer_of(self, plain: Footer, plan: Plan) -> Footer:  # noqa: ARG002
-        """The same, whoever writes what."""
-        return plain
-
     def keep_only(self, layout: Layout) -> None:
-        """Unmap them."""
         self._mapped = None
         self._kept.keep_only(layout)
 
     def begin(self, claimed: Claimed, footer: Footer) -> None:
-        """Map the file.
-
-        Raises:
-            StoreAccessError: this rank finds another one there than rank 0.
-        """
+        """Map the file."""
         path = claimed.path_in(self._store)
         with filesystem.os_errors("open the buffer that rank 0 has claimed", path):
             # No lock: rank 0 holds it for all.
             file = Descriptor(filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only))
-        try:
+        with file:
             if filesystem.identity_of(file.number) != claimed.identity:
                 raise StoreAccessError(
                     f"{path} is another file than rank 0's: is {self._store} the same directory "
@@ -118,15 +117,11 @@ class SharedFile:
                 file.number,
                 lambda: MappedTensors(file.number, footer.file_bytes, footer.layout, shared=True),
             )
-        finally:
-            file.close()
 
     def write(self, box: Box, source: torch.Tensor) -> None:
-        """Copy it straight from where it is."""
         _copy(box.of(self._begun().views[box.tensor]), source)
 
     def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
-        """Hash, about as many bytes on each rank."""
         if not hashed:
             return None
         mapped = self._begun()
@@ -147,8 +142,7 @@ class SharedFile:
         self._mapped = None
 
     def close(self) -> None:
-        """Unmap everything."""
-        self._mapped = None
+        self.drop()
         self._kept.clear()
 
     def _begun(self) -> MappedTensors:
@@ -157,66 +151,63 @@ class SharedFile:
         return self._mapped
 
 
-class OwnFile:
-    """A network mount: each rank writes a part of its own, and flushes it."""
+class OwnFile(RankOutput):
+    """A network mount: each rank writes a part of its own, a new file, and flushes it."""
 
     rows_only = True
 
     def __init__(self, store: Path, *, rank: int) -> None:
-        self._store = store
+        super().__init__(store)
         self._rank = rank
         self._footer: tuple[Footer, Plan, Footer] | None = None
-        self._part: PartFile | None = None
-        self._layout: Layout | None = None
+        self._path = store
+        self._file: Descriptor | None = None
+        self._layout = Layout((), (), {})
         self._mine: dict[int, Piece] = {}
+        self._digests: dict[Piece, list[int]] = {}
 
     def footer_of(self, plain: Footer, plan: Plan) -> Footer:
-        """That of a weights file which says what is in which part."""
         known = self._footer
         if known is None or known[0] is not plain or known[1] is not plan:
             known = plain, plan, Footer.of(layout_in_parts(plain.layout, plan))
             self._footer = known
         return known[2]
 
-    def keep_only(self, layout: Layout) -> None:
-        """Each version has files of its own."""
-
     def begin(self, claimed: Claimed, footer: Footer) -> None:
-        """Make the part, if anything is to be in it."""
         self._layout = layout = footer.layout
         self._mine = {p.tensor: p for p in layout.pieces if p.part == self._rank}
+        self._digests = {}
         if self._mine:
-            self._part = PartFile(claimed.path_in(self._store), self._rank)
+            self._path = part_path(claimed.path_in(self._store), self._rank)
+            self._file = filesystem.make_file(self._path, os.O_WRONLY)
 
     def write(self, box: Box, source: torch.Tensor) -> None:
-        """Write it to its place, in bounded memory."""
-        if self._part is None or self._layout is None:
+        if self._file is None:
             raise StoreAccessError("no version was begun")
-        dtype = DTYPES[self._layout.specs[box.tensor].dtype]
-        self._part.write(self._mine[box.tensor], source, dtype)
+        piece, dtype = self._mine[box.tensor], DTYPES[self._layout.specs[box.tensor].dtype]
+        digests = write_tensor(self._file, self._path, piece.place, source, dtype, hashed=True)
+        self._digests[piece] = digests
 
     def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
-        """Flush all parts; their blocks were hashed in passing."""
-
         def flush() -> list[int]:
-            digests = self._part.finish() if self._part is not None else []
-            return digests if hashed else []
+            """The digests of its pieces' blocks, in the layout's order, hashed in passing."""
+            if self._file is None:
+                return []
+            filesystem.sync_file(self._file.number, self._path)
+            self._file.close()
+            pieces = sorted(self._digests) if hashed else []
+            return [digest for piece in pieces for digest in self._digests[piece]]
 
         shares = ranks.each("flush its part", flush)
-        layout, self._part = self._layout, None
-        if not hashed or layout is None:
-            return None
-        return join_shares(layout, shares)
+        self._file = None  # rank 0 abandons all, from here on
+        return join_shares(self._layout, shares) if hashed else None
 
     def drop(self) -> None:
-        """Remove this rank's part, unless all ranks have theirs: then rank 0 abandons all."""
-        if self._part is not None:
-            self._part.drop()
-            self._part = None
-
-    def close(self) -> None:
-        """Let go of what was begun."""
-        self.drop()
+        if self._file is not None:
+            self._file.close()
+            with contextlib.suppress(OSError):  # the next sender removes it
+                self._path.unlink()
+            self._file = None
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -231,46 +222,8 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
         copy_one(destination[first : first + rows], source[first : first + rows])
 
 
-class PartFile:
-    """The part that one rank writes, a new file.
-
-    Raises:
-        StoreFullError, StoreAccessError: it cannot be made.
-    """
-
-    def __init__(self, path: Path, part: int) -> None:
-        self.path = part_path(path, part)
-        self._digests: dict[Piece, list[int]] = {}
-        self._file = filesystem.make_file(self.path, os.O_WRONLY)
-
-    def write(self, piece: Piece, source: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write one piece, cast to ``dtype``; keep its blocks' digests.
-
-        Raises:
-            StoreFullError, StoreAccessError: a write was refused.
-        """
-        file, place = self._file, piece.place
-        self._digests[piece] = write_tensor(file, self.path, place, source, dtype, hashed=True)
-
-    def finish(self) -> list[int]:
-        """Flush and close it; the digests of its pieces' blocks, in the layout's order.
-
-        Raises:
-            StoreFullError, StoreAccessError: what was written did not all arrive.
-        """
-        filesystem.sync_file(self._file.number, self.path)
-        self._file.close()
-        return [digest for piece in sorted(self._digests) for digest in self._digests[piece]]
-
-    def drop(self) -> None:
-        """Remove it: the version will not be published."""
-        self._file.close()
-        with contextlib.suppress(OSError):  # the next sender removes it
-            self.path.unlink()
-
-
 def join_shares(layout: Layout, shares: Sequence[list[int]]) -> list[int]:
-    """The checksum of each tensor from what :meth:`PartFile.finish` gave for each part."""
+    """The checksum of each tensor from the digests of the blocks in each part."""
     queues = [iter(share) for share in shares]
     part_at = {(piece.tensor, piece.offset): piece.part for piece in layout.pieces}
     digests, part = [], 0
@@ -281,11 +234,7 @@ def join_shares(layout: Layout, shares: Sequence[list[int]]) -> list[int]:
 
 
 def check_parts(path: Path, layout: Layout) -> None:
-    """See that every part is there, whole, on this host too.
-
-    Raises:
-        StoreAccessError: one is not.
-    """
+    """See that every part is there, whole, on this host too."""
     with filesystem.os_errors("look at the parts", path):
         filesystem.refresh(path.parent)
         for part, num_bytes in enumerate(layout.part_bytes):

@@ -13,24 +13,20 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from dbuffer.errors import ClosedError, DBufferError, ResidencyError
+from dbuffer.errors import DBufferError, ResidencyError
 from dbuffer.format.layout import Layout
-from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.draft import Draft, Drafts, checked_metadata
-from dbuffer.publish.sender import Publication
+from dbuffer.publish.draft import Draft, checked_metadata
+from dbuffer.publish.sender import LocalSender, Publication
 from dbuffer.runtime import options
-from dbuffer.runtime.turns import Turns
 from dbuffer.store.media import medium_of
-from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, is_same_memory, own_tensors
 
@@ -46,13 +42,8 @@ class _Home:
     tensors: list[torch.Tensor]
     """What the parameters share their memory with, in the layout's order."""
 
-    @property
-    def layout(self) -> Layout:
-        """Of the tensors in it."""
-        return self.draft.layout
 
-
-class ResidentModel:
+class ResidentModel(LocalSender):
     """The one writer of a store, for a model on the CPU: it lives there, and is not copied there.
 
     Parameters and persistent buffers keep their identity: optimizers, ties, ``requires_grad`` and
@@ -85,6 +76,8 @@ class ResidentModel:
         WriterActiveError, StoreInsecureError, StoreAccessError: as for :class:`WeightSender`.
     """
 
+    _closed = "this model has left {store}, or was made before a fork; make a new resident"
+
     def __init__(
         self,
         module: nn.Module,
@@ -97,33 +90,31 @@ class ResidentModel:
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
     ) -> None:
-        _check_mount(options.directory("store", store))
+        medium = medium_of(options.directory("store", store))
+        if not medium.can_rewrite_in_place:
+            raise ResidencyError(
+                f"{medium.root} is on a {medium.filesystem} mount, where each version is a new "
+                "file: publish with a WeightSender, or into a store in /dev/shm"
+            )
         if not isinstance(module, nn.Module):
             options.refuse("module", type(module), "a torch.nn.Module")
         self.module = module
         self._checksum = options.flag("checksum", checksum)
         self._describer = Describer(rename=rename)
-        self._copier = Copier(num_threads)
         self._home: _Home | None = None
-        self._turns = Turns(self._check_open, self._close)
         source = self._describe_movable()
-        self._writer = BufferWriter(
+        super().__init__(
             store,
             durable=durable,
+            num_threads=num_threads,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
-        self._drafts = Drafts(self._writer)
         try:
             self._move_in(source)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def store(self) -> Path:
-        """The store's directory."""
-        return self._writer.root
 
     def publish(
         self, *, version: int | None = None, metadata: Mapping[str, Any] | None = None
@@ -144,7 +135,7 @@ class ResidentModel:
                 values, in ordinary memory if need be.
         """
         started = time.monotonic()
-        with self._turns.publishing():
+        with self._publishing():
             version, layout = self._publish(version, metadata)
         return Publication.of(version, layout, started)
 
@@ -156,49 +147,31 @@ class ResidentModel:
         source = self._describer.describe(self.module)
         if self._home is None or not _is_at(self._home, source):
             source = self._describe_movable()
-            self._come_back(source)
+            if self._home is not None:
+                logger.warning(
+                    "%s: something was moved out of the store since the last publish (by .half(), "
+                    "or an assignment?), and is copied back in",
+                    self.store,
+                )
+                self._leave(self._home)
+            self._move_in(source)
         home = self._home
         assert home is not None  # noqa: S101 - it has just been found, or made
         self._flip(home, version, checked)
         self._change_sides(home, source)
-        return version, home.layout
-
-    def wait_applied(
-        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
-    ) -> None:
-        """Wait until receivers have applied ``version``; see `WeightSender.wait_applied`.
-
-        Raises:
-            OptionError, AcknowledgementTimeoutError, ReceiverFailedError: see there.
-        """
-        self._check_open()
-        self._writer.wait_applied(version, receivers, timeout_s)
+        return version, home.draft.layout
 
     def close(self) -> None:
         """Move the parameters to ordinary memory, and give the store up; after a publish."""
-        self._turns.close()
+        super().close()
 
     def _close(self) -> None:
         # A forked child has nothing to give up, and must not remove what its parent writes.
         if self._writer.is_open and self._home is not None:
             self._leave(self._home)
-        self._copier.close()
-        self._drafts.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if not self._writer.is_open:
-            raise ClosedError(
-                f"this model has left {self.store}, or was made before a fork; make a new resident"
-            )
+        super()._close()
 
     def _describe_movable(self) -> Source:
-        """The module's tensors, all of which can be moved."""
         source = self._describer.describe(self.module)
         if source.is_lazy:
             raise ResidencyError("a rank holds only a part of the module: use ShardedWeightSender")
@@ -227,17 +200,6 @@ class ResidentModel:
             places.add(tensor.data_ptr())
         return source
 
-    def _come_back(self, source: Source) -> None:
-        """Make a home once more: something has left it, or all had to."""
-        if self._home is not None:
-            logger.warning(
-                "%s: something was moved out of the store since the last publish (by .half(), or "
-                "an assignment?), and is copied back in",
-                self.store,
-            )
-            self._leave(self._home)
-        self._move_in(source)
-
     def _move_in(self, source: Source) -> None:
         """Claim the idle buffer, copy everything into it, and let the parameters live there."""
         tensors = cast("list[torch.Tensor]", source.tensors)
@@ -264,7 +226,6 @@ class ResidentModel:
             raise
 
     def _change_sides(self, home: _Home, source: Source) -> None:
-        """Leave what is published by now, for the other buffer."""
         try:
             self._move_in(source)
         except BaseException as error:
@@ -280,7 +241,6 @@ class ResidentModel:
             )
 
     def _leave(self, home: _Home) -> None:
-        """Give a claimed buffer up, with everything in it moved to ordinary memory."""
         self._home = None
         try:
             self._evacuate(home.mapped)
@@ -288,7 +248,8 @@ class ResidentModel:
             home.draft.abandon()
 
     def _evacuate(self, mapped: MappedTensors) -> None:
-        tensors = [t for t in own_tensors(self.module) if _lies_in(mapped, t)]
+        places = range(mapped.address, mapped.address + mapped.layout.checksums_offset)
+        tensors = [t for t in own_tensors(self.module) if t.data_ptr() in places]
         self._point({tensor.data_ptr(): tensor.detach().clone() for tensor in tensors})
         # A mapping keeps an unlinked file's room.
         self._drafts.mapped.clear()
@@ -303,18 +264,8 @@ class ResidentModel:
                 tensor.data = places[tensor.data_ptr()]
 
 
-def _check_mount(store: Path) -> None:
-    medium = medium_of(store)
-    if not medium.can_rewrite_in_place:
-        raise ResidencyError(
-            f"{store} is on a {medium.filesystem} mount, where each version is a new file: publish "
-            "with a WeightSender, or into a store in /dev/shm"
-        )
-
-
 def _is_at(home: _Home, source: Source) -> bool:
-    """Whether the module's tensors are those that were moved in, where they were moved to."""
-    layout = home.layout
+    layout = home.draft.layout
     return (source.specs, source.aliases, source.is_lazy) == (
         layout.specs,
         layout.aliases,
@@ -338,7 +289,3 @@ def _separate_tensors(mapped: MappedTensors) -> list[torch.Tensor]:
             view = data.view(view.dtype).view(view.shape)
         tensors.append(view)
     return tensors
-
-
-def _lies_in(mapped: MappedTensors, tensor: torch.Tensor) -> bool:
-    return 0 <= tensor.data_ptr() - mapped.address < mapped.layout.checksums_offset

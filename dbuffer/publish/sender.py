@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,18 +39,75 @@ class Publication:
     """From the call of `send` to its return, waiting for slow readers included."""
 
     @classmethod
-    def of(cls, version: int, layout: Layout, started: float) -> Publication:
-        """That of such tensors; ``started`` by the monotonic clock."""
-        duration_s = time.monotonic() - started
+    def of(cls, version: int, layout: Layout, started: float) -> Self:
         return cls(
             version=version,
             num_tensors=len(layout.specs),
             num_bytes=layout.num_bytes,
-            duration_s=duration_s,
+            duration_s=time.monotonic() - started,
         )
 
 
-class WeightSender:
+class LocalSender(Turns):
+    """A store's one writer, for weights that one process holds."""
+
+    _closed = "this sender of {store} is closed, or was made before a fork; make a new one"
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        durable: bool,
+        num_threads: int | None,
+        reader_timeout_s: float,
+        allow_shared_store: bool,
+    ) -> None:
+        super().__init__()
+        self._copier = Copier(num_threads)
+        self._writer = BufferWriter(
+            store,
+            durable=durable,
+            reader_timeout_s=reader_timeout_s,
+            allow_shared_store=allow_shared_store,
+        )
+        self._drafts = Drafts(self._writer)
+
+    @property
+    def store(self) -> Path:
+        """The store's directory."""
+        return self._writer.root
+
+    def wait_applied(
+        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
+    ) -> None:
+        """Wait until receivers have applied ``version`` or a later one.
+
+        An engine of many ranks is one receiver, and has applied it when all ranks have.
+
+        Args:
+            version: as `send` or `publish` returned it.
+            receivers: how many of them, whichever; or the id of one, or the ids of those to wait
+                for.
+            timeout_s: for how long.
+
+        Raises:
+            OptionError: one of these is not what it may be.
+            AcknowledgementTimeoutError: they have not, in time; the message says who has.
+            ReceiverFailedError: one of those named cannot apply it, or its process has ended.
+        """
+        self._check_open()
+        self._writer.wait_applied(version, receivers, timeout_s)
+
+    def _check_open(self) -> None:
+        if not self._writer.is_open:
+            raise ClosedError(self._closed.format(store=self.store))
+
+    def _close(self) -> None:
+        self._copier.close()
+        self._drafts.close()
+
+
+class WeightSender(LocalSender):
     """The one writer of a store.
 
     Args:
@@ -87,21 +145,14 @@ class WeightSender:
     ) -> None:
         options.choice("checksum", checksum, (True, False, "auto"))
         self._describer = Describer(dtype=dtype, rename=rename)
-        self._turns = Turns(self._check_open, self._close)
-        self._copier = Copier(num_threads)
-        self._writer = BufferWriter(
+        super().__init__(
             store,
             durable=durable,
+            num_threads=num_threads,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
-        self._drafts = Drafts(self._writer)
         self._checksum = self._writer.medium.has_checksums if checksum == "auto" else checksum
-
-    @property
-    def store(self) -> Path:
-        """The store's directory."""
-        return self._writer.root
 
     def send(
         self,
@@ -131,50 +182,9 @@ class WeightSender:
             ClosedError: the sender was closed, or this is a forked child.
         """
         started = time.monotonic()
-        with self._turns.publishing():
+        with self._publishing():
             version, layout = self._send(weights, version, metadata, progress)
         return Publication.of(version, layout, started)
-
-    def wait_applied(
-        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
-    ) -> None:
-        """Wait until receivers have applied ``version`` or a later one.
-
-        An engine of many ranks is one receiver, and has applied it when all ranks have.
-
-        Args:
-            version: as `send` returned it.
-            receivers: how many of them, whichever; or the id of one, or the ids of those to wait
-                for.
-            timeout_s: for how long.
-
-        Raises:
-            OptionError: one of these is not what it may be.
-            AcknowledgementTimeoutError: they have not, in time; the message says who has.
-            ReceiverFailedError: one of those named cannot apply it, or its process has ended.
-        """
-        self._check_open()
-        self._writer.wait_applied(version, receivers, timeout_s)
-
-    def close(self) -> None:
-        """Give the store up, after a `send` that is under way. The last version stays published."""
-        self._turns.close()
-
-    def _close(self) -> None:
-        self._copier.close()
-        self._drafts.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if not self._writer.is_open:
-            raise ClosedError(
-                f"this sender of {self.store} is closed, or was made before a fork; make a new one"
-            )
 
     def _send(
         self,
@@ -194,7 +204,7 @@ class WeightSender:
             if source.is_lazy:
                 # One at a time: what was gathered or read is dropped before the next.
                 tensors = map(sources.fetch, source.tensors)
-                count = _counter(progress, footer.layout.num_bytes)
+                count = counter(progress, footer.layout.num_bytes)
                 draft.fill_one_by_one(tensors, self._copier, count)
             else:
                 draft.fill(cast("list[torch.Tensor]", source.tensors), self._copier)
@@ -209,7 +219,7 @@ class WeightSender:
         progress: Progress | None,
     ) -> Layout:
         """Append tensors to a new file as they come; the layout is known when all have."""
-        count = _counter(progress, 0)
+        count = counter(progress, 0)
         with self._drafts.begin(version, None, hashed=self._checksum) as draft:
             for spec, tensor in stream:
                 draft.append(spec, tensor)
@@ -219,15 +229,17 @@ class WeightSender:
         return draft.layout
 
 
-def _counter(progress: Progress | None, total: int) -> OnBytes | None:
-    """Adds up what was copied, and tells ``progress``; None if nobody is to be told."""
+def counter(progress: Progress | None, total: int) -> OnBytes | None:
+    """Adds up what several threads copy, and tells ``progress``; None if nobody is to be told."""
     if progress is None:
         return None
     done = 0
+    lock = threading.Lock()
 
     def count(num_bytes: int) -> None:
         nonlocal done
-        done += num_bytes
-        progress(done, total)
+        with lock:
+            done += num_bytes
+            progress(done, total)
 
     return count

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import distributed
@@ -53,7 +53,7 @@ class _Described:
     """What it holds of each tensor; None if that is what it held the last time."""
 
 
-class ShardedWeightSender:
+class ShardedWeightSender(Turns):
     """The one writer of a store, for a trainer of many ranks: FSDP2, HSDP, TP, ZeRO-3.
 
     Every rank makes one, and every rank makes each call, with its own model: all of them are
@@ -99,10 +99,12 @@ class ShardedWeightSender:
         found, wait_s, wrong = _find_place(store, rank_timeout_s, reader_timeout_s)
         self.store = found
         """The store's directory."""
-        self._pid = os.getpid()
-        self._turns = Turns(self._check_open, self._close)
+        super().__init__()
         self._agreement = Agreement(group, timeout_s=wait_s)
-        self._leader: _Leader | None = None
+        self._drafts: Drafts | None = None
+        """What rank 0 has, and no other."""
+        self._draft: Draft | None = None
+        self._metadata: dict[str, Any] = {}
         self._copier = Copier(1)
         self._footer: Footer | None = None
         self._held: list[Boxes] = []
@@ -125,7 +127,7 @@ class ShardedWeightSender:
                 reader_timeout_s=reader_timeout_s,
                 allow_shared_store=allow_shared_store,
             )
-            self._leader = _Leader(writer)
+            self._drafts = Drafts(writer)
             medium = writer.medium
             self._check_reach(medium)
             checked = medium.has_checksums if checksum == "auto" else checksum
@@ -170,13 +172,13 @@ class ShardedWeightSender:
                 as `WeightSender.send`.
         """
         started = time.monotonic()
-        with self._turns.publishing():
+        with self._publishing():
             try:
                 version, layout = self._send(weights, version, metadata)
             except BaseException:
                 self._output.drop()
-                if self._leader is not None:
-                    self._leader.abandon()
+                if self._draft is not None:
+                    self._draft.abandon()
                 raise
         return Publication.of(version, layout, started)
 
@@ -197,22 +199,12 @@ class ShardedWeightSender:
             lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
         )
 
-    def close(self) -> None:
-        """Give the store up, after a `send` that is under way. The last version stays published."""
-        self._turns.close()
-
     def _close(self) -> None:
         self._output.close()
         self._agreement.close()
-        if self._leader is not None:
-            self._leader.close()
+        if self._drafts is not None:
+            self._drafts.close()
         self._copier.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if not self._agreement.is_open or self._pid != os.getpid():
@@ -221,11 +213,10 @@ class ShardedWeightSender:
                 "fork; make a new one"
             )
 
-    def _lead(self) -> _Leader:
-        """What rank 0 has, and no other."""
-        if self._leader is None:
+    def _lead(self) -> Drafts:
+        if self._drafts is None:
             raise ClosedError(f"rank {self._agreement.rank} is not the writer of {self.store}")
-        return self._leader
+        return self._drafts
 
     def _check_reach(self, medium: Medium) -> None:
         hosts = {peer.machine: peer.host for peer in self._agreement.peers}
@@ -246,18 +237,15 @@ class ShardedWeightSender:
         ranks = self._agreement
         source = self._describe(weights, version)
         footer = self._output.footer_of(self._footer_of(source), self._plan)
-        claimed = ranks.first(
-            "claim a buffer", lambda: self._lead().claim(footer, version, metadata)
-        )
+        claimed = ranks.first("claim a buffer", lambda: self._claim(footer, version, metadata))
         ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
         if self._plan.gathered:
             ranks.each("gather and write", lambda: self._write_gathered(source))
         checksums = self._output.finish(ranks, hashed=self._checksum)
-        ranks.first("commit the version", lambda: self._lead().commit(checksums))
+        ranks.first("commit the version", lambda: self._commit(checksums))
         return claimed.version, footer.layout
 
     def _describe(self, weights: Weights, version: int | None) -> Source:
-        """Find out what is to be published, see that it is the same everywhere, and plan."""
         ranks = self._agreement
         sources: list[Source] = []
 
@@ -286,6 +274,31 @@ class ShardedWeightSender:
             self._planned = self._footer_of(source).layout_xxh3
         return source
 
+    def _claim(
+        self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
+    ) -> Claimed:
+        """Begin a version, on rank 0, for all ranks to fill."""
+        drafts = self._lead()
+        version = drafts.writer.next_version(version)
+        self._metadata = checked_metadata(metadata)
+        self._draft = draft = drafts.begin(version, footer, hashed=False)
+        identity = filesystem.identity_of(draft.file)
+        return Claimed(version, draft.path.parent.name, draft.path.name, identity)
+
+    def _commit(self, checksums: list[int] | None) -> None:
+        """Publish what was begun, on rank 0, now that every rank has written its part.
+
+        Where the store is to be flushed, one flush is enough: pages that other processes of this
+        machine have written are pages of the same file.
+        """
+        draft = self._draft
+        if draft is None:
+            raise ClosedError("nothing was begun that could be committed")
+        if draft.layout.is_in_parts:
+            check_parts(draft.path, draft.layout)
+        draft.checksums = checksums
+        draft.commit(self._metadata)
+
     def _explain_difference(self, source: Source, version: int | None) -> NoReturn:
         rows = [f"version {version}", *_rows_of(source)]
         by_rank = self._agreement.each("compare its weights", lambda: rows)
@@ -303,7 +316,6 @@ class ShardedWeightSender:
         return self._footer
 
     def _write_held(self, claimed: Claimed, source: Source, footer: Footer) -> None:
-        """Write what this rank is to write of what it holds."""
         self._output.begin(claimed, footer)
         boxes = self._plan.boxes[self._agreement.rank]
         if not boxes:
@@ -319,61 +331,18 @@ class ShardedWeightSender:
         self._copier.in_parallel(work, split_evenly(sizes, self._copier.num_threads))
 
     def _write_gathered(self, source: Source) -> None:
-        """Gather tensor by tensor; each is written by one rank, and dropped by all."""
         problem: Exception | None = None
         for index, writer in self._plan.gathered:
             with shards.gathered(source.tensors[index]) as whole:
                 if writer != self._agreement.rank or problem is not None:
                     continue
                 try:
-                    self._output.write(shards.whole_box(index, source.specs[index]), whole)
+                    self._output.write(shards.whole_box(index, source.specs[index].shape), whole)
                 except Exception as error:  # noqa: BLE001 - the others wait in the next gather
                     problem = error
             del whole  # before the next is gathered
         if problem is not None:
             raise problem
-
-
-class _Leader:
-    """What rank 0 does for all."""
-
-    def __init__(self, writer: BufferWriter) -> None:
-        self.writer = writer
-        self._drafts = Drafts(writer)
-        self._draft: Draft | None = None
-        self._metadata: dict[str, Any] = {}
-
-    def claim(
-        self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> Claimed:
-        """Begin a version, for all ranks to fill."""
-        version = self.writer.next_version(version)
-        self._metadata = checked_metadata(metadata)
-        self._draft = draft = self._drafts.begin(version, footer, hashed=False)
-        identity = filesystem.identity_of(draft.file)
-        return Claimed(version, draft.path.parent.name, draft.path.name, identity)
-
-    def commit(self, checksums: list[int] | None) -> None:
-        """Publish what was begun, now that every rank has written its part.
-
-        Where the store is to be flushed, one flush is enough: pages that other processes of this
-        machine have written are pages of the same file.
-        """
-        if self._draft is None:
-            raise ClosedError("nothing was begun that could be committed")
-        if self._draft.layout.is_in_parts:
-            check_parts(self._draft.path, self._draft.layout)
-        self._draft.checksums = checksums
-        self._draft.commit(self._metadata)
-
-    def abandon(self) -> None:
-        """Give up the publish that failed, if there is one."""
-        if self._draft is not None:
-            self._draft.abandon()
-
-    def close(self) -> None:
-        """Give the store up."""
-        self._drafts.close()
 
 
 def _find_place(store: Any, rank_s: Any, reader_s: Any) -> tuple[Path, float, OptionError | None]:

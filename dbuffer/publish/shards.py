@@ -13,9 +13,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -44,7 +43,6 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of this region of ``tensor``."""
         for dimension, (start, extent) in enumerate(zip(self.start, self.shape, strict=True)):
             tensor = tensor.narrow(dimension, start, extent)
         return tensor
@@ -75,7 +73,7 @@ def _held_box(index: int, tensor: torch.Tensor | LazyTensor) -> Box | None:
         return _box_of_dtensor(index, sharded)
     if sharded is not None:
         return None
-    return Box(index, (0,) * len(tensor.shape), tuple(tensor.shape))
+    return whole_box(index, tensor.shape)
 
 
 def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
@@ -90,11 +88,7 @@ def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
 
 
 def held_elements(tensor: torch.Tensor | LazyTensor, box: Box, name: str) -> torch.Tensor:
-    """The elements in a box, where they are on this rank.
-
-    Raises:
-        InvalidWeightsError: the rank does not hold what its placements say.
-    """
+    """The elements in a box, where they are on this rank."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     if tensor.sharded is None:
@@ -109,29 +103,22 @@ def held_elements(tensor: torch.Tensor | LazyTensor, box: Box, name: str) -> tor
     return local
 
 
-def gathered(tensor: torch.Tensor | LazyTensor) -> AbstractContextManager[torch.Tensor]:
+@contextlib.contextmanager
+def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
     """The whole of a sharded tensor, for the length of a block that all ranks enter together."""
     if isinstance(tensor, LazyTensor) and hasattr(tensor.sharded, "ds_shape"):
-        return _gathered_zero3(tensor.sharded)
-    return contextlib.nullcontext(fetch(tensor))
+        import deepspeed  # whose parameter this is, so that it is there
 
-
-@contextlib.contextmanager
-def _gathered_zero3(parameter: Any) -> Iterator[torch.Tensor]:
-    """The whole of a parameter that DeepSpeed's ZeRO-3 has partitioned."""
-    import deepspeed  # whose parameter this is, so that it is there
-
-    with deepspeed.zero.GatheredParameters([parameter]):
-        yield parameter.data
+        with deepspeed.zero.GatheredParameters([tensor.sharded]):
+            yield tensor.sharded.data
+        return
+    yield fetch(tensor)
 
 
 def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes], *, rows_only: bool) -> Plan:
-    """Spread the writing over the ranks.
+    """Spread the writing of what each rank has ``held`` over the ranks.
 
-    Args:
-        specs: all tensors.
-        held: what each rank holds of them.
-        rows_only: gather what does not lie in one row of bytes in the whole tensor.
+    ``rows_only``: gather what does not lie in one row of bytes in the whole tensor.
     """
     written: list[list[Box]] = [[] for _ in held]
     gathered: list[int] = []
@@ -158,9 +145,14 @@ def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes], *, rows_only: 
         writer = min(ranks, key=busy_bytes.__getitem__)
         written[writer].append(box)
         busy_bytes[writer] += num_bytes
+    spread = []
+    for index in gathered:
+        writer = min(range(len(busy_bytes)), key=busy_bytes.__getitem__)
+        busy_bytes[writer] += specs[index].num_bytes
+        spread.append((index, writer))
     return Plan(
         boxes=tuple(tuple(sorted(of_rank)) for of_rank in written),
-        gathered=tuple(_spread(gathered, specs, busy_bytes)),
+        gathered=tuple(spread),
     )
 
 
@@ -180,7 +172,7 @@ def layout_in_parts(layout: Layout, plan: Plan) -> Layout:
     pieces = []
     whole: list[list[Box]] = [[] for _ in plan.boxes]
     for index, writer in plan.gathered:
-        whole[writer].append(whole_box(index, layout.specs[index]))
+        whole[writer].append(whole_box(index, layout.specs[index].shape))
     for rank, boxes in enumerate(plan.boxes):
         for box in sorted((*boxes, *whole[rank])):
             spec = layout.specs[box.tensor]
@@ -191,27 +183,16 @@ def layout_in_parts(layout: Layout, plan: Plan) -> Layout:
     return dataclasses.replace(layout, part_bytes=tuple(part_bytes), pieces=tuple(sorted(pieces)))
 
 
-def whole_box(index: int, spec: TensorSpec) -> Box:
+def whole_box(index: int, shape: tuple[int, ...]) -> Box:
     """All of a tensor."""
-    return Box(index, (0,) * len(spec.shape), spec.shape)
+    return Box(index, (0,) * len(shape), tuple(shape))
 
 
 def _flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Where an element of a contiguous tensor is, counted in elements."""
     flat = 0
     for position, extent in zip(index, shape, strict=True):
         flat = flat * extent + position
     return flat
-
-
-def _spread(
-    tensors: Sequence[int], specs: Sequence[TensorSpec], busy_bytes: list[int]
-) -> Iterator[tuple[int, int]]:
-    """Each of these tensors, with the least busy rank to write it."""
-    for index in tensors:
-        writer = min(range(len(busy_bytes)), key=busy_bytes.__getitem__)
-        busy_bytes[writer] += specs[index].num_bytes
-        yield index, writer
 
 
 def _owners(boxes: Sequence[Box | None]) -> dict[Box, list[int]] | None:

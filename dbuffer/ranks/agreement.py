@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ _FRAME_BYTES = 1024
 """A message of at most this size takes one collective, a longer one two."""
 
 _LENGTH_BYTES = 8
+
+_ENDS_WITHIN_S = 1.0
+_LOOK_S = 0.01
 
 _MAX_TIMEOUT_S = 1e9
 """gloo adds a time-out to its clock, in nanoseconds of 64 bits."""
@@ -102,17 +106,12 @@ class Agreement:
         return [one.value for one in outcomes]  # type: ignore[misc]  # it has one: no error
 
     def first(self, what: str, action: Callable[[], T]) -> T:
-        """Let rank 0 do ``action`` while the others wait; what it returned, on all of them.
-
-        Raises:
-            DBufferError, RankFailedError: as :meth:`each`.
-        """
-        value: T = self.each(what, action if self.rank == 0 else _nothing)[0]
-        return value
+        """Let rank 0 do ``action`` while the others wait; what it returned, on all of them."""
+        values = self.each(what, action if self.rank == 0 else lambda: None)
+        return values[0]  # type: ignore[return-value]  # that of rank 0
 
     @property
     def is_open(self) -> bool:
-        """Whether steps can be taken."""
         return self._group is not None
 
     def close(self) -> None:
@@ -133,7 +132,6 @@ class Agreement:
             raise
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank."""
         framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
         frames = self._gather_frames(framed, _FRAME_BYTES)
         ends = [_LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "little") for frame in frames]
@@ -149,10 +147,15 @@ class Agreement:
 
     def _lose(self, what: str, cause: Exception) -> NoReturn:
         self.close()
+        others = [(rank, peer) for rank, peer in enumerate(self.peers) if rank != self.rank]
+        # A process that is killed closes its connections a moment before it counts as ended.
+        deadline = time.monotonic() + _ENDS_WITHIN_S
+        while not any(peer.has_ended() for _, peer in others) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
         ended = [
             f"rank {rank} (process {peer.pid} on {peer.host})"
-            for rank, peer in enumerate(self.peers)
-            if rank != self.rank and peer.has_ended()
+            for rank, peer in others
+            if peer.has_ended()
         ]
         who = " and ".join(ended) + " has ended" if ended else "a rank was lost"
         raise RankFailedError(
@@ -195,7 +198,3 @@ def connect(
         return distributed.ProcessGroupGloo(store, rank, size, timeout)
     except RuntimeError as error:
         raise RankFailedError(f"the ranks cannot connect to each other: {error}") from error
-
-
-def _nothing() -> Any:
-    """What the ranks do that only wait."""

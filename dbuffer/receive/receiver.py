@@ -37,15 +37,10 @@ from dbuffer.receive.snapshot import (
     wrong_tensors,
 )
 from dbuffer.runtime import options
-from dbuffer.store.buffer import (
-    DoubleBuffer,
-    Held,
-    Patience,
-    pointer_to,
-)
+from dbuffer.store.buffer import DoubleBuffer, Held, Patience, pointer_to
 from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher
-from dbuffer.weights.targets import LoadedNames, Match, Matcher, refuse_adapter
+from dbuffer.weights.targets import LoadedNames, Matcher, refuse_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +92,7 @@ class WeightReceiver:
     ) -> None:
         is_made_up = receiver_id is None
         if receiver_id is None:
-            receiver_id = _default_id()
+            receiver_id = f"receiver-{host_in_id()}-{os.getpid()}-{secrets.token_hex(4)}"
         if not (isinstance(receiver_id, str) and is_receiver_id(receiver_id)):
             rule = "1 to 128 letters, digits, '.', '_' or '-', the first no '.' or '-'"
             options.refuse("receiver_id", receiver_id, rule)
@@ -204,10 +199,7 @@ class WeightReceiver:
         """
         self._check_open()
         held = self._hold(newer_than, self._seen)
-        if held is None:
-            yield None
-            return
-        with self._released(held):
+        with contextlib.nullcontext() if held is None else self._released(held):
             yield held
 
     def load_into(
@@ -369,7 +361,6 @@ class WeightReceiver:
             )
 
     def _newest(self) -> int | None:
-        """The pointer's version; None if there is no store yet, or nothing in it."""
         if not self._store.exists():
             if self._seen is not None:
                 raise StoreNotFoundError(f"the store at {self.store} was removed")
@@ -380,17 +371,6 @@ class WeightReceiver:
             return None
         self._seen = pointer
         return pointer.version
-
-    def _wait_and_hold(
-        self, newer_than: int | None, timeout_s: float, deadline: float, known: Pointer | None
-    ) -> Held:
-        while True:
-            if known is None:
-                self._wait_until_published(newer_than, timeout_s, deadline)
-                known = self._seen  # which was read just now
-            if (held := self._hold(newer_than, known)) is not None:
-                return held
-            known = None
 
     def _wait_until_published(
         self, newer_than: int | None, timeout_s: float, deadline: float
@@ -417,7 +397,6 @@ class WeightReceiver:
         self.record.set(applied_version=manifest.version, history=manifest.history)
 
     def _announce(self, version: int) -> None:
-        """Say in the store what is about to be read; before it is."""
         if self.record.current.held_version != version:
             self.record.write(held_version=version)
 
@@ -454,8 +433,13 @@ class WeightReceiver:
         deadline = time.monotonic() + timeout_s
         while True:
             if version is None:
-                held = self._wait_and_hold(newer_than, timeout_s, deadline, known)
-                known = None
+                if known is None:
+                    self._wait_until_published(newer_than, timeout_s, deadline)
+                    known = self._seen  # which was read just now
+                found, known = self._hold(newer_than, known), None
+                if found is None:
+                    continue
+                held = found
             else:
                 held = self._wait_and_hold_exactly(version, timeout_s, deadline)
             with self._released(held):
@@ -479,7 +463,10 @@ class WeightReceiver:
         """
         if self._store.medium.maps_files:
             mapped = self._map_kept(held) if keep else map_privately(held)
-            return mapped if self._is_whole(held, mapped) else None
+            if self._must_verify(held):
+                checksums = self._copier.checksums(mapped)
+                return mapped if self.checksums_match(held, mapped.layout, checksums) else None
+            return mapped
         tensors = self._read(held, self._memory if keep else None)
         if keep and tensors is not None:
             self._memory = tensors.data
@@ -523,8 +510,14 @@ class WeightReceiver:
             return False
         # Damage is found before the target is touched ...
         tensors = self._bring_in(held, keep=True)
-        if tensors is None or not self._fits_in_ties(held, tensors, match):
+        if tensors is None:
             return False
+        try:
+            match.require_ties(tensors.tensor)
+        except WeightsMismatchError:
+            if held.is_unchanged():
+                raise
+            return False  # a writer was faster
         self._note(held, tensors.layout.all_names, partial)
         for alias, index in match.aliases:
             copy_one(alias, tensors.views[index])
@@ -538,20 +531,6 @@ class WeightReceiver:
     def _layout_of(self, held: Held) -> Layout:
         maps_files = self._store.medium.maps_files
         return self._map_kept(held).layout if maps_files else held.read_layout()
-
-    def _fits_in_ties(self, held: Held, tensors: FileTensors, match: Match) -> bool:
-        """Look at values that must be equal; False if a writer was faster.
-
-        Raises:
-            WeightsMismatchError: they are not.
-        """
-        try:
-            match.require_ties(tensors.tensor)
-        except WeightsMismatchError:
-            if held.is_unchanged():
-                raise
-            return False
-        return True
 
     def _note(self, held: Held, names: Set[str], partial: bool) -> None:
         """Remember what is about to be touched; refuse what would leave a mix."""
@@ -567,12 +546,6 @@ class WeightReceiver:
         """Whether what is copied must be compared once more, with the checksums of the copy."""
         # What was read into memory was checked there, where nobody else writes.
         return self._store.medium.maps_files and self._must_verify(held)
-
-    def _is_whole(self, held: Held, mapped: FileTensors) -> bool:
-        """Whether the bytes are those published, as far as that is to be checked."""
-        if not self._must_verify(held):
-            return True
-        return self.checksums_match(held, mapped.layout, self._copier.checksums(mapped))
 
     def checksums_match(self, held: Held, layout: Layout, checksums: list[int]) -> bool:
         """Compare checksums with the published ones; False if a writer has moved on since.
@@ -596,7 +569,3 @@ class WeightReceiver:
 def _check_version(name: str, value: int | None) -> None:
     if value is not None:
         options.whole_number(name, value, at_least=-1)
-
-
-def _default_id() -> str:
-    return f"receiver-{host_in_id()}-{os.getpid()}-{secrets.token_hex(4)}"

@@ -166,16 +166,10 @@ class Snapshot:
 
     @property
     def layout(self) -> Layout:
-        """Its tensors' places in the file."""
         return self._contents.layout
 
     def fill(self, match: Match) -> None:
-        """Copy all tensors into those that a :class:`~dbuffer.weights.targets.Matcher` found.
-
-        Raises:
-            WeightsMismatchError: the match has one tensor for two, whose values differ.
-            ChecksumError: they were damaged since this snapshot was opened and verified.
-        """
+        """Copy all tensors into those that a :class:`~dbuffer.weights.targets.Matcher` found."""
         match.require_ties(self._contents.tensor)
         for alias, index in match.aliases:
             copy_one(alias, self._contents.views[index])
@@ -203,11 +197,7 @@ class Snapshot:
 
 
 def map_privately(held: Held) -> MappedTensors:
-    """Map a version; whoever writes into the mapping spoils no other.
-
-    Raises:
-        StoreAccessError: it is in parts, and no one file can be mapped.
-    """
+    """Map a version; whoever writes into the mapping spoils no other."""
     layout = held.read_layout()
     if layout.is_in_parts:
         raise StoreAccessError(
@@ -236,11 +226,7 @@ def read_whole(
 
 
 def wrong_tensors(held: Held, layout: Layout, checksums: list[int]) -> list[str]:
-    """Names of the tensors whose checksums are not those that were published.
-
-    Raises:
-        ChecksumError: the version was published without checksums.
-    """
+    """Names of the tensors whose checksums are not those that were published."""
     manifest = held.manifest
     if manifest.checksums_xxh3 is None:
         raise ChecksumError(

@@ -94,7 +94,6 @@ class StagingMemory:
             _check_cuda(_cuda().cudaHostRegister(self.bytes.data_ptr(), num_bytes, 0))
 
     def free(self) -> None:
-        """Give it back to the system."""
         if self._is_pinned:
             _check_cuda(_cuda().cudaHostUnregister(self.bytes.data_ptr()))
             self._is_pinned = False
@@ -116,8 +115,6 @@ class Stager:
     Beyond the store itself it takes no memory when it maps, and one version's when it copies.
 
     Args:
-        store: the store's directory; it may come later.
-        receiver_id: the name of its record in the store.
         part_of: the receiver that acknowledges, where this is one rank of an engine.
         instance: which start of which engine.
         spare: the name to take if another living receiver has this one.
@@ -126,7 +123,8 @@ class Stager:
         copy: copy into memory of its own. ``"auto"``: if ``pin_memory``. On a network mount a
             version is read into memory of its own in any case.
         pin_memory: that memory is page-locked, for a device to copy from.
-        poll_interval_s, verify, num_threads, allow_shared_store: as for a `WeightReceiver`.
+        store, receiver_id, poll_interval_s, verify, num_threads, allow_shared_store: as for a
+            `WeightReceiver`.
         new_history: ``"follow"``: where the store was started over, stage what it holds now.
             ``"refuse"``: that is a problem with every version, until this stager is closed.
 
@@ -191,19 +189,14 @@ class Stager:
             "failures": 0,
         }
         self._receiver.record.spare = spare
-        self._receiver.record.set(
-            part_of=part_of,
-            instance=instance,
-            is_made_up=part_of is not None,
-            stats=self._stats,
+        self._receiver.record.write(
+            part_of=part_of, instance=instance, is_made_up=part_of is not None, stats=self._stats
         )
-        self._receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
         self._thread.start()
 
     @property
     def store(self) -> Path:
-        """The store's directory."""
         return self._receiver.store
 
     def newest(self) -> int | None:
@@ -212,7 +205,6 @@ class Stager:
         return None if pointer is None else pointer.version
 
     def newest_pointer(self) -> Pointer | None:
-        """What names that version."""
         return self._store.newest_pointer() if self._store.exists() else None
 
     @property
@@ -335,7 +327,6 @@ class Stager:
             )
 
     def _wake(self) -> None:
-        """Let the thread look again, wherever it waits."""
         self._interrupt.set()
         self._receiver.wake()
         self._condition.notify_all()
@@ -381,7 +372,6 @@ class Stager:
         return found
 
     def _start_over(self, why: StoreReplacedError) -> None:
-        """Stage what the store holds now, whatever it held before."""
         logger.warning("%s (staging it)", why)
         with self._condition:
             self._receiver.start_over()
@@ -513,7 +503,6 @@ class Stager:
         self._receiver.record.write()
 
     def _forget_problem(self) -> None:
-        """Whatever it was, it has passed."""
         self._problem = None
         self._retry_s = _RETRY_MIN_S
         self._receiver.record.set(problem=None, problem_version=None)

@@ -22,33 +22,21 @@ T = TypeVar("T")
 
 
 def positive_seconds(name: str, value: Any) -> float:
-    """A time above 0.
-
-    Raises:
-        OptionError: it is not a number, NaN, infinite, 0 or below, or more than a thread can wait.
-    """
+    """A time above 0, and no longer than a thread can wait."""
     if not (_is_time(value) and value > 0):
         refuse(name, value, f"seconds above 0, at most {MAX_SECONDS:.0f}")
     return float(value)
 
 
 def seconds(name: str, value: Any) -> float:
-    """A time of 0 or above.
-
-    Raises:
-        OptionError: it is not a number, NaN, infinite, below 0, or longer than a thread can wait.
-    """
+    """A time of 0 or above, and no longer than a thread can wait."""
     if not _is_time(value):
         refuse(name, value, f"seconds from 0 to {MAX_SECONDS:.0f}")
     return float(value)
 
 
 def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | None = None) -> int:
-    """A whole number within bounds.
-
-    Raises:
-        OptionError: it is none; ``1.0`` and True are none either.
-    """
+    """A whole number within bounds; ``1.0`` and True are none."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or value < at_least or (at_most is not None and value > at_most):
         bounds = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
@@ -57,11 +45,7 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 
 
 def choice(name: str, value: Any, allowed: Iterable[T]) -> T:
-    """One of a few values, and of their type: 1 is not True.
-
-    Raises:
-        OptionError: it is none of them.
-    """
+    """One of a few values, and of their type: 1 is not True."""
     allowed = tuple(allowed)
     found = [one for one in allowed if type(value) is type(one) and value == one]
     if not found:
@@ -71,19 +55,14 @@ def choice(name: str, value: Any, allowed: Iterable[T]) -> T:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False.
-
-    Raises:
-        OptionError: it is neither; the text ``"false"`` would count as true.
-    """
+    """True or False; the text ``"false"`` would count as true."""
     return choice(name, value, (True, False))
 
 
 def directory(name: str, value: Any) -> Path:
     """A directory's path, made absolute: it stays where it is when the process changes its own.
 
-    Raises:
-        OptionError: it is not a path, or empty, as the value of an unset variable is.
+    Refused if empty, as the value of an unset variable is.
     """
     is_path = isinstance(value, str | os.PathLike) and isinstance(os.fspath(value), str)
     if not is_path or not os.fspath(value) or "\0" in os.fspath(value):
@@ -92,31 +71,19 @@ def directory(name: str, value: Any) -> Path:
 
 
 def names(name: str, value: Any) -> int | frozenset[str]:
-    """A number of things, whichever; or their names. One text is one name.
-
-    Raises:
-        OptionError: it is neither a number of at least 0 nor a collection of names.
-    """
+    """A number of things, whichever; or their names. One text is one name."""
     if isinstance(value, int):
         return whole_number(name, value, at_least=0)
     if isinstance(value, str):
         return frozenset([value])
-    if not isinstance(value, Iterable):
-        refuse(name, value, "a whole number, a name, or several names")
-    found = list(value)
+    found: list[Any] = list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(one, str) for one in found):
         refuse(name, value, "a whole number, a name, or several names")
     return frozenset(found)
 
 
 def refuse(name: str, value: Any, rule: str) -> NoReturn:
-    """Raise an `OptionError` for an option that cannot have this value.
-
-    Args:
-        name: of the option.
-        value: that was given.
-        rule: what to use instead, as in "use {rule}".
-    """
+    """Raise an `OptionError` for an option; ``rule`` says what to use instead of the value."""
     raise OptionError(f"invalid {name} {value!r:.200}: use {rule}")
 
 

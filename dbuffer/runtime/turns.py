@@ -9,34 +9,37 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Self
 
 from dbuffer.errors import WriterActiveError
 
 
-class Turns:
-    """Whose turn it is.
+class Turns(ABC):
+    """A writer, closed for good when its ``with`` block is left."""
 
-    Args:
-        check_open: raises where the writer is closed, or this is a forked child.
-        close: closes it, for good; called once at least.
-    """
-
-    def __init__(self, check_open: Callable[[], None], close: Callable[[], None]) -> None:
-        self._check_open = check_open
-        self._close = close
+    def __init__(self) -> None:
         self._pid = os.getpid()
         # Reentrant: a callback in a publish, or a signal handler on top of it, may come here too.
         self._lock = threading.RLock()
         self._is_publishing = False
         self._must_close = False
 
+    @abstractmethod
+    def _check_open(self) -> None:
+        """Raise a `ClosedError` where it is closed, or this is a forked child."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Close it, for good; called once at least."""
+
     @contextlib.contextmanager
-    def publishing(self) -> Iterator[None]:
+    def _publishing(self) -> Iterator[None]:
         """Publish in a ``with`` block, when those of other threads are over.
 
         Raises:
-            ClosedError: what ``check_open`` raises; before anything is waited for, and after.
+            ClosedError: before anything is waited for, and after.
             WriterActiveError: this very thread is in the middle of a publish.
         """
         self._check_open()
@@ -53,12 +56,18 @@ class Turns:
                     self._close()
 
     def close(self) -> None:
-        """Close, after the publish that is under way; from inside of one: when it ends."""
+        """Give the store up, after the publish under way. The last version stays published."""
         if self._pid != os.getpid():  # nobody publishes here, and who had the lock is not here
             self._close()
             return
         with self._lock:
             if self._is_publishing:
-                self._must_close = True
+                self._must_close = True  # this very thread: when it ends
             else:
                 self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

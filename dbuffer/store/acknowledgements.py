@@ -26,22 +26,11 @@ def wait_applied(
     timeout_s: float,
     since: float,
 ) -> None:
-    """Wait until receivers have applied ``version`` or a later one.
+    """Wait until receivers have applied ``version`` or a later one; see `WeightSender`.
 
-    Args:
-        store: where they acknowledge.
-        version: a published version.
-        receivers: how many of them, whichever; or the id of one, or the ids of those to wait for.
-        timeout_s: for how long.
-        since: when the sender began (seconds since the epoch); what records said before that is of
-            an earlier run, whose processes have ended.
-
-    Raises:
-        OptionError: one of these is not what it may be.
-        AcknowledgementTimeoutError: they have not, in time; the message says who has.
-        ReceiverFailedError: one of those named cannot apply it, or has ended. That is learned at
-            once (a second for its last word) of one of this host, or on a local mount; else after
-            :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`.
+    That one has ended is learned at once (a second for its last word) of one of this host, or on a
+    local mount; else after :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. What records said
+    before ``since``, seconds since the epoch, is of an earlier run, whose processes have ended.
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
@@ -49,8 +38,7 @@ def wait_applied(
     history = None if pointer is None else pointer.history
     pause_s = _POLL_MIN_S
     wanted = options.names("receivers", receivers)
-    names = None if isinstance(wanted, int) else wanted
-    needed = wanted if isinstance(wanted, int) else len(wanted)
+    names, needed = (None, wanted) if isinstance(wanted, int) else (wanted, len(wanted))
     for name in names or ():
         if not is_receiver_id(name):
             options.refuse("receivers", receivers, f"no receiver can be named {name!r:.80}")
@@ -65,9 +53,9 @@ def wait_applied(
         if num_applied >= needed:
             return
         if names is not None:
-            since_then = [r for r in waiting if r.updated_at >= since]
-            _check_no_problem(since_then, version, history)
-            _check_may_live(store, since_then, ended_at)
+            for record in waiting:
+                if record.updated_at >= since:
+                    _check(store, record, version, history, ended_at)
         left = deadline - time.monotonic()
         if left <= 0:
             states = ", ".join(f"{r.receiver} is at {r.applied_version}" for r in records)
@@ -79,24 +67,20 @@ def wait_applied(
         pause_s = min(2 * pause_s, _POLL_MAX_S)
 
 
-def _check_no_problem(records: list[ReceiverRecord], version: int, history: str | None) -> None:
-    for record in records:
-        if record.has_problem_with(version, history):
-            raise ReceiverFailedError(
-                f"{record.receiver} (process {record.pid} on {record.host}) could not apply "
-                f"version {record.problem_version or version}: {record.problem}"
-            )
-
-
-def _check_may_live(
-    store: DoubleBuffer, records: list[ReceiverRecord], ended_at: dict[str, float]
+def _check(
+    store: DoubleBuffer,
+    record: ReceiverRecord,
+    version: int,
+    history: str | None,
+    ended_at: dict[str, float],
 ) -> None:
-    for record in records:
-        if store.may_live(record):
-            continue
+    """Raise if it cannot apply the version, or has ended; ``ended_at``: since when it has."""
+    who = f"{record.receiver} (process {record.pid} on {record.host})"
+    if record.has_problem_with(version, history):
+        raise ReceiverFailedError(
+            f"{who} could not apply version {record.problem_version or version}: {record.problem}"
+        )
+    if not store.may_live(record):
         now = time.monotonic()
         if now - ended_at.setdefault(record.receiver, now) >= _LAST_WORD_S:
-            raise ReceiverFailedError(
-                f"{record.receiver} (process {record.pid} on {record.host}) has ended, at version "
-                f"{record.applied_version}"
-            )
+            raise ReceiverFailedError(f"{who} has ended, at version {record.applied_version}")

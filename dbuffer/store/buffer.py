@@ -70,7 +70,6 @@ _TICK_S = 1.0
 """Longer than the clock of any filesystem takes from one file time to the next; some servers count
 whole seconds."""
 
-
 Announce = Callable[[int], None]
 """Says in the store which version is about to be read."""
 
@@ -87,7 +86,6 @@ class Held:
     """Of the open weights file."""
 
     def release(self) -> None:
-        """Drop the lock."""
         self.file.close()
 
     def __enter__(self) -> Self:
@@ -101,7 +99,6 @@ class Held:
         return self.store.medium.is_never_rewritten(self.manifest) or self.is_still_named()
 
     def is_still_named(self) -> bool:
-        """Whether the buffer's manifest is the one that was held."""
         found = self.store.manifest(self.buffer)
         return found is not None and (
             (found.run, found.generation) == (self.manifest.run, self.manifest.generation)
@@ -118,11 +115,7 @@ class Held:
             raise StoreCorruptError(f"{error}; publish again to repair the store") from error
 
     def read_layout(self) -> Layout:
-        """The layout at the end of the file, whose bytes are read and checked each time.
-
-        Raises:
-            StoreCorruptError: it is not the one that the manifest names.
-        """
+        """The layout at the end of the file, whose bytes are read and checked each time."""
         manifest = self.manifest
         data = self._read_at(manifest.layout_offset, manifest.layout_bytes)
         data_xxh3 = digest(data)
@@ -224,7 +217,6 @@ class DoubleBuffer:
         return pointer
 
     def _require_successor(self, seen: Pointer, found: Pointer | None) -> None:
-        """Refuse a pointer that does not come after the one that was seen."""
         if found is not None and is_replaced(seen, found):
             raise StoreReplacedError(
                 f"{self.root} was emptied or replaced: it held version {seen.version}, and what it "
@@ -286,11 +278,9 @@ class DoubleBuffer:
         return _unless_damaged(self.pointer)
 
     def undamaged_manifest(self, buffer: str) -> Manifest | None:
-        """As :meth:`manifest`, for who replaces it next; None also where it is damaged."""
         return _unless_damaged(lambda: self.manifest(buffer))
 
     def undamaged_writer(self) -> WriterRecord | None:
-        """As :meth:`writer`, for who replaces it next; None also where it is damaged."""
         return _unless_damaged(self.writer)
 
     def receiver(self, receiver_id: str) -> ReceiverRecord | None:
@@ -352,7 +342,6 @@ class DoubleBuffer:
         return self.medium.shows_life(path, is_locked=bool(record.boot))
 
     def readers(self) -> list[ReceiverRecord]:
-        """The receivers that say that they hold a version, and may live."""
         held = [record for record in self.receivers() if record.held_version is not None]
         return [record for record in held if self.may_live(record)]
 
@@ -392,11 +381,7 @@ class DoubleBuffer:
                 )
 
     def hold_buffer(self, buffer: str, announce: Announce | None = None) -> Held | None:
-        """Hold one of the buffers for reading, newest or not; None if it is being written.
-
-        Raises:
-            StoreCorruptError: its manifest and its file do not agree.
-        """
+        """Hold one of the buffers for reading, newest or not; None if it is being written."""
         manifest = self.manifest(buffer)
         if manifest is None or manifest.state != "complete":
             return None
@@ -431,7 +416,6 @@ class DoubleBuffer:
         return None
 
     def _hold(self, pointer: Pointer, announce: Announce | None) -> Held | _Hindrance:
-        """Hold what the pointer names, or say why that cannot be done just now."""
         manifest = self.manifest(pointer.buffer)
         if manifest is None or not _names(pointer, manifest):
             return _Hindrance(f"buffer {pointer.buffer} does not hold version {pointer.version}")
@@ -468,10 +452,9 @@ class DoubleBuffer:
                 size = os.fstat(file.number).st_size
         except StoreNotFoundError:
             return _Hindrance(f"{path} is not there")
-        if size != manifest.file_bytes:
-            what = f"{path} has {size} bytes, and was published with {manifest.file_bytes}"
-            return _Hindrance(what)
-        return None
+        if size == manifest.file_bytes:
+            return None
+        return _Hindrance(f"{path} has {size} bytes, and was published with {manifest.file_bytes}")
 
     def _read(self, kind: type[RecordT], path: Path) -> RecordT | None:
         try:
@@ -522,7 +505,6 @@ class Patience:
 
 
 def _names(pointer: Pointer, manifest: Manifest) -> bool:
-    """Whether the manifest is the one that the pointer was written for."""
     return manifest.state == "complete" and (
         (manifest.version, manifest.generation, manifest.run)
         == (pointer.version, pointer.generation, pointer.run)

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from dbuffer.errors import (
     ClosedError,
@@ -52,11 +53,7 @@ _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9]+\.[0-9]+\.tmp")
 
 
 def real_path(path: Path) -> Path:
-    """Where a path leads, links followed; it need not exist yet.
-
-    Raises:
-        StoreAccessError: it leads into a loop of links, or cannot be looked at.
-    """
+    """Where a path leads, links followed; it need not exist yet."""
     try:
         with os_errors("follow the path", path):
             return path.resolve()
@@ -66,24 +63,41 @@ def real_path(path: Path) -> Path:
 
 def filesystem_of(path: Path) -> str:
     """The kernel's name of the filesystem under ``path`` (which need not exist yet)."""
+    return mount_of(path).filesystem
+
+
+class Mount(NamedTuple):
+    """What the kernel says of a mount."""
+
+    filesystem: str
+    source: str
+    """A device, ``server:/export``."""
+    options: tuple[str, ...]
+    """Of the mount, and of the filesystem below it, which may say some of them again."""
+
+
+def mount_of(path: Path) -> Mount:
+    """The mount under ``path``, which need not exist yet."""
     path = real_path(path)
-    filesystem, longest = "unknown", -1
-    for mount_point, kind in _mounts():
+    found, longest = Mount("unknown", "unknown", ()), -1
+    for point, mount in _mounts():
         # Later lines hide earlier ones at the same place.
-        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
-            filesystem, longest = kind, len(mount_point)
-    return filesystem
+        if path.is_relative_to(point) and len(point) >= longest:
+            found, longest = mount, len(point)
+    return found
 
 
-def _mounts() -> Iterator[tuple[str, str]]:
-    """Mount point and type of each line of the kernel's table."""
+def _mounts() -> Iterator[tuple[str, Mount]]:
     try:
         table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
     except FileNotFoundError:  # not Linux
         return
     for line in table.splitlines():
         before, _, after = line.partition(" - ")
-        yield _unescape(before.split(" ")[4]), after.split(" ")[0]
+        *_, point, own_options = before.split(" ")[:6]
+        kind, source, options = after.split(" ")[:3]
+        both = dict.fromkeys(filter(None, f"{own_options},{options}".split(",")))
+        yield _unescape(point), Mount(kind, _unescape(source), tuple(both))
 
 
 def _unescape(text: str) -> str:
@@ -114,10 +128,7 @@ def os_errors(action: str, path: Path) -> Iterator[None]:
 def make_directory(path: Path, *, parents: bool = False, durable: bool = False) -> None:
     """Make a directory that only its owner can enter, unless it is there.
 
-    Args:
-        path: which.
-        parents: make those above it, too.
-        durable: flush the directories in which something was made.
+    ``durable``: flush the directories in which something was made.
     """
     with os_errors("make the directory", path):
         made = [each for each in (path, *path.parents) if durable and not each.is_dir()]
@@ -127,12 +138,7 @@ def make_directory(path: Path, *, parents: bool = False, durable: bool = False) 
 
 
 def check_trust(path: Path) -> None:
-    """Refuse a directory in which someone else could put weights.
-
-    Raises:
-        StoreNotFoundError: there is no directory.
-        StoreInsecureError: it has another owner, or its mode lets others write.
-    """
+    """Refuse a directory in which someone else could put weights."""
     with os_errors("look at a store", path):
         found = path.stat()
     if not stat.S_ISDIR(found.st_mode):
@@ -156,10 +162,7 @@ def _check_trusted(found: os.stat_result, path: Path) -> None:
 def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> int:
     """Open a file for reading or writing, never through a link, never anything but a file.
 
-    Args:
-        path: where it is.
-        flags: as for `os.open`.
-        owner_only: refuse a file that someone else could have written.
+    ``owner_only``: refuse a file that someone else could have written.
 
     Raises:
         FileNotFoundError: it is not there.
@@ -196,12 +199,7 @@ def refresh(directory: Path) -> None:
 
 
 def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
-    """The whole of a small file, as it is now.
-
-    Raises:
-        FileNotFoundError, StoreInsecureError: as :func:`open_regular`.
-        StoreCorruptError: it is no plain file, or larger than ``max_bytes``.
-    """
+    """The whole of a small file, as it is now."""
     for _ in range(_STALE_RETRIES):
         try:
             return _read_small(path, max_bytes, owner_only=owner_only)
@@ -264,11 +262,9 @@ class OpenFiles:
         self._open: dict[Path, Descriptor] = {}
 
     def keep(self, path: Path, file: Descriptor) -> None:
-        """This open file is at ``path`` from now on."""
         self._open[path] = file
 
     def is_at(self, path: Path) -> bool:
-        """Whether what was kept for ``path`` is still there, and nobody has replaced it."""
         return (file := self._open.get(path)) is not None and is_at(file, path)
 
     def let_go(self, path: Path) -> None:
@@ -280,7 +276,6 @@ class OpenFiles:
             descriptor.close()
 
     def close(self) -> None:
-        """Close all."""
         for path in list(self._open):
             self.let_go(path)
 
@@ -327,14 +322,7 @@ def replace_file(
 def put_locked(path: Path, data: bytes, *, scratch: Path, only_new: bool) -> Descriptor | None:
     """As :func:`replace_file`; nobody sees the file before it is locked exclusively.
 
-    Args:
-        path: where.
-        data: what.
-        scratch: the directory of the temporary file.
-        only_new: do nothing, and return None, if there is one already.
-
-    Returns:
-        The open file: it is locked for as long as that is open, and by no child that is forked.
+    It is locked for as long as what is returned is open, and by no child that is forked.
     """
 
     def lock(file: Descriptor) -> None:
@@ -388,7 +376,6 @@ def _place(temporary: Path, path: Path, *, only_new: bool) -> bool:
 
 
 def _open_temporary(scratch: Path, path: Path) -> tuple[Path, int]:
-    """A new file that is to be renamed to ``path``."""
     temporary = scratch / f".{path.name}.{os.getpid()}.{next(_temporary_numbers)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return temporary, os.open(temporary, flags, 0o600)
@@ -424,11 +411,7 @@ def remove_stale_temporaries(directory: Path) -> None:
 
 
 def make_file(path: Path, access: int) -> Descriptor:
-    """Make a file that only its owner can read or write; ``access`` as for `os.open`.
-
-    Raises:
-        StoreFullError, StoreAccessError: it cannot be made.
-    """
+    """Make a file that only its owner can read or write; ``access`` as for `os.open`."""
     flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os_errors("make a file for weights", path):
         return Descriptor(os.open(path, flags, 0o600))
@@ -448,9 +431,6 @@ def check_room(path: Path, num_bytes: int) -> None:
     """Refuse what plainly does not fit, where space cannot be allocated beforehand.
 
     Over NFSv3 it cannot. What quotas and others take shows when the file is flushed.
-
-    Raises:
-        StoreFullError: there is no room.
     """
     with os_errors("look for room", path):
         found = os.statvfs(path.parent)
@@ -490,18 +470,25 @@ def _log_once(message: str, path: Path) -> None:
     logger.warning(message, path)
 
 
-def try_lock_if_any(descriptor: int, path: Path) -> bool:
-    """Lock an open file exclusively; also True, logged once, where the mount knows no locks.
+def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | None:
+    """Make a lock's file, and lock it for as long as it is open; None: somebody has it.
 
-    Lustre knows none by default. Who calls this must have another way to detect a second one.
+    ``may_lack_locks``: it counts as locked, logged once, where the mount knows no locks, as Lustre
+    by default. Who calls this must have another way to detect a second one.
     """
-    try:
-        return try_lock(descriptor, exclusive=True)
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        _log_once("no locks on %s: a second sender is detected, not prevented", path)
-        return True
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os_errors(f"open the {whose} lock", path):
+        lock = Descriptor(os.open(path, flags, 0o600))
+        try:
+            if try_lock(lock.number, exclusive=True):
+                return lock
+        except OSError as error:
+            if error.errno not in NO_LOCKS or not may_lack_locks:
+                raise
+            _log_once("no locks on %s: a second sender is detected, not prevented", path)
+            return lock
+    lock.close()
+    return None
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
@@ -525,42 +512,30 @@ def is_locked(path: Path) -> bool:
                 file = Descriptor(open_regular(path, os.O_RDONLY, owner_only=False))
             except FileNotFoundError:
                 return False
-            try:
+            with file:
                 if not try_lock(file.number, exclusive=False):
                     return True
                 # It may have been replaced, and let go of, since it was opened.
                 if is_at(file, path):
                     return False
-            finally:
-                file.close()
 
 
 def was_touched_within(path: Path, limit_s: float, now: float) -> bool:
     """Whether a file was written or touched since ``now - limit_s``, by the clock of its mount.
 
     Opened for that: a network's client may have its times from a minute ago otherwise.
-
-    Raises:
-        StoreAccessError: it cannot be opened.
     """
     try:
         with os_errors("look at", path):
             refresh(path.parent)
-            file = Descriptor(open_regular(path, os.O_RDONLY, owner_only=False))
-            try:
+            with Descriptor(open_regular(path, os.O_RDONLY, owner_only=False)) as file:
                 return now - os.fstat(file.number).st_mtime < limit_s
-            finally:
-                file.close()
     except StoreNotFoundError:  # it was removed just now
         return False
 
 
 def clock_ahead_s(scratch: Path) -> float:
-    """How far the clock that a mount gives its files' times by is ahead of this host's.
-
-    Raises:
-        OSError: no file can be made in ``scratch``.
-    """
+    """How far the clock that a mount gives its files' times by is ahead of this host's."""
     temporary, number = _open_temporary(scratch, Path("clock"))
     try:
         return os.fstat(number).st_mtime - time.time()
@@ -614,16 +589,11 @@ class Descriptor:
         self._number = number
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close_quietly, number)
-        _close_in_forked_children()
         _open_descriptors.add(self)
 
     @property
     def number(self) -> int:
-        """The kernel's number of it, for as long as it is open.
-
-        Raises:
-            ClosedError: it was closed, or this is a forked child.
-        """
+        """The kernel's number of it, for as long as it is open; a `ClosedError` after that."""
         if not self.is_open:
             raise ClosedError("a file was closed, or opened before a fork, and is used no more")
         return self._number
@@ -634,16 +604,16 @@ class Descriptor:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is open, and in the process that opened it."""
         return self._finalizer.alive and self._pid == os.getpid()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()
-
-
-@functools.cache
-def _close_in_forked_children() -> None:
-    os.register_at_fork(after_in_child=_close_all)
 
 
 def _close_all() -> None:
@@ -651,25 +621,9 @@ def _close_all() -> None:
         descriptor.close()
 
 
+os.register_at_fork(after_in_child=_close_all)
+
+
 def _close_quietly(number: int) -> None:
     with contextlib.suppress(OSError):
         os.close(number)
-
-
-def mount_details(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Where the mount under ``path`` comes from (a device, ``server:/export``), and its options."""
-    path = real_path(path)
-    source, options, longest = "unknown", "", -1
-    try:
-        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-    except FileNotFoundError:  # not Linux
-        return source, ()
-    for line in table.splitlines():
-        before, _, after = line.partition(" - ")
-        mount_point = _unescape(before.split(" ")[4])
-        if path.is_relative_to(mount_point) and len(mount_point) >= longest:
-            longest = len(mount_point)
-            source = _unescape(after.split(" ")[1])
-            # Of the mount, and of the filesystem below it, which may say some of them again.
-            options = f"{before.split(' ')[5]},{after.split(' ')[2]}"
-    return source, tuple(dict.fromkeys(option for option in options.split(",") if option))

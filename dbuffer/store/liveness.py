@@ -10,6 +10,7 @@ or container lives is not for its number to say, but for its lock or its time; s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import os
@@ -46,12 +47,10 @@ class Process:
 
     @classmethod
     def here(cls) -> Process:
-        """This process."""
         return _here(os.getpid())
 
     @classmethod
     def of(cls, record: ReceiverRecord | WriterRecord) -> Process:
-        """The one that wrote a record."""
         return cls(record.host, record.boot, record.pid_namespace, record.pid, record.started)
 
     @property
@@ -92,14 +91,7 @@ class Process:
 
 def owner_fields() -> dict[str, str | int]:
     """What a record says of the process that writes it."""
-    here = Process.here()
-    return {
-        "host": here.host,
-        "pid": here.pid,
-        "boot": here.boot,
-        "pid_namespace": here.pid_namespace,
-        "started": here.started,
-    }
+    return dataclasses.asdict(Process.here())
 
 
 @functools.lru_cache(maxsize=1)

@@ -55,11 +55,9 @@ class LocalMedium(Medium):
 
     @property
     def can_rewrite_in_place(self) -> bool:
-        """Whether space that a file has stays its own when it is written again."""
         return self.filesystem in REWRITABLE_FILESYSTEMS
 
     def now(self) -> float:
-        """This host's clock."""
         return time.time()
 
     def shows_life(self, record: Path, *, is_locked: bool) -> bool:
@@ -69,7 +67,6 @@ class LocalMedium(Medium):
         return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
 
     def lock_to_read(self, file: Descriptor) -> bool:
-        """Share the file's lock with other readers."""
         return filesystem.try_lock(file.number, exclusive=False)
 
     def is_never_rewritten(self, manifest: Manifest) -> bool:  # noqa: ARG002
@@ -88,11 +85,9 @@ class LocalMedium(Medium):
         return None
 
     def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
-        """A lock."""
         return _LockedRecord(path, scratch)
 
     def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
-        """One file a buffer, rewritten."""
         return _RewrittenFiles(records, reader_timeout_s, can_rewrite=self.can_rewrite_in_place)
 
 
@@ -103,8 +98,7 @@ class _LockedRecord(RecordOwner):
     has.
     """
 
-    needs_heartbeat = False
-    says_goodbye = False
+    is_lock = True
 
     def __init__(self, path: Path, scratch: Path) -> None:
         super().__init__(path, scratch)
@@ -135,6 +129,8 @@ class _LockedRecord(RecordOwner):
 class _RewrittenFiles(WeightsFiles):
     """Each buffer has one file, which is written again unless its layout changes."""
 
+    access = os.O_RDWR
+
     def __init__(self, records: Records, reader_timeout_s: float, *, can_rewrite: bool) -> None:
         super().__init__(records, reader_timeout_s)
         self._can_rewrite = can_rewrite
@@ -142,7 +138,6 @@ class _RewrittenFiles(WeightsFiles):
     def reuse(
         self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
     ) -> Descriptor | None:
-        """Locked against readers, if it has this layout already."""
         file = self._lock_existing(buffer, old) if old is not None else None
         if file is None or old is None:
             return None
@@ -186,7 +181,6 @@ class _RewrittenFiles(WeightsFiles):
         return file
 
     def _open_again(self, path: Path) -> Descriptor | None:
-        """The file now at ``path``, open since an earlier publish where it still is the same."""
         known = self.open.get(path)
         try:
             if known is not None and os.path.samestat(os.fstat(known.number), path.stat()):
@@ -204,7 +198,6 @@ class _RewrittenFiles(WeightsFiles):
         return file
 
     def _holders(self, version: int) -> str:
-        """Who says that it reads a version, for people."""
         return ", ".join(
             f"receiver {record.receiver} (pid {record.pid}, {record.host})"
             for record in self.records.readers()
@@ -215,19 +208,11 @@ class _RewrittenFiles(WeightsFiles):
         """Unlink them, which leaves the bytes to those who still map them."""
         self.clear_away(buffer, keep=keep)
 
-    def make(self, path: Path, num_bytes: int) -> Descriptor:
-        """Locked before anybody knows its name, and of its full size."""
-        file = filesystem.make_file(path, os.O_RDWR)
-        try:
-            filesystem.try_lock(file.number, exclusive=True)
-            if num_bytes:
-                filesystem.allocate(file.number, num_bytes, path)
-        except BaseException:
-            file.close()
-            path.unlink(missing_ok=True)
-            raise
-        self.open[path] = file
-        return file
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
+        # Locked before anybody knows its name.
+        filesystem.try_lock(file.number, exclusive=True)
+        if num_bytes:
+            filesystem.allocate(file.number, num_bytes, path)
 
     def clear_away(self, buffer: str, *, keep: str | None) -> None:
         """Remove them: nobody looks for one that no manifest names."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
 from dbuffer.format.manifest import Manifest, ReceiverRecord, is_part_of, is_weights_file
+from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, OpenFiles
 
 
@@ -108,10 +109,8 @@ class Medium(ABC):
 class RecordOwner(ABC):
     """The sign by which others know that a receiver's record has a living owner."""
 
-    needs_heartbeat: ClassVar[bool]
-    """Whether :meth:`touch` is to be called now and then."""
-    says_goodbye: ClassVar[bool]
-    """Whether the record must say that it is let go of, because no lock does."""
+    is_lock: ClassVar[bool]
+    """Else :meth:`touch` is to be called now and then, and the record says that it is let go of."""
 
     def __init__(self, path: Path, scratch: Path) -> None:
         self.path = path
@@ -144,25 +143,31 @@ class RecordOwner(ABC):
 class WeightsFiles(ABC):
     """The weights files of a store's writer, which holds each open that it may write again."""
 
+    access: ClassVar[int]
+    """With which a new one is opened: a flag of `os.open`."""
+
     def __init__(self, records: Records, reader_timeout_s: float) -> None:
         self.records = records
         self.reader_timeout_s = reader_timeout_s
         self.open: dict[Path, Descriptor] = {}
 
-    @abstractmethod
     def reuse(
-        self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
+        self,
+        buffer: str,  # noqa: ARG002
+        old: Manifest | None,  # noqa: ARG002
+        layout_xxh3: str | None,  # noqa: ARG002
+        file_bytes: int,  # noqa: ARG002
     ) -> Descriptor | None:
         """The idle buffer's own file, locked and fit to be written again; None: make a new one.
 
         Waits for those who read it, for as long as the writer is to wait.
         """
+        return None
 
     @abstractmethod
     def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
         """See to a buffer's old files, which no manifest names now; ``keep`` is to be made."""
 
-    @abstractmethod
     def make(self, path: Path, num_bytes: int) -> Descriptor:
         """A new weights file, with room for ``num_bytes`` where that can be had beforehand.
 
@@ -170,6 +175,19 @@ class WeightsFiles(ABC):
             StoreFullError: there is no room.
             StoreAccessError: it cannot be made.
         """
+        file = filesystem.make_file(path, self.access)
+        try:
+            self._make_room(file, path, num_bytes)
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self.open[path] = file
+        return file
+
+    @abstractmethod
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
+        """Refuse a file for which there is no room."""
 
     @abstractmethod
     def clear_away(self, buffer: str, *, keep: str | None) -> None:
@@ -180,7 +198,6 @@ class WeightsFiles(ABC):
         """A version was published just now; ``read_back`` compares what is there with it."""
 
     def forget(self, file: Descriptor) -> None:
-        """Close a file, which is not written again."""
         self.open = {path: known for path, known in self.open.items() if known is not file}
         file.close()
 
@@ -190,7 +207,6 @@ class WeightsFiles(ABC):
             self.forget(file)
 
     def close(self) -> None:
-        """Close all."""
         for file in self.open.values():
             file.close()
         self.open.clear()
@@ -204,7 +220,6 @@ class WeightsFiles(ABC):
         ]
 
     def parts_of(self, buffer: str, file: str | None) -> list[Path]:
-        """A weights file of a buffer, and its parts."""
         if file is None:
             return []
         directory = self.records.root / buffer

@@ -56,7 +56,6 @@ class NetworkMedium(Medium):
         return False
 
     def now(self) -> float:
-        """The server's clock, as far as it can be seen."""
         now = time.monotonic()
         if self._measured_at is None or now - self._measured_at > _CLOCK_S:
             self._measured_at = now
@@ -66,7 +65,6 @@ class NetworkMedium(Medium):
         return time.time() + self._ahead_s
 
     def shows_life(self, record: Path, *, is_locked: bool) -> bool:  # noqa: ARG002
-        """By its time: its owner touches it."""
         return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
 
     def lock_to_read(self, file: Descriptor) -> bool:  # noqa: ARG002
@@ -78,13 +76,11 @@ class NetworkMedium(Medium):
         return manifest.is_final
 
     def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:
-        """Unless told otherwise, where there are checksums."""
         if not manifest.is_final:
             return True  # nothing else shows whether it was rewritten meanwhile
         return manifest.checksums_xxh3 is not None if verify == "auto" else verify
 
     def check_readable(self, manifest: Manifest) -> None:
-        """Refuse what is rewritten in place and has no checksums."""
         if not manifest.is_final and manifest.checksums_xxh3 is None:
             raise StoreAccessError(
                 f"version {manifest.version} in {self.root} was published for one host only: there "
@@ -97,19 +93,16 @@ class NetworkMedium(Medium):
         return OpenFiles()
 
     def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
-        """A heartbeat."""
         return _TouchedRecord(path, scratch)
 
     def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
-        """A new file for each version."""
         return _NewFiles(records, reader_timeout_s)
 
 
 class _TouchedRecord(RecordOwner):
     """Touched now and then; before each write its owner looks whether it still is its own."""
 
-    needs_heartbeat = True
-    says_goodbye = True
+    is_lock = False
 
     def __init__(self, path: Path, scratch: Path) -> None:
         super().__init__(path, scratch)
@@ -144,24 +137,16 @@ class _TouchedRecord(RecordOwner):
 class _NewFiles(WeightsFiles):
     """A version's file is made for it, and goes when nobody needs it any more."""
 
+    access = os.O_WRONLY
+    """Over NFS, a page that is written in part is read first if it may be read at all."""
+
     def __init__(self, records: Records, reader_timeout_s: float) -> None:
         super().__init__(records, reader_timeout_s)
         self._retired = RetiredFiles(
             records.readers, reader_timeout_s, self.let_go, self._named_versions
         )
 
-    def reuse(
-        self,
-        buffer: str,  # noqa: ARG002
-        old: Manifest | None,  # noqa: ARG002
-        layout_xxh3: str | None,  # noqa: ARG002
-        file_bytes: int,  # noqa: ARG002
-    ) -> Descriptor | None:
-        """None is written a second time."""
-        return None
-
     def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
-        """Retire them, and remove those that nobody needs any more."""
         if old is not None:
             for path in self.parts_of(buffer, old.file):
                 if _was_never_published(old):
@@ -173,21 +158,11 @@ class _NewFiles(WeightsFiles):
         self.clear_away(buffer, keep=keep)
         self._retired.remove_unneeded()
 
-    def make(self, path: Path, num_bytes: int) -> Descriptor:
-        """Of no size yet: what is allocated over a network may not be there."""
-        # Over NFS, a page that is written in part is read first if it may be read at all.
-        file = filesystem.make_file(path, os.O_WRONLY)
-        try:
-            filesystem.check_room(path, num_bytes)
-        except BaseException:
-            file.close()
-            path.unlink(missing_ok=True)
-            raise
-        self.open[path] = file
-        return file
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:  # noqa: ARG002
+        # It has no size yet: what is allocated over a network may not be there.
+        filesystem.check_room(path, num_bytes)
 
     def clear_away(self, buffer: str, *, keep: str | None) -> None:
-        """Take over what dead writers, or a publish that failed, have left."""
         kept = self.parts_of(buffer, keep)
         found = self.all_in(buffer)
         left = [path for path in found if path not in kept and not self._retired.knows(path)]
@@ -197,7 +172,6 @@ class _NewFiles(WeightsFiles):
                 self._retired.add(path, None, age_s=ages_s.get(version_file(path.name), 0.0))
 
     def note_published(self, read_back: Callable[[], None]) -> None:
-        """See what other hosts see, and remove what nobody needs."""
         self._retired.note_newest()
         read_back()
         self._retired.remove_unneeded()

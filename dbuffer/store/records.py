@@ -66,81 +66,53 @@ class KeptFile:
         self._pid = os.getpid()
 
     @functools.cached_property
-    def _sign(self) -> RecordOwner:
+    def sign(self) -> RecordOwner:
         return self._store.medium.record_owner(self.path, self._scratch)
-
-    @property
-    def needs_heartbeat(self) -> bool:
-        """Whether :meth:`touch` is to be called now and then."""
-        return self._sign.needs_heartbeat
 
     def write(self, record: ReceiverRecord) -> None:
         """Replace the file.
 
         Raises:
             ReceiverActiveError: another living receiver has the name.
-            StoreAccessError, StoreNotFoundError: it cannot be written.
         """
-        if self._sign.is_ours():
+        if self.sign.is_ours():
             self._put(record, only_new=False)
         else:
             self._claim(record)
 
-    def touch(self) -> None:
-        """Show those who can neither see this process nor trust locks that it lives."""
-        self._sign.touch()
-
     def let_go(self, record: ReceiverRecord) -> None:
         """Say, where no lock does, that the name may be taken; the file stays."""
         with contextlib.suppress(StoreAccessError, StoreNotFoundError):
-            if self._sign.says_goodbye and self._sign.is_ours():
+            if not self.sign.is_lock and self.sign.is_ours():
                 self._put(dataclasses.replace(record, owner=None), only_new=False)
-        self.close()
-
-    def close(self) -> None:
-        """Close the file; whoever finds it decides by its time, or its process."""
-        self._sign.close()
+        self.sign.close()
 
     def remove(self) -> None:
-        """Take the file away, if it is ours."""
         if self._pid != os.getpid():  # a fork's parent is still there
             return
         with contextlib.suppress(OSError):
-            if self._sign.is_ours():
+            if self.sign.is_ours():
                 self.path.unlink()
-        self.close()
+        self.sign.close()
 
     def _put(self, record: ReceiverRecord, *, only_new: bool) -> bool:
-        return self._sign.put(encode(record), only_new=only_new)
+        return self.sign.put(encode(record), only_new=only_new)
 
     def _claim(self, record: ReceiverRecord) -> None:
         for _ in range(_MAX_TRIES):
-            with self._old() as old:
-                if old is None:
-                    is_claimed = self._put(record, only_new=True)
-                elif not self._is_free(old, record):
-                    continue
-                else:
-                    is_claimed = self._put(record, only_new=False)
-            if is_claimed:
-                return
+            try:
+                with filesystem.os_errors("look at", self.path):
+                    filesystem.refresh(self.directory)
+                    number = filesystem.open_regular(self.path, os.O_RDONLY, owner_only=False)
+            except StoreNotFoundError:
+                if self._put(record, only_new=True):
+                    return
+                continue
+            with Descriptor(number) as old:
+                if self._is_free(old, record):
+                    self._put(record, only_new=False)
+                    return
         raise StoreAccessError(f"{self.path} is replaced by others all the time")
-
-    @contextlib.contextmanager
-    def _old(self) -> Any:
-        """The file that has the name now; None if there is none."""
-        try:
-            with filesystem.os_errors("look at", self.path):
-                filesystem.refresh(self.directory)
-                flags = os.O_RDONLY
-                old = Descriptor(filesystem.open_regular(self.path, flags, owner_only=False))
-        except StoreNotFoundError:
-            yield None
-            return
-        try:
-            yield old
-        finally:
-            old.close()
 
     def _is_free(self, old: Descriptor, record: ReceiverRecord) -> bool:
         """Whether nobody owns what has the name; False if it changed meanwhile.
@@ -149,7 +121,7 @@ class KeptFile:
             ReceiverActiveError: somebody does.
         """
         found = self._found()
-        is_free = self._sign.is_free(old, lambda: self._may_be_owned(found, record))
+        is_free = self.sign.is_free(old, lambda: self._may_be_owned(found, record))
         if not filesystem.is_at(old, self.path):
             return False
         if is_free:
@@ -199,7 +171,6 @@ class RecordFile:
 
     @property
     def current(self) -> ReceiverRecord:
-        """What was last set."""
         return self._record
 
     def set(self, **changes: Any) -> None:
@@ -208,11 +179,7 @@ class RecordFile:
             self._record = dataclasses.replace(self._record, **changes)
 
     def write(self, **changes: Any) -> None:
-        """Change fields and replace the file; where there is no store yet, a later write does.
-
-        Raises:
-            ReceiverActiveError: the name is another living receiver's, and there is no spare one.
-        """
+        """Change fields and replace the file; where there is no store yet, a later write does."""
         self.set(**changes)
         # Not Path.is_dir(), which raises what a network mount may answer.
         if not os.path.isdir(self._kept.directory):  # noqa: PTH112
@@ -243,12 +210,12 @@ class RecordFile:
             self._kept = KeptFile(self._store, self._record.receiver)
             self._write()
             return
-        if self._kept.needs_heartbeat and self._heartbeat is None:
+        if not self._kept.sign.is_lock and self._heartbeat is None:
             self._heartbeat = _start_heartbeat(self._touch)
 
     def _touch(self) -> None:
         with self._lock:
-            self._kept.touch()
+            self._kept.sign.touch()
 
     def close(self) -> None:
         """Let go of the name; the file stays, and may be written again."""
@@ -257,7 +224,6 @@ class RecordFile:
             self._kept.let_go(self._record)
 
     def remove(self) -> None:
-        """Take the file away, where there is one: this receiver is gone, and meant to be."""
         with self._lock:
             self._stop()
             self._kept.remove()

@@ -38,8 +38,7 @@ class RetiredFiles:
     dead writer left, :meth:`add` is told its age; clocks of hosts are not compared.
 
     Args:
-        readers: the receivers' records as they are now; one whose process is known to be dead
-            is left out.
+        readers: gives the records of receivers that may live.
         reader_timeout_s: a file goes after so long, whoever says that it is being read.
         let_go: called with a file's path just before it is removed.
         named_versions: those in files that are named. Who reads another one may read any file whose
@@ -65,7 +64,6 @@ class RetiredFiles:
         self._newest_since = time.monotonic()
 
     def knows(self, path: Path) -> bool:
-        """Whether it was added."""
         return path in self._files
 
     def add(self, path: Path, version: int | None, *, age_s: float = 0.0) -> None:
@@ -95,7 +93,10 @@ class RetiredFiles:
             held = retired.version if retired.version is not None else min(unnamed, default=None)
             if not self._is_needed(path, retired, readers.get(held) if held is not None else None):
                 self._let_go(path)
-                _remove(path)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # it takes room, and does no harm
+                    logger.warning("cannot remove the old version %s: %s", path, error)
                 del self._files[path]
 
     def _is_needed(self, path: Path, retired: _Retired, reader: str | None) -> bool:
@@ -112,10 +113,3 @@ class RetiredFiles:
                 self._reader_timeout_s,
             )
         return False
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:  # it takes room, and does no harm: what is published stays so
-        logger.warning("cannot remove the old version %s: %s", path, error)

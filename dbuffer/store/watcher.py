@@ -52,11 +52,9 @@ class Watcher:
         return may_have_changed
 
     def wake(self) -> None:
-        """End a :meth:`wait` in another thread."""
         self._changed.set()
 
     def close(self) -> None:
-        """Stop watching."""
         self._stop()
         self._can_watch = False
         self.wake()
@@ -77,7 +75,6 @@ class Watcher:
             self._changed.set()
 
     def _start(self) -> bool:
-        """Watch the directory; False if that cannot be, now or at all."""
         directory = self._file.parent
         medium = media.medium_of(directory)
         if not medium.has_events:

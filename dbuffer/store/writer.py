@@ -81,17 +81,14 @@ class _Found(NamedTuple):
 
     @property
     def all(self) -> list[Pointer | Manifest]:
-        """Those that are there."""
         records = (self.pointer, *self.manifests.values())
         return [record for record in records if record is not None]
 
     @property
     def last_generation(self) -> int:
-        """0: none is there."""
         return max((record.generation for record in self.all), default=0)
 
     def version_in(self, buffer: str) -> int:
-        """Of a whole version; 0: none is there."""
         manifest = self.manifests[buffer]
         return manifest.version if manifest and manifest.state == "complete" else 0
 
@@ -130,7 +127,15 @@ class BufferWriter:
         self._files = self.medium.weights_files(self.store, self._reader_timeout_s)
         self._generation = 0
         self._forgot_at = time.monotonic()
-        self._lock = self._take_writer_lock()
+        lock = filesystem.take_lock(self.root / WRITER_LOCK_FILE, "writer's", may_lack_locks=True)
+        if lock is None:
+            holder = self.store.undamaged_writer()
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            raise WriterActiveError(
+                f"{who} has {self.root} open for writing; a store has one sender at a time: "
+                "close that one, or use another directory"
+            )
+        self._lock = lock
         try:
             self.record = self._recover(history)
         except BaseException:
@@ -139,11 +144,9 @@ class BufferWriter:
 
     @property
     def is_open(self) -> bool:
-        """Whether the lock is held, by this very process."""
         return self._lock.is_open
 
     def close(self) -> None:
-        """Give the store up. The last version stays published."""
         self._files.close()
         if self._open_files is not None:
             self._open_files.close()
@@ -152,22 +155,13 @@ class BufferWriter:
     def wait_applied(
         self, version: int, receivers: int | str | Collection[str], timeout_s: float
     ) -> None:
-        """Wait until receivers have applied ``version`` or a later one.
-
-        Raises:
-            OptionError, AcknowledgementTimeoutError, ReceiverFailedError: see
-                :func:`~dbuffer.store.acknowledgements.wait_applied`.
-        """
+        """Wait until receivers have applied ``version`` or a later one."""
         self._check_open()
         since = self.record.started_at
         wait_applied(self.store, version, receivers, timeout_s=timeout_s, since=since)
 
     def next_version(self, version: int | None) -> int:
-        """The version to publish: ``version`` if that goes up, else one above the last.
-
-        Raises:
-            VersionError: ``version`` is no version, or not above the last one.
-        """
+        """The version to publish: ``version`` if that goes up, else one above the last."""
         last = self._last_version()
         if version is None:
             version = last + 1
@@ -264,12 +258,7 @@ class BufferWriter:
         self._forget_now_and_then()
 
     def _read_back(self, pointer: Pointer, complete: Manifest, path: Path) -> None:
-        """See what other hosts see: caches and successors may have it otherwise.
-
-        Raises:
-            WriterSupersededError: another writer has published since.
-            StoreAccessError: the filesystem does not give back what was written.
-        """
+        """See what other hosts see: caches and successors may have it otherwise."""
         self._check_not_superseded()
         with os_errors("read back", path):
             size = path.stat().st_size
@@ -289,17 +278,6 @@ class BufferWriter:
             if self.store.manifest(claim.buffer) == claim.marked:
                 for path in self._files.parts_of(claim.buffer, claim.path.name):
                     path.unlink(missing_ok=True)
-
-    def _take_writer_lock(self) -> Descriptor:
-        lock = _try_writer_lock(self.root)
-        if lock is None:
-            holder = self.store.undamaged_writer()
-            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
-            raise WriterActiveError(
-                f"{who} has {self.root} open for writing; a store has one sender at a time: "
-                "close that one, or use another directory"
-            )
-        return lock
 
     def _recover(self, history: str | None) -> WriterRecord:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""
@@ -409,26 +387,9 @@ class BufferWriter:
 
 @contextlib.contextmanager
 def writer_lock(root: Path) -> Iterator[None]:
-    """Keep senders out of a store for a ``with`` block.
-
-    Raises:
-        WriterActiveError: one has it open.
-    """
-    lock = _try_writer_lock(root)
+    """Keep senders out of a store for a ``with`` block."""
+    lock = filesystem.take_lock(root / WRITER_LOCK_FILE, "writer's", may_lack_locks=True)
     if lock is None:
         raise WriterActiveError(f"a sender has {root} open for writing; give another directory")
-    try:
+    with lock:
         yield
-    finally:
-        lock.close()
-
-
-def _try_writer_lock(root: Path) -> Descriptor | None:
-    path = root / WRITER_LOCK_FILE
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os_errors("open the writer's lock", path):
-        lock = Descriptor(os.open(path, flags, 0o600))
-        if filesystem.try_lock_if_any(lock.number, path):
-            return lock
-    lock.close()
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -55,11 +56,7 @@ class LazyTensor:
 
 
 def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTensor]]:
-    """Names and tensors of a HuggingFace checkpoint directory, or of one safetensors file.
-
-    Raises:
-        InvalidWeightsError: there is none, or it cannot be read.
-    """
+    """Names and tensors of a HuggingFace checkpoint directory, or of one safetensors file."""
     names: list[str] = []
     tensors: list[torch.Tensor | LazyTensor] = []
     for file, wanted in _checkpoint_files(path).items():
@@ -115,16 +112,9 @@ def _open_safetensors(
             if dtype == "float4_e2m1fn_x2":
                 shape[-1] //= 2  # safetensors counts numbers, torch the bytes that hold two
             # Each reader keeps the file open; it is closed when the last of them is dropped.
-            yield name, LazyTensor(DTYPES[dtype], tuple(shape), _reader(handle, name))
+            read = functools.partial(handle.get_tensor, name)
+            yield name, LazyTensor(DTYPES[dtype], tuple(shape), read)
     except (SafetensorError, OSError) as error:
         raise InvalidWeightsError(f"cannot read {file}: {error}") from None
     except KeyError as error:
         raise InvalidWeightsError(f"{file} holds a tensor of unknown type {error}") from None
-
-
-def _reader(handle: Any, name: str) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        tensor: torch.Tensor = handle.get_tensor(name)
-        return tensor
-
-    return read

@@ -86,7 +86,6 @@ def compare(
 def _renamed_specs(
     published: Layout, index_of: dict[str, int], rename: Rename | None
 ) -> dict[str, TensorSpec]:
-    """What is published, by its new names, in the order of ``index_of``."""
     offered: dict[str, TensorSpec] = {}
     for name, index in index_of.items():
         new = renamed(name, rename)

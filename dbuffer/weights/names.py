@@ -108,7 +108,6 @@ class NameMap:
         return {"rules": [asdict(rule) for rule in self.rules]}
 
     def __call__(self, name: str) -> str:
-        """The new name of a tensor."""
         found = self._find(name)
         return name if found is None else found[1]
 
@@ -135,11 +134,7 @@ class NameMap:
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:
-    """What is in a mapping file; :meth:`NameMap.parse` makes a map of it.
-
-    Raises:
-        OptionError: (a ``ValueError``) there is no such file, or it is not JSON.
-    """
+    """What is in a mapping file; :meth:`NameMap.parse` makes a map of it."""
     file = Path(path)
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
@@ -150,11 +145,7 @@ def read_mapping_file(path: str | os.PathLike[str]) -> Any:
 
 
 def renamed(name: str, rename: Rename | None) -> str:
-    """A tensor's new name.
-
-    Raises:
-        InvalidWeightsError: the result is not a name.
-    """
+    """A tensor's new name."""
     if rename is None:
         return name
     new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)

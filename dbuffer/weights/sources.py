@@ -47,9 +47,6 @@ TORCH_EXTRA_STATE = "_extra_state"
 
 _Value = TypeVar("_Value")
 
-_get_shape = operator.attrgetter("shape")
-_get_dtype = operator.attrgetter("dtype")
-
 Weights: TypeAlias = (
     nn.Module
     | TensorDictBase
@@ -91,8 +88,8 @@ class Outline:
             list(named) == self.names
             and {type(tensor) for tensor in tensors} <= {torch.Tensor, nn.Parameter}
             and {tensor.layout for tensor in tensors} == {torch.strided}
-            and all(map(operator.eq, map(_get_shape, tensors), self.shapes))
-            and all(map(operator.is_, map(_get_dtype, tensors), self.dtypes))
+            and all(map(operator.eq, map(operator.attrgetter("shape"), tensors), self.shapes))
+            and all(map(operator.is_, map(operator.attrgetter("dtype"), tensors), self.dtypes))
         )
 
 
@@ -106,14 +103,6 @@ class Source:
     """Other names of tied tensors."""
     is_lazy: bool
     """Whether there are lazy ones among the tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What is known of one version's weights, to check the next one's faster."""
-
-    outline: Outline
-    specs: tuple[TensorSpec, ...]
 
 
 class Describer:
@@ -144,26 +133,23 @@ class Describer:
         self.dtype = dtype
         self.rename = rename
         self.sharded = sharded
-        self._known: Known | None = None
+        self._known: tuple[Outline, tuple[TensorSpec, ...]] | None = None
+        """Of one version's weights, to check the next one's faster."""
 
     def describe(self, weights: Weights) -> Source:
-        """Specs and tensors of anything but an iterator; see :func:`is_stream`.
-
-        Raises:
-            InvalidWeightsError: something in it cannot be published; the message names it.
-        """
+        """Specs and tensors of anything but an iterator; see :func:`is_stream`."""
         named = _as_mapping(weights)
         if named is None:
             return self._describe_pairs(*self._collect(weights))
-        if self._known is not None and self._known.outline.fits(named):
+        if self._known is not None and self._known[0].fits(named):
             tensors = list(named.values())
             addresses = {tensor.data_ptr() for tensor in tensors}
             if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
-                return Source(self._known.specs, tensors, {}, is_lazy=False)
+                return Source(self._known[1], tensors, {}, is_lazy=False)
         source = self._describe_pairs(*self._checked_pairs(named.items()))
         self._known = None
         if not source.aliases and not source.is_lazy:
-            self._known = Known(Outline.of(named), source.specs)
+            self._known = Outline.of(named), source.specs
         return source
 
     def stream(
@@ -231,11 +217,7 @@ def is_stream(weights: Weights) -> TypeGuard[Iterator[tuple[str, torch.Tensor | 
 
 
 def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
-    """The tensor itself, gathered, read from its file or made if need be.
-
-    Raises:
-        InvalidWeightsError: it is not what was promised.
-    """
+    """The tensor itself, gathered, read from its file or made if need be."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     fetched = tensor.fetch()
@@ -267,11 +249,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """A module's state, if all of it can be published.
-
-    Raises:
-        InvalidWeightsError: some of it is not a tensor, and would be lost.
-    """
+    """A module's state, if all of it can be published."""
     lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if lost:
         listed = ", ".join(f"{name!r} ({type(state[name]).__name__})" for name in lost[:5])
@@ -284,11 +262,7 @@ def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by clean name, tied ones under each of their names.
-
-    Raises:
-        InvalidWeightsError: the module's state has more than tensors.
-    """
+    """Parameters and persistent buffers by clean name, tied ones under each of their names."""
     return only_tensors(module_state(module))
 
 
@@ -299,11 +273,7 @@ def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def tensordict_tensors(weights: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The leaves of a TensorDict, nested keys joined by dots.
-
-    Raises:
-        InvalidWeightsError: it holds a non-tensor, or a stack hides some of its tensors.
-    """
+    """The leaves of a TensorDict, nested keys joined by dots."""
     _check_stack(weights, "the TensorDict")
     names, tensors = [], []
     for key, value in weights.items(include_nested=True):
@@ -367,7 +337,6 @@ def _check_name(name: str) -> None:
 
 
 def _as_mapping(weights: Any) -> Mapping[str, Any] | None:
-    """Named tensors, where the weights are of that kind."""
     # A TensorDictParams is both, and a TensorDict first.
     if isinstance(weights, TensorDictBase):
         return tensordict_tensors(weights)
@@ -435,7 +404,6 @@ def _fetch_zero3() -> torch.Tensor:
 
 
 def _is_whole(tensor: Any) -> bool:
-    """Whether this rank holds all of a DTensor."""
     pairs = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return all(placement.is_replicate() or size == 1 for placement, size in pairs)
 

@@ -52,11 +52,7 @@ class Match:
     def require_ties(self, published: Callable[[int], torch.Tensor]) -> None:
         """Refuse values that differ where the target has room for one of them only.
 
-        Args:
-            published: gives a tensor by its index in the layout.
-
-        Raises:
-            WeightsMismatchError: they do; the message names them.
+        ``published`` gives a tensor by its index in the layout.
         """
         problems = [
             f"{tie.name!r} and {tie.other!r} are one tensor in the target, but two in the store, "
@@ -90,11 +86,7 @@ class _Known:
 
 
 def refuse_adapter(metadata: Mapping[str, Any]) -> None:
-    """Refuse a version that holds no model, by its metadata.
-
-    Raises:
-        WeightsMismatchError: it holds an adapter.
-    """
+    """Refuse a version that holds no model, by its metadata."""
     if ADAPTER_KEY in metadata:
         raise WeightsMismatchError(
             "the store holds an adapter, not a model: use load_adapter or save_adapter of "
@@ -110,12 +102,7 @@ class Matcher:
         self._known: _Known | None = None
 
     def match(self, target: Any, layout: Layout, *, partial: bool = False) -> Match:
-        """Match all of a target's tensors with all of a layout's.
-
-        Args:
-            target: a module or a dictionary of tensors.
-            layout: what was published.
-            partial: leave out tensors of the target that the layout lacks.
+        """Match all of a target's tensors with all of a layout's; ``partial``: or with some.
 
         Returns:
             What to copy, once :meth:`Match.require_ties` has seen the values.
@@ -179,11 +166,7 @@ class LoadedNames:
         self._first = {}
 
     def require_all(self, names: Set[str], version: int) -> None:
-        """Refuse a version that lacks some of them.
-
-        Raises:
-            WeightsMismatchError: it does; the message names them, and the versions with them.
-        """
+        """Refuse a version that lacks some of them."""
         if lacking := sorted(self._first.keys() - names):
             listed = _listed([f"{name!r} of version {self._first[name]}" for name in lacking])
             raise WeightsMismatchError(
@@ -222,7 +205,6 @@ def _match_each(
 
 
 def _differences(comparison: Comparison, layout: Layout, unfit: Mapping[str, str]) -> Iterator[str]:
-    """Tensors of the store that the target lacks, or has with another shape or dtype."""
     for published, found in comparison.differing + comparison.recast:
         yield f"published {published}, target {found}"
     told = {layout.aliases.get(name, name) for name in unfit}
@@ -235,7 +217,8 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
     """Tensors of the target that the store lacks, under all of a tied tensor's names."""
     filled = [tensors[name] for name in comparison.sources]
     for spec in comparison.missing:
-        if not any(_shares_memory(tensors[spec.name], other) for other in filled):
+        tensor = tensors[spec.name]
+        if not (tensor.numel() and any(is_same_memory(tensor, other) for other in filled)):
             yield f"the store has no {spec.name!r}"
 
 
@@ -264,7 +247,6 @@ def _overlaps(
 
 
 def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Groups of tensors whose address ranges overlap."""
     ranges = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in tensors.items()
@@ -292,7 +274,6 @@ def _may_overlap(addresses: list[int], tensors: list[torch.Tensor]) -> bool:
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the beginning of a tensor's first element to the end of its last."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = zip(tensor.stride(), tensor.shape, strict=True)
@@ -300,7 +281,6 @@ def _extent_bytes(tensor: torch.Tensor) -> int:
 
 
 def _overlapping_pair(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """The first two of which some elements share memory; None if there are none."""
     if not _do_overlap(list(tensors.values())):
         return None
     pairs = itertools.combinations(tensors, 2)
@@ -341,18 +321,8 @@ def _listed(problems: list[str]) -> str:
     return "; ".join(problems[:_MAX_LISTED]) + more
 
 
-def _shares_memory(one: Any, other: Any) -> bool:
-    """Whether these are two names of one tied tensor."""
-    are_tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return are_tensors and one.numel() > 0 and is_same_memory(one, other)
-
-
 def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
-    """The leaves of a TensorDict that is to be filled.
-
-    Raises:
-        WeightsMismatchError: it recomputes some at each access.
-    """
+    """The leaves of a TensorDict that is to be filled."""
     named = dict(_named_in(target))
     if problems := list(_not_kept(target, named).values()):
         raise WeightsMismatchError(_describe_problems(problems))
@@ -376,7 +346,6 @@ def _named_in(target: Any) -> Mapping[str, Any]:
 
 
 def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Tensors of a target that cannot be filled, whatever was published, and why."""
     not_kept = _not_kept(target, tensors)
     found = {}
     for name, tensor in tensors.items():

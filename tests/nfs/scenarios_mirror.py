@@ -167,7 +167,7 @@ def mirror_with_a_stop(connection: Connection, path: Path, local: Path, step: St
         mirroring.run()
 
 
-IN_MID_COPY = Step("call", "read_into", nth=2)
+IN_MID_COPY = Step("c_call", "preadv", nth=2)
 
 
 @scenario(limit_s=60)

@@ -108,7 +108,7 @@ def parts_of(file: str) -> list[str]:
 @scenario(limit_s=90)
 def test_a_rank_on_another_host_dies_and_a_new_job_goes_on(guest: Guest) -> None:
     rendezvous = Path("/run", f"{guest.name}.rendezvous")
-    step = Step("call", "PartFile.finish")
+    step = Step("c_call", "fsync")
     started = time.monotonic()
     with (
         guest.on(HOSTS[0], publish, 0, rendezvous, range(1, 4), None) as first,

@@ -236,7 +236,7 @@ class VLLMWeightBridge:
                 ``timeout_seconds``, or cannot; the message says why. They are published.
             DBufferError: they could not be published; see `WeightSender.send`.
         """
-        self._publish()
+        self.broadcast_weights_to_inference()
         self.barrier()
 
     def broadcast_weights_to_inference(self) -> None:
@@ -245,7 +245,20 @@ class VLLMWeightBridge:
         Raises:
             BridgeStateError, DBufferError: as :meth:`notify_update`.
         """
-        self._publish()
+        sender, weights = self._opened(), self._weights
+        if weights is None:
+            raise BridgeStateError(
+                "this bridge has nothing to publish: train the model of get_trainable_model(), or "
+                "give your own with attach_to_vllm_weights(dict(model.named_parameters()))"
+            )
+        self._on_first_rank("look for another mapping", self._refuse_late_mapping)
+        metadata = {"update_count": self._update_count + 1}
+        if isinstance(sender, ResidentModel):
+            publication = sender.publish(metadata=metadata)
+        else:
+            publication = sender.send(self._laid_out(weights), metadata=metadata)
+        self._update_count += 1
+        self._version = publication.version
 
     def barrier(self) -> None:
         """Wait until the engines of all inference nodes have applied what was published last.
@@ -398,23 +411,6 @@ class VLLMWeightBridge:
         if self._mapping is not None and self._mapping.permuted:
             return f"{self._mapping.path} requires tensors in another layout than the trainer's"
         return None
-
-    def _publish(self) -> int:
-        sender, weights = self._opened(), self._weights
-        if weights is None:
-            raise BridgeStateError(
-                "this bridge has nothing to publish: train the model of get_trainable_model(), or "
-                "give your own with attach_to_vllm_weights(dict(model.named_parameters()))"
-            )
-        self._on_first_rank("look for another mapping", self._refuse_late_mapping)
-        metadata = {"update_count": self._update_count + 1}
-        if isinstance(sender, ResidentModel):
-            publication = sender.publish(metadata=metadata)
-        else:
-            publication = sender.send(self._laid_out(weights), metadata=metadata)
-        self._update_count += 1
-        self._version = publication.version
-        return publication.version
 
     def _laid_out(
         self, weights: nn.Module | Mapping[str, torch.Tensor]

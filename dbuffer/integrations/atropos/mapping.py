@@ -75,11 +75,7 @@ class ParameterMapping:
 
     @classmethod
     def find(cls, directory: str | None) -> Self | None:
-        """Read the mapping of a run; None if it has none.
-
-        Raises:
-            OptionError: (a ``ValueError``) it exists, and is not a mapping.
-        """
+        """Read the mapping of a run; None if it has none."""
         path = mapping_path(directory)
         return cls.read(path) if path.exists() else None
 
@@ -87,11 +83,7 @@ class ParameterMapping:
     def wait(
         cls, directory: str | None, timeout_s: float, is_in_vain: Callable[[], bool]
     ) -> Self | None:
-        """Wait for the mapping of a run; None after ``timeout_s``, or when ``is_in_vain()``.
-
-        Raises:
-            OptionError: (a ``ValueError``) as :meth:`find`.
-        """
+        """Wait for the mapping of a run; None after ``timeout_s``, or when ``is_in_vain()``."""
         deadline = time.monotonic() + timeout_s
         is_told = False
         while (mapping := cls.find(directory)) is None:
@@ -106,11 +98,6 @@ class ParameterMapping:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a mapping file.
-
-        Raises:
-            OptionError: (a ``ValueError``) it is not a mapping.
-        """
         content, names = _read(path)
         rules = names.rules
         targets = Counter(rule.to for rule in rules if isinstance(rule, Exact))
@@ -134,11 +121,7 @@ class ParameterMapping:
         return other is not None and mine == (other.names.rules, other.permuted)
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse a mapping that is not for these tensors of the trainer's.
-
-        Raises:
-            OptionError: (a ``ValueError``) it maps names that they lack, or two to one name.
-        """
+        """Refuse a mapping that is not for these tensors of the trainer's."""
         names = list(names)
         unknown = [str(rule) for rule in self.names.unused_rules(names)]
         unknown += sorted(self.permuted.difference(names))

@@ -43,12 +43,7 @@ _ERROR_CHECK_S = 0.1
 
 
 class BridgeServer:
-    """The server at a URL.
-
-    Args:
-        url: as ``http://localhost:9001``.
-        store: the directory that it follows.
-    """
+    """The server at a URL, and the store that it follows."""
 
     def __init__(self, url: str, store: Path) -> None:
         import httpx
@@ -60,13 +55,7 @@ class BridgeServer:
         self._follower: BackgroundFollower | None = None
 
     def bring_to(self, version: int, notification: dict[str, Any], timeout_s: float) -> None:
-        """Return when the server answers with ``version``, which is published, or a later one.
-
-        Raises:
-            EngineUnreachableError: it does not answer, in time.
-            AcknowledgementTimeoutError, VersionTimeoutError: it did not switch in time.
-            DBufferError: it cannot switch; of the follower, see `follow`.
-        """
+        """Return when the server answers with ``version``, which is published, or a later one."""
         deadline = time.monotonic() + timeout_s
         has_routes = self._notify(notification, deadline)
         if not has_routes and (self._follower is not None or self._is_drivable(deadline)):
@@ -93,7 +82,6 @@ class BridgeServer:
             return False
 
     def close(self) -> None:
-        """Stop following. The server keeps its weights."""
         if self._follower is not None:
             self._follower.close()
             self._follower = None

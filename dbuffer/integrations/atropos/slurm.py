@@ -46,12 +46,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 def inference_nodes(
     num_inference_nodes: int, environment: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """The nodes of this job that run engines: its last ones, as Atropos has it.
-
-    Raises:
-        BridgeSetupError: (a ``ValueError`` and ``RuntimeError``) this is no SLURM job, or one of
-            too few nodes.
-    """
+    """The nodes of this job that run engines: its last ones, as Atropos has it."""
     variable = next((name for name in NODELIST_VARIABLES if environment.get(name)), None)
     if variable is None:
         raise BridgeSetupError(

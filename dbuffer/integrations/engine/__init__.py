@@ -6,7 +6,7 @@ the engine's own model.
 
 Where an engine is driven, `follower` switches it when told to, `background` until told to stop;
 `states` is what a follower knows of its engine, `store_view` what the store says to it, `reporting`
-(with `metrics`) what it tells.
+what it tells.
 
 Between the two: `protocol` (an engine's calls), `messages` (what travels), `options`; and `server`
 for calls over HTTP.

@@ -116,6 +116,15 @@ class BackgroundFollower:
                 self._condition.notify_all()
 
 
+def begin(follower: Follower, *, when_told: bool) -> Follower | BackgroundFollower:
+    """Let an engine follow: to be switched when it is told to, or in the background."""
+    if when_told:
+        follower.start()
+        return follower
+    follower.require_followable()
+    return BackgroundFollower(follower)
+
+
 def follow_for_ever(
     follower: Follower, stop_event: threading.Event
 ) -> Iterator[Switch | Exception | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 from dbuffer.errors import (
     DBufferError,
@@ -34,10 +34,9 @@ def answer_of(call: Callable[[], RankAnswer]) -> RankAnswer:
     """What a call answers, or what tells of the error that it raised; nothing is raised."""
     try:
         return call()
-    except DBufferError as error:
-        return RankAnswer.of_error(error)
     except Exception as error:  # every rank must answer, whatever it met
-        logger.warning("a request of the follower failed", exc_info=True)
+        if not isinstance(error, DBufferError):
+            logger.warning("a request of the follower failed", exc_info=True)
         return RankAnswer.of_error(error)
 
 
@@ -80,17 +79,16 @@ class RankEndpoint:
             case UpdateRequest():
                 self.update(request)
             case CheckRequest():
-                return _check_shapes(make_rank(), request)
+                try:
+                    make_rank().make_check(partial=False)(request.tensors)
+                except WeightsMismatchError as error:
+                    return RankAnswer(RankOutcome.MISFIT, str(error))
             case EndRequest():
                 self.end()
         return RankAnswer()
 
     def begin(self, make_rank: Callable[[], EngineRank], request: BeginRequest) -> None:
-        """Follow a store, on all ranks or on none.
-
-        Raises:
-            EngineUnsupportedError, EngineUpdateError: see :func:`start_on_all_ranks`.
-        """
+        """Follow a store, on all ranks or on none."""
         rank = make_rank()
         if request.unless_following:
             # Together: a rank that began alone would wait for those that need not.
@@ -113,12 +111,6 @@ class RankEndpoint:
         return asdict(options) | ids == asdict(self.receiver.options) | ids
 
     def update(self, request: UpdateRequest | OptionError) -> None:
-        """Switch to a version.
-
-        Raises:
-            OptionError, EngineUpdateError, EngineBrokenError: see :meth:`RankReceiver.update`.
-            EngineUnsupportedError: it follows no store.
-        """
         if self.receiver is None:
             raise EngineUnsupportedError(
                 "this engine follows no store yet: name one first (vLLM's own call for that: "
@@ -127,18 +119,9 @@ class RankEndpoint:
         self.receiver.update(request)
 
     def end(self) -> None:
-        """Stop following, until it is asked to begin again."""
         if self.receiver is not None:
             self._last, self.receiver = self.receiver, None
             self._last.close()
-
-
-def _check_shapes(rank: EngineRank, request: CheckRequest) -> RankAnswer:
-    try:
-        rank.make_check(partial=False)(request.tensors)
-    except WeightsMismatchError as error:
-        return RankAnswer(RankOutcome.MISFIT, str(error))
-    return RankAnswer()
 
 
 def start_on_all_ranks(
@@ -157,40 +140,25 @@ def start_on_all_ranks(
         serving = before.serving(options.store)
         serving = serving._replace(model=rank.make_model(serving.model))
         before.close()
-    receiver, error = _try_to_start(rank, options, serving, engine_id)
+    receiver: RankReceiver | None = None
+    problem, is_final = None, False
+    try:
+        receiver = RankReceiver(rank, options, serving, engine_id)
+    except Exception as error:
+        logger.warning("cannot follow %s", options.store, exc_info=True)
+        problem = f"{type(error).__name__}: {error}"
+        # It would go no better the next time.
+        is_final = isinstance(error, EngineUnsupportedError | OptionError)
     kind: type[DBufferError] = EngineUpdateError
     try:
-        answers = rank.ranks.gather(_Start.of(error), begins=True)
-        if receiver is not None and all(answer.problem is None for answer in answers):
+        problems, finals = zip(*rank.ranks.gather((problem, is_final), begins=True), strict=True)
+        if receiver is not None and not any(problems):
             return receiver
-        why = by_rank([answer.problem for answer in answers])
-        if any(answer.is_final for answer in answers):
+        why = by_rank(problems)
+        if any(finals):
             kind = EngineUnsupportedError
     except RankFailedError as failure:
         why = str(failure)
     if receiver is not None:
         receiver.close()
     raise kind(f"the engine cannot follow {options.store}: {why}")
-
-
-class _Start(NamedTuple):
-    """How beginning to follow went on one rank."""
-
-    problem: str | None
-    is_final: bool
-    """It would go no better the next time."""
-
-    @classmethod
-    def of(cls, error: Exception | None) -> _Start:
-        problem = None if error is None else f"{type(error).__name__}: {error}"
-        return cls(problem, isinstance(error, EngineUnsupportedError | OptionError))
-
-
-def _try_to_start(
-    rank: EngineRank, options: EngineOptions, serving: Serving, engine_id: str
-) -> tuple[RankReceiver | None, Exception | None]:
-    try:
-        return RankReceiver(rank, options, serving, engine_id), None
-    except Exception as error:
-        logger.warning("cannot follow %s", options.store, exc_info=True)
-        return None, error

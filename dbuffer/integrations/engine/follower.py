@@ -25,9 +25,8 @@ from dbuffer.errors import (
     OptionError,
     VersionTimeoutError,
 )
-from dbuffer.format.layout import TensorSpec
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine.messages import BeginRequest
+from dbuffer.integrations.engine.messages import BeginRequest, EndRequest, specs_of
 from dbuffer.integrations.engine.options import PAUSE_MODES, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import Failure, FollowerReport, Switch
@@ -150,7 +149,7 @@ class Follower:
             view.options, engine_id=view.engine_id, instance_id=view.facts.instance_id
         )
         with self._in_our_terms("follow the store"):
-            self._engine.begin(BeginRequest(options=options, unless_following=unless_following))
+            self._engine.do(BeginRequest(options=options, unless_following=unless_following))
 
     def _started(self) -> StoreView:
         self._engine.require_alive()
@@ -160,11 +159,7 @@ class Follower:
         return self._view
 
     def has_restarted(self) -> bool:
-        """Whether the engine is another one than the one that was switched last; only a server can.
-
-        Raises:
-            EngineUnreachableError: it does not answer.
-        """
+        """Whether this is another engine than was switched last; only a server can be."""
         return self._view is not None and self._has_restarted(self._view)
 
     def _has_restarted(self, view: StoreView) -> bool:
@@ -279,18 +274,14 @@ class Follower:
         attempt = secrets.token_hex(8)
         request = UpdateRequest(at_least=goal.version, history=goal.history, attempt=attempt)
         with self._learning_what_it_has(view, attempt):
-            self._engine.update(request)
+            self._engine.do(request)
             load_s = time.monotonic() - started
             record = view.acknowledgement(goal)
             self._label(str(record.applied_version))
         return record, load_s
 
     def _resume_as_unknown(self) -> None:
-        """End our pause of an earlier attempt; under no version, unless it is known which it has.
-
-        Raises:
-            EngineUnreachableError: (a server) it does not answer; its pause is still to be ended.
-        """
+        """End our pause of an earlier attempt, as of no version unless it is known which it has."""
         if not self._state.is_known:
             self._label(UNKNOWN_VERSION)
         self._resume()
@@ -343,9 +334,8 @@ class Follower:
         Args:
             tensors: name, dtype (``"bfloat16"``) and shape of each.
         """
-        specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
         with self._in_our_terms("check the tensors"):
-            return self._engine.check(specs)
+            return self._engine.misfits(specs_of(tensors))
 
     def apply_once(self, store: str) -> None:
         """Load the newest version of another store, then follow this one again.
@@ -395,11 +385,7 @@ class Follower:
         stop_event.wait(max(0.0, end - time.monotonic()))
 
     def wait_for_version(self, stop_event: threading.Event) -> int | None:
-        """Wait a poll interval for a version that the engine does not have; None: there is none.
-
-        Raises:
-            DBufferError, OSError: the store cannot be read.
-        """
+        """Wait a poll interval for a version that the engine does not have; None: there is none."""
         assert self._view is not None  # noqa: S101 - there was a sync before
         try:
             return self._view.wait_for_version(
@@ -415,7 +401,7 @@ class Follower:
         """Let the engine's ranks look at the store no more. The engine keeps its weights."""
         if self._view is not None:
             with self._in_our_terms("stop following"):
-                self._engine.end()
+                self._engine.do(EndRequest())
         self._note(FollowerEvent.LOST)  # a later sync must begin anew
 
     def close(self) -> None:

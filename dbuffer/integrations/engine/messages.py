@@ -6,7 +6,7 @@ An answer says by an :class:`RankOutcome`, never by its wording, what has become
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -29,12 +29,6 @@ class BeginRequest:
     unless_following: bool = False
     """Nothing is done where a rank follows this store already, with the same options."""
 
-    @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make one from what :func:`encode_request` made of it."""
-        options = EngineOptions.parse(values["options"])
-        return cls(options=options, unless_following=values["unless_following"])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRequest:
@@ -42,39 +36,25 @@ class CheckRequest:
 
     tensors: tuple[TensorSpec, ...]
 
-    @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make one from what :func:`encode_request` made of it."""
-        tensors = (
-            TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in values["tensors"]
-        )
-        return cls(tensors=tuple(tensors))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequest:
     """Stop following; the model keeps its weights."""
 
-    @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make one from what :func:`encode_request` made of it."""
-        return cls(**values)
-
 
 RankRequest = BeginRequest | UpdateRequest | CheckRequest | EndRequest
 
-_CALLS: dict[str, type[BeginRequest | UpdateRequest | CheckRequest | EndRequest]] = {
-    "begin": BeginRequest,
-    "update": UpdateRequest,
-    "check": CheckRequest,
-    "end": EndRequest,
-}
+_CALLS = {BeginRequest: "begin", UpdateRequest: "update", CheckRequest: "check", EndRequest: "end"}
+
+
+def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec, ...]:
+    """From name, dtype (``"bfloat16"``) and shape of each, as JSON has them."""
+    return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
 
 
 def encode_request(request: RankRequest) -> dict[str, Any]:
     """As JSON has it."""
-    [call] = [name for name, kind in _CALLS.items() if type(request) is kind]
-    return {"call": call, "arguments": asdict(request)}
+    return {"call": _CALLS[type(request)], "arguments": asdict(request)}
 
 
 def decode_request(values: Any) -> RankRequest:
@@ -84,7 +64,16 @@ def decode_request(values: Any) -> RankRequest:
         OptionError: (a ``ValueError``) it is none, or has a value that it cannot have.
     """
     try:
-        return _CALLS[values["call"]].parse(values["arguments"])
+        match values["call"], values["arguments"]:
+            case "begin", {"options": options, "unless_following": bool(unless)}:
+                return BeginRequest(options=EngineOptions.parse(options), unless_following=unless)
+            case "update", arguments:
+                return UpdateRequest.parse(arguments)
+            case "check", {"tensors": tensors}:
+                return CheckRequest(tensors=specs_of(tensors))
+            case "end", {}:
+                return EndRequest(**values["arguments"])
+        raise KeyError(values["call"])
     except (KeyError, TypeError) as error:
         raise OptionError(
             f"{values!r:.300} is no request of this version of dbuffer ({error!r:.100}): use the "
@@ -133,12 +122,7 @@ class RankAnswer:
         return cls(RankOutcome.REFUSED, f"{type(error).__name__}: {error}")
 
     def require_done(self) -> None:
-        """Raise the error that tells the outcome.
-
-        Raises:
-            OptionError, EngineUnsupportedError, EngineUpdateError, EngineBrokenError: it was not
-                done.
-        """
+        """Raise the error that tells the outcome."""
         if self.outcome in _ERRORS:
             raise _ERRORS[self.outcome](self.problem)
 
@@ -160,11 +144,7 @@ def encode_answer(answer: RankAnswer) -> dict[str, str]:
 
 
 def decode_answer(values: Any) -> RankAnswer:
-    """The answer that was encoded.
-
-    Raises:
-        EngineUpdateError: it is none.
-    """
+    """The answer that was encoded."""
     try:
         return RankAnswer(RankOutcome(values["outcome"]), str(values["problem"]))
     except (KeyError, TypeError, ValueError):

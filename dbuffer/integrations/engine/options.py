@@ -38,11 +38,9 @@ class EngineNames:
 
     @property
     def instance(self) -> str:
-        """The digest."""
         return digest(self.instance_id.encode())
 
     def of_rank(self, rank: int) -> str:
-        """A rank's name."""
         return f"{self.engine_id}.rank-{rank}"
 
     def spare(self, receiver_id: str) -> Spare:
@@ -108,7 +106,6 @@ class EngineOptions:
     worker knows, which vLLM changes in some processes once the engine is started."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         _require(self, "store", isinstance(self.store, str))
         checks.directory("store", self.store)
         if self.local_store is not None:
@@ -135,11 +132,7 @@ class EngineOptions:
         return self.local_store or self.store
 
     def start_mirror(self) -> Mirror | None:
-        """Keep the local store up to date, or stand by while another process does.
-
-        Raises:
-            StoreMismatchError: the local store holds another store's versions, and is in use.
-        """
+        """Keep the local store up to date, or stand by while another process does."""
         return start_mirror(
             self.store,
             self.local_store,
@@ -150,11 +143,7 @@ class EngineOptions:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str = "init_info") -> Self:
-        """Make them from a dictionary, as ``init_info`` is one; ``source`` is for the message.
-
-        Raises:
-            OptionError: (a ``ValueError``) a key is missing or unknown, or a value wrong.
-        """
+        """Make them from a dictionary, as ``init_info`` is one; ``source`` is for the message."""
         known = [item.name for item in fields(cls)]
         if (
             not isinstance(values, Mapping)
@@ -189,7 +178,6 @@ class UpdateRequest:
     has failed: who asked knows by that which weights the engine has."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         for name in ("version", "at_least"):
             if (value := getattr(self, name)) is not None:
                 checks.whole_number(name, value, at_most=MAX_INTEGER)
@@ -205,11 +193,7 @@ class UpdateRequest:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
-        """Make one from ``update_info``.
-
-        Raises:
-            OptionError: (a ``ValueError``) a key is unknown, or a value wrong.
-        """
+        """Make one from ``update_info``."""
         known = [item.name for item in fields(cls)]
         if not isinstance(values, Mapping) or not set(values) <= set(known):
             raise OptionError(

@@ -109,11 +109,7 @@ class RankReceiver:
         return None if self._served is None else self._served.history
 
     def catch_up(self) -> None:
-        """Switch to the newest version, if there is one; for an engine that is just starting.
-
-        Raises:
-            EngineUpdateError, EngineBrokenError: see :meth:`update`.
-        """
+        """Switch to the newest version, if there is one; for an engine that is just starting."""
         if self._mirror is not None:
             problem = self._problem_of_mirror(self._mirror)
             problems = self.ranks.gather(problem)
@@ -158,11 +154,7 @@ class RankReceiver:
             self._mirror.close()
 
     def _check(self, snapshot: Snapshot) -> None:
-        """Refuse a version that cannot be loaded; in the stager's thread, while the engine serves.
-
-        Raises:
-            WeightsMismatchError: it does not fit, or would leave a mix.
-        """
+        """Refuse what cannot be loaded; in the stager's thread, while the engine serves."""
         refuse_adapter(snapshot.metadata)
         layout = snapshot.layout
         self._require_no_mix(layout, snapshot.version)
@@ -270,11 +262,7 @@ class RankReceiver:
         return self._broken is None
 
     def _is_of_another_run(self, history: str | None) -> bool:
-        """Whether versions of this history say nothing about the one that the engine has.
-
-        Raises:
-            StoreReplacedError: they do not, and are not to be followed.
-        """
+        """Whether versions of this history say nothing about the one that the engine has."""
         if self._served is None or not self._served.is_of_another_run(history):
             return False
         if self.options.new_history == "refuse":

@@ -107,7 +107,6 @@ class _Line:
         return _lines[key]
 
     def exchange(self, answer: Any, timeout_s: float, *, begins: bool) -> list[Any]:
-        """Tell everyone, and hear from everyone."""
         first, second = self._step
         self._step = (first + 1, 0) if begins else (first, second + 1)
         data = pickle.dumps(_Message(self._step, answer))

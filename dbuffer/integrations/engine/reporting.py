@@ -1,15 +1,33 @@
-"""`FollowerReport`: what a follower tells of its engine, to metrics and to the log."""
+"""`FollowerReport`: what a follower tells of its engine, to Prometheus metrics and to the log.
+
+For an engine in this process, and for a server that follows by itself, the metrics are in the
+registry that vLLM's own ``/metrics`` shows.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine.metrics import EngineMetrics
 
 logger = logging.getLogger(__name__)
+
+GAUGES = {
+    "following": "1 while the engine is kept on the newest version, 0 while that fails.",
+    "version_applied": "Version that the engine serves; 0: what it was started with.",
+    "version_available": "Newest version in the store.",
+    "lag_versions": "Versions published and not yet applied.",
+    "lag_seconds": "Age of the newest version, while it is not applied.",
+}
+"""What is not known just now is not there."""
+
+_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,34 +61,43 @@ class Failure:
 
 
 class FollowerReport:
-    """One engine's metrics and log. A gauge whose value is not known is not there."""
+    """One engine's metrics and log. A gauge whose value is not known is not there.
+
+    Without prometheus-client the log is all.
+    """
 
     def __init__(self, engine_id: str) -> None:
         self._engine_id = engine_id
-        self._metrics = EngineMetrics(engine_id)
+        self._families = _registered()
+        # A gauge is there when there is something to say.
+        self._metrics = {
+            name: family.labels(engine=engine_id)
+            for name, family in self._families.items()
+            if name not in GAUGES
+        }
         self._rank_stats: dict[str, dict[str, float]] = {}
 
     def following(self) -> None:
         """An attempt succeeded, or found nothing to do."""
-        self._metrics.set("following", 1)
+        self._set("following", 1)
 
     def failed(self, failure: Failure, before: Failure | None, *, is_engine_known: bool) -> None:
         """An attempt failed; an incident counts once."""
-        self._metrics.add("failures", 1 if failure.is_another(before) else 0)
-        self._metrics.set("following", 0)
+        self._add("failures", 1 if failure.is_another(before) else 0)
+        self._set("following", 0)
         if failure.version is None:
-            self._metrics.forget("version_available", "lag_versions", "lag_seconds")
+            self._forget("version_available", "lag_versions", "lag_seconds")
         if not is_engine_known:
-            self._metrics.forget("version_applied", "lag_versions", "lag_seconds")
+            self._forget("version_applied", "lag_versions", "lag_seconds")
 
     def retried(self) -> None:
         """It is about to be tried again."""
-        self._metrics.add("retries")
+        self._add("retries")
 
     def ended(self) -> None:
         """It is followed no longer."""
-        self._metrics.set("following", 0)
-        self._metrics.forget("version_available", "lag_versions", "lag_seconds")
+        self._set("following", 0)
+        self._forget("version_available", "lag_versions", "lag_seconds")
 
     def switched(self, switch: Switch) -> None:
         """It serves another version."""
@@ -84,15 +111,15 @@ class FollowerReport:
             1e3 * switch.pause_s,
             switch.num_bytes / 1e6,
         )
-        self._metrics.observe("pause_seconds", switch.pause_s)
-        self._metrics.add("bytes", switch.num_bytes)
+        self._observe("pause_seconds", switch.pause_s)
+        self._add("bytes", switch.num_bytes)
 
     def lag(self, *, available: int, applied: int, num_behind: int, age_s: float) -> None:
         """How far it is behind the store."""
-        self._metrics.set("version_available", available)
-        self._metrics.set("version_applied", applied)
-        self._metrics.set("lag_versions", num_behind)
-        self._metrics.set("lag_seconds", age_s)
+        self._set("version_available", available)
+        self._set("version_applied", applied)
+        self._set("lag_versions", num_behind)
+        self._set("lag_seconds", age_s)
 
     def ranks(self, records: Iterable[ReceiverRecord]) -> None:
         """Carry what ranks count over into this process's metrics."""
@@ -100,6 +127,58 @@ class FollowerReport:
             before = self._rank_stats.get(record.receiver, {})
             self._rank_stats[record.receiver] = record.stats
             gained = {name: value - before.get(name, 0) for name, value in record.stats.items()}
-            self._metrics.add("evictions", gained.get("evictions", 0))
+            self._add("evictions", gained.get("evictions", 0))
             if gained.get("staged", 0) > 0:
-                self._metrics.observe("stage_seconds", gained["stage_s"] / gained["staged"])
+                self._observe("stage_seconds", gained["stage_s"] / gained["staged"])
+
+    def _set(self, name: str, value: float) -> None:
+        if name in self._families:
+            self._families[name].labels(engine=self._engine_id).set(value)
+
+    def _forget(self, *names: str) -> None:
+        """Let gauges say nothing any more, until they are set again."""
+        for name in names:
+            if name not in self._families:
+                continue
+            if "PROMETHEUS_MULTIPROC_DIR" in os.environ:  # whose files cannot take a gauge back
+                self._set(name, math.nan)
+            else:
+                self._families[name].remove(self._engine_id)
+
+    def _add(self, name: str, amount: float = 1) -> None:
+        if name in self._metrics and amount > 0:
+            self._metrics[name].inc(amount)
+
+    def _observe(self, name: str, seconds: float) -> None:
+        if name in self._metrics:
+            self._metrics[name].observe(seconds)
+
+
+@functools.cache
+def _registered() -> dict[str, Any]:
+    """All metrics, registered once in a process."""
+    try:
+        from prometheus_client import Counter, Gauge, Histogram
+    except ImportError:
+        logger.warning("no metrics: prometheus-client is not installed")
+        return {}
+
+    def gauge(name: str, text: str) -> Any:
+        # Of several processes that write files for one /metrics, the last one knows.
+        return Gauge(f"dbuffer_{name}", text, ["engine"], multiprocess_mode="mostrecent")
+
+    def counter(name: str, text: str) -> Any:
+        return Counter(f"dbuffer_{name}", text, ["engine"])
+
+    def seconds(name: str, text: str) -> Any:
+        return Histogram(f"dbuffer_{name}", text, ["engine"], buckets=_BUCKETS_S)
+
+    return {
+        **{name: gauge(name, text) for name, text in GAUGES.items()},
+        "bytes": counter("bytes", "Bytes of weights applied, per rank."),
+        "stage_seconds": seconds("stage_seconds", "Making a version ready, while serving."),
+        "pause_seconds": seconds("pause_seconds", "Engine paused for a switch."),
+        "retries": counter("retries", "Switches that were tried again."),
+        "evictions": counter("evictions", "Versions overwritten while a rank staged them."),
+        "failures": counter("failures", "Times that it was not kept on the newest version."),
+    }

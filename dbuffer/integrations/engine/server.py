@@ -7,13 +7,14 @@ import ipaddress
 import re
 import socket
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 from dbuffer.errors import (
     EngineUnreachableError,
     EngineUnsupportedError,
     EngineUpdateError,
 )
+from dbuffer.integrations.engine.protocol import Engine
 from dbuffer.runtime import options
 
 _CONNECT_S = 5.0
@@ -24,7 +25,7 @@ _RESUME_TRIES = 5
 _RESUME_RETRY_S = 0.2
 
 
-class EngineServer:
+class EngineServer(Engine):
     """A server that is driven over HTTP.
 
     Args:
@@ -39,10 +40,10 @@ class EngineServer:
         EngineUpdateError: from any call: it could not do what it was asked to.
     """
 
-    is_server: ClassVar = True
-    IS_WHAT: ClassVar[str]
+    is_server = True
+    IS_WHAT: str
     """What serves there, for messages."""
-    WITHOUT_ROUTE: ClassVar[str]
+    WITHOUT_ROUTE: str
     """What to do about a missing route."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
@@ -57,11 +58,7 @@ class EngineServer:
             base_url=self.url, headers=headers, timeout=httpx.Timeout(_CALL_S, connect=_CONNECT_S)
         )
 
-    def require_alive(self) -> None:
-        """A server that does not answer may be restarted."""
-
     def close(self) -> None:
-        """Close its connections."""
         self._client.close()
 
     def _name(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,33 +28,32 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what a model's loaders write into each of its tensors.
 
     Args:
-        tensors: parameters and buffers, on the meta device.
-        padded: those with rows that no checkpoint has; their loaders check the rows they get.
-        places: the same by name, for the record of what is written.
+        model: the copy, on the meta device.
+        embedding: the class of embeddings and heads, which are padded to a round number of rows;
+            no checkpoint has the last ones, and the loaders check the rows they get.
         default_loader: of tensors without a ``weight_loader``.
         tp_size: over how many ranks a tensor may be spread.
     """
 
     def __init__(
-        self,
-        tensors: Iterable[Any],
-        padded: Iterable[Any],
-        *,
-        places: Mapping[str, torch.Tensor],
-        default_loader: Loader,
-        tp_size: int,
+        self, model: Any, *, embedding: type[torch.nn.Module], default_loader: Loader, tp_size: int
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
         self._tp_size = tp_size
         self._thread: int | None = None
-        self.recorder = LoadRecorder(places)
+        self.recorder = LoadRecorder(dict(model.named_parameters()) | dict(model.named_buffers()))
         self._loaded: dict[int, int] = {}
-        self._padded = {id(tensor) for tensor in padded}
-        for tensor in tensors:
+        self._padded = {
+            id(parameter)
+            for module in model.modules()
+            if isinstance(module, embedding)
+            for parameter in module.parameters(recurse=False)
+        }
+        for tensor in (*model.parameters(), *model.buffers()):
             self._wrap_loader(tensor, getattr(tensor, "weight_loader", default_loader))
 
     def reset(self) -> None:
-        """Begin to count anew."""
         self._loaded.clear()
         self._thread = threading.get_ident()
         self.recorder.begin()
@@ -74,7 +73,6 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A loader has written so many elements of this; of a part of it, or of it as a whole."""
 
     def count_of(self, tensor: Any) -> int:
-        """How many elements of this were written."""
         return self._loaded.get(id(tensor), 0)
 
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
@@ -147,15 +145,9 @@ class ShapeCheck:
 
     Building the copy sets things for the whole process, so that is done on the worker's main
     thread. The check itself does not, and may run while the engine serves.
-
-    Args:
-        model: the copy.
-        watched: its loads.
-        names: from the store's names to the model's.
     """
 
-    def __init__(self, model: Any, watched: WatchedLoads, names: NameMap | None = None) -> None:
-        self._model = model
+    def __init__(self, watched: WatchedLoads, names: NameMap | None = None) -> None:
         self._watched = watched
         self._names = names
 
@@ -180,7 +172,7 @@ class ShapeCheck:
         self._watched.reset()
         try:
             with self._watched, torch.device("meta"):
-                self._model.load_weights(shapes())
+                self._watched.model.load_weights(shapes())
         # A model's loaders refuse in their own ways: assert, KeyError, ValueError, RuntimeError.
         except Exception as error:
             # Some list every parameter that there is.

@@ -48,12 +48,10 @@ class FollowerState(enum.Enum):
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known which weights the engine has."""
         return self in (FollowerState.FOLLOWING, FollowerState.PAUSING)
 
     @property
     def owes_resume(self) -> bool:
-        """Whether the engine is to be resumed."""
         return self in (FollowerState.PAUSING, FollowerState.LOST_PAUSING)
 
     def after(self, event: FollowerEvent) -> FollowerState:

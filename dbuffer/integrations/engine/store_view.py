@@ -36,14 +36,7 @@ _GONE_S = 5.0
 
 
 class StoreView:
-    """The store as the follower of one engine sees it.
-
-    Args:
-        facts: of the engine, as it was started last.
-        options: the store and so on.
-        engine_id: the engine's name among the store's receivers.
-        report: is told how far the engine is behind.
-    """
+    """The store as the follower of one engine sees it, which it reports to."""
 
     def __init__(
         self, facts: EngineFacts, options: EngineOptions, engine_id: str, report: FollowerReport
@@ -71,7 +64,6 @@ class StoreView:
         self._logged_history: str | None = None
 
     def close(self) -> None:
-        """Stop watching the store."""
         self._receiver.close()
         if self._mirror is not None:
             self._mirror.close()
@@ -93,11 +85,7 @@ class StoreView:
         return self._names.record(self._store, receiver_id)
 
     def acknowledgement(self, goal: Served) -> ReceiverRecord:
-        """The engine's own record, which must tell of this version or a later one.
-
-        Raises:
-            EngineUpdateError, EngineBrokenError: it does not.
-        """
+        """The engine's own record, which must tell of this version or a later one."""
         record = self.engine_record()
         if record is not None and record.problem is not None:
             # Of a rank whose errors the engine does not pass on.
@@ -129,13 +117,7 @@ class StoreView:
         return None
 
     def newer_than(self, served: Served | None, at_least: int | None = None) -> Served | None:
-        """The newest version, or ``at_least``, if the engine does not have it.
-
-        Raises:
-            StoreReplacedError: the store was begun anew since, and must not be followed then.
-            VersionRegressedError: it went back below the version that the engine has.
-            StoreInsecureError, StoreCorruptError: it cannot be trusted, or not be read.
-        """
+        """The newest version, or ``at_least``, if the engine does not have it."""
         if self._store.exists():
             self._store.check()
         elif served is None:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from dbuffer.integrations.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.lightrft.manager import BroadcastManager
-
-__all__ = ["BroadcastManager"]
-
-__getattr__ = lazily(__name__, {"BroadcastManager": "dbuffer.integrations.lightrft.manager"})
+    from dbuffer.integrations.lightrft.manager import BroadcastManager as BroadcastManager
+else:
+    __getattr__, __all__ = lazily(__name__, {"BroadcastManager": ".manager"})

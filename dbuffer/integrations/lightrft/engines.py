@@ -41,19 +41,7 @@ def _without_wrapper(engine: Any) -> Any:
 def follow(
     engine_type: str, engine: Any, store: Path, api_key: str | None, timeout_s: float
 ) -> EngineFollower:
-    """Let an engine follow a store. It switches when it is told to.
-
-    Args:
-        engine_type: ``"vllm"`` or ``"sglang"``.
-        engine: the engine, or a server's URL.
-        store: the store's directory.
-        api_key: for a server.
-        timeout_s: how long it may take to have a version ready.
-
-    Raises:
-        EngineUnsupportedError: it was not started in a way that lets it follow.
-        EngineUnreachableError: (a server) it does not answer.
-    """
+    """Let an engine follow a store. It switches when it is told to."""
     from dbuffer.integrations.engine.follower import Follower
     from dbuffer.integrations.engine.options import EngineOptions
 
@@ -76,11 +64,7 @@ def follow(
 
 
 def switch_all(followers: Sequence[EngineFollower], version: int, *, timeout_s: float) -> None:
-    """Switch each to a version or a later one; all are tried, also when one of them fails.
-
-    Raises:
-        DBufferError: of the first that failed, with what the others say.
-    """
+    """Switch each to a version or a later one; all are tried, also when one of them fails."""
     errors = []
     for follower in followers:
         try:

@@ -118,7 +118,10 @@ class BroadcastManager:
         weights = self._weights_on_all_ranks()
         assert self._sender is not None  # noqa: S101 - else that would not have been possible
         published = self._sender.send(weights)
-        self._agreement.each("switch its engines", lambda: self._switch(published.version))
+        self._agreement.each(
+            "switch its engines",
+            lambda: switch_all(self._followers, published.version, timeout_s=self._timeout_s),
+        )
         self.version = published.version
 
     def close(self) -> None:
@@ -190,9 +193,6 @@ class BroadcastManager:
             follower = follow(engine_type, engine, self.store, self._api_key, self._timeout_s)
             self._opened.callback(_stop, follower)
             self._followers.append(follower)
-
-    def _switch(self, version: int) -> None:
-        switch_all(self._followers, version, timeout_s=self._timeout_s)
 
 
 def _stop(follower: EngineFollower) -> None:

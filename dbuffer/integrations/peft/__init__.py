@@ -15,33 +15,26 @@ from dbuffer.integrations.lazy import lazily
 
 if TYPE_CHECKING:
     from dbuffer.integrations.peft.adapter import (
-        adapter_metadata,
-        adapter_weights,
-        load_adapter,
-        send_adapter,
+        adapter_metadata as adapter_metadata,
+        adapter_weights as adapter_weights,
+        load_adapter as load_adapter,
+        send_adapter as send_adapter,
     )
-    from dbuffer.integrations.peft.merged import merged_weights
-    from dbuffer.integrations.peft.saved import SavedAdapter, save_adapter
-
-_HERE = "dbuffer.integrations.peft"
-_MODULES = {
-    "SavedAdapter": f"{_HERE}.saved",
-    "adapter_metadata": f"{_HERE}.adapter",
-    "adapter_weights": f"{_HERE}.adapter",
-    "load_adapter": f"{_HERE}.adapter",
-    "merged_weights": f"{_HERE}.merged",
-    "save_adapter": f"{_HERE}.saved",
-    "send_adapter": f"{_HERE}.adapter",
-}
-
-__all__ = [
-    "SavedAdapter",
-    "adapter_metadata",
-    "adapter_weights",
-    "load_adapter",
-    "merged_weights",
-    "save_adapter",
-    "send_adapter",
-]
-
-__getattr__ = lazily(__name__, _MODULES)
+    from dbuffer.integrations.peft.merged import merged_weights as merged_weights
+    from dbuffer.integrations.peft.saved import (
+        SavedAdapter as SavedAdapter,
+        save_adapter as save_adapter,
+    )
+else:
+    __getattr__, __all__ = lazily(
+        __name__,
+        {
+            "SavedAdapter": ".saved",
+            "adapter_metadata": ".adapter",
+            "adapter_weights": ".adapter",
+            "load_adapter": ".adapter",
+            "merged_weights": ".merged",
+            "save_adapter": ".saved",
+            "send_adapter": ".adapter",
+        },
+    )

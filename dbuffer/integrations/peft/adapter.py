@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
@@ -12,9 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.integrations.peft.saved import config_of
-from dbuffer.publish.sender import Publication
+from dbuffer.publish.sender import Publication, WeightSender
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.weights.sources import Weights
 from dbuffer.weights.targets import ADAPTER_KEY
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
@@ -36,12 +35,6 @@ _FREE = frozenset(
     }
 )
 """Of a configuration: what says nothing of what the adapter's tensors mean."""
-
-
-class _Sender(Protocol):
-    def send(
-        self, weights: Weights, *, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> Publication: ...
 
 
 def adapter_weights(peft_model: PeftModel, adapter: str = "default") -> dict[str, torch.Tensor]:
@@ -69,7 +62,7 @@ def adapter_metadata(peft_model: PeftModel, adapter: str = "default") -> dict[st
 
 
 def send_adapter(
-    sender: _Sender,
+    sender: WeightSender,
     peft_model: PeftModel,
     *,
     adapter: str = "default",

@@ -83,11 +83,7 @@ def save_adapter(
 
 
 def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapter's configuration, as peft saves it.
-
-    Raises:
-        WeightsMismatchError: the version is not an adapter.
-    """
+    """The adapter's configuration, as peft saves it."""
     config = metadata.get(ADAPTER_KEY)
     if not isinstance(config, dict):
         raise WeightsMismatchError(

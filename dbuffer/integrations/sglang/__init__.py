@@ -17,37 +17,25 @@ from typing import TYPE_CHECKING
 from dbuffer.integrations.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.background import BackgroundFollower
-    from dbuffer.integrations.engine.follower import Follower
-    from dbuffer.integrations.engine.options import EngineOptions
-    from dbuffer.integrations.sglang.engines import LOADER
-    from dbuffer.integrations.sglang.engines import OfflineSglang as OfflineEngine
-    from dbuffer.integrations.sglang.engines import SglangServer as ServerEngine
-    from dbuffer.integrations.sglang.following import follow
-    from dbuffer.integrations.sglang.loader import load_from_store
+    from dbuffer.integrations.engine.background import BackgroundFollower as BackgroundFollower
+    from dbuffer.integrations.engine.follower import Follower as Follower
+    from dbuffer.integrations.engine.options import EngineOptions as EngineOptions
+    from dbuffer.integrations.sglang.engines import LOADER as LOADER, OfflineSglang, SglangServer
+    from dbuffer.integrations.sglang.following import follow as follow
+    from dbuffer.integrations.sglang.loader import load_from_store as load_from_store
 
-_HERE = "dbuffer.integrations.sglang"
-_MODULES = {
-    "BackgroundFollower": "dbuffer.integrations.engine.background",
-    "EngineOptions": "dbuffer.integrations.engine.options",
-    "Follower": "dbuffer.integrations.engine.follower",
-    "LOADER": f"{_HERE}.engines",
-    "OfflineEngine": f"{_HERE}.engines:OfflineSglang",
-    "ServerEngine": f"{_HERE}.engines:SglangServer",
-    "follow": f"{_HERE}.following",
-    "load_from_store": f"{_HERE}.loader",
-}
-
-__all__ = [
-    "LOADER",
-    "BackgroundFollower",
-    "EngineOptions",
-    "Follower",
-    "OfflineEngine",
-    "ServerEngine",
-    "follow",
-    "load_from_store",
-]
-
-
-__getattr__ = lazily(__name__, _MODULES)
+    OfflineEngine, ServerEngine = OfflineSglang, SglangServer
+else:
+    __getattr__, __all__ = lazily(
+        __name__,
+        {
+            "BackgroundFollower": "dbuffer.integrations.engine.background",
+            "EngineOptions": "dbuffer.integrations.engine.options",
+            "Follower": "dbuffer.integrations.engine.follower",
+            "LOADER": ".engines",
+            "OfflineEngine": ".engines:OfflineSglang",
+            "ServerEngine": ".engines:SglangServer",
+            "follow": ".following",
+            "load_from_store": ".loader",
+        },
+    )

@@ -33,7 +33,6 @@ class Command:
 
     @property
     def names(self) -> NameMap | None:
-        """`rename` as a map."""
         return None if self.rename is None else NameMap.parse(self.rename, "rename")
 
     def as_tensors(self) -> list[tuple[str, torch.Tensor]]:
@@ -49,11 +48,7 @@ class Command:
 
     @classmethod
     def parse(cls, tensors: list[tuple[str, torch.Tensor]]) -> Self:
-        """From what a loader was given.
-
-        Raises:
-            OptionError: (a ``ValueError``) it is no command of ours.
-        """
+        """From what a loader was given."""
         try:
             [(text, _)] = tensors
             return cls(**json.loads(text))

@@ -28,7 +28,7 @@ from dbuffer.integrations.engine.messages import (
     encode_request,
 )
 from dbuffer.integrations.engine.options import EngineNames, UpdateRequest
-from dbuffer.integrations.engine.protocol import EngineFacts, PauseMode, RankCalls
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.sglang.commands import Command
 from dbuffer.store.buffer import DoubleBuffer
@@ -46,11 +46,7 @@ _SESSION = "draft"
 
 
 def _facts(info: Mapping[str, Any]) -> EngineFacts:
-    """How an engine was started, from its server information.
-
-    Raises:
-        EngineUnsupportedError: it cannot take weights from a store.
-    """
+    """How an engine was started, from its server information."""
     if LOADER not in (info.get("custom_weight_loader") or []):
         raise EngineUnsupportedError(
             f"this engine was not started for dbuffer: start it with custom_weight_loader="
@@ -73,7 +69,7 @@ def _facts(info: Mapping[str, Any]) -> EngineFacts:
     )
 
 
-class _RankCommands(RankCalls):
+class _Sglang(Engine):
     """Asks an engine's ranks by commands, and learns from the store how it went.
 
     SGLang returns nothing of what a rank answers.
@@ -86,7 +82,6 @@ class _RankCommands(RankCalls):
         self._instance_id = ""
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
-        """Ask all ranks; what the engine's record answers for them."""
         if isinstance(request, CheckRequest):
             raise EngineUnsupportedError("SGLang's ranks cannot be asked whether tensors fit")
         if isinstance(request, BeginRequest):
@@ -139,29 +134,19 @@ class _RankCommands(RankCalls):
         return RankAnswer()
 
 
-class OfflineSglang(_RankCommands):
+class OfflineSglang(_Sglang):
     """An ``sglang.Engine``: nothing runs between two calls of it, so there is nothing to pause."""
-
-    is_server = False
 
     def __init__(self, engine: Any, names: NameMap | None = None) -> None:
         super().__init__(names)
         self._engine = engine
 
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def require_alive(self) -> None:
-        """This process dies with its schedulers."""
-
     def facts(self) -> EngineFacts:
-        """How it was started."""
         facts = _facts(self._engine.get_server_info())
         self._instance_id = facts.instance_id
         return facts
 
     def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002
-        """From this process."""
         return f"sglang-{host_in_id()}-{os.getpid()}"
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
@@ -177,30 +162,16 @@ class OfflineSglang(_RankCommands):
         if not success:
             raise EngineUpdateError(message)
 
-    def is_paused(self) -> bool:
-        """Nobody can have paused it."""
-        return False
-
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
-        """Drop its caches.
-
-        Raises:
-            EngineBusyError: it has unfinished requests.
-        """
         try:
             self._flush_caches()
         except EngineUpdateError as error:
             raise EngineBusyError(f"wait for the engine's requests, then sync: {error}") from error
 
-    def resume(self) -> None:
-        """It was not stopped."""
-
     def weight_version(self) -> str:
-        """What it reports with its responses."""
         return str(self._engine.get_model_info()["weight_version"])
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
@@ -215,7 +186,7 @@ class OfflineSglang(_RankCommands):
             )
 
 
-class SglangServer(_RankCommands, EngineServer):
+class SglangServer(_Sglang, EngineServer):
     """An SGLang server; see :class:`~dbuffer.integrations.engine.server.EngineServer`."""
 
     IS_WHAT = "SGLang"
@@ -229,20 +200,18 @@ class SglangServer(_RankCommands, EngineServer):
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        _RankCommands.__init__(self, names)
+        _Sglang.__init__(self, names)
         EngineServer.__init__(self, url, api_key=api_key, timeout_s=timeout_s)
         self._num_ranks = 1
         self._has_paused = False
 
     def facts(self) -> EngineFacts:
-        """How it was started."""
         facts = _facts(self._body(self._request("GET", "/server_info")))
         self._num_ranks = facts.num_ranks
         self._instance_id = facts.instance_id
         return facts
 
     def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002
-        """From its address."""
         return f"sglang-{self._name()}"
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
@@ -287,23 +256,19 @@ class SglangServer(_RankCommands, EngineServer):
         return False
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and drop whatever was computed with the weights it has."""
         self._has_paused = True
         body = {"mode": SGLANG_PAUSES[mode]}
         self._request("POST", "/pause_generation", json=body, timeout=self._long)
         self._flush_caches()
 
     def resume(self) -> None:
-        """Let it go on."""
         self._request_resume("/continue_generation", json={"torch_empty_cache": False})
         self._has_paused = False
 
     def weight_version(self) -> str:
-        """What it reports with its responses."""
         return str(self._get("/model_info", "weight_version"))
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
         body = {"new_version": version, "abort_all_requests": False}
         self._request("POST", "/update_weight_version", json=body)
 
@@ -311,11 +276,7 @@ class SglangServer(_RankCommands, EngineServer):
 def sglang_engine_of(
     target: Any, names: NameMap | None = None, *, api_key: str | None = None
 ) -> OfflineSglang | SglangServer:
-    """The engine behind an ``sglang.Engine``, or a server's URL.
-
-    Raises:
-        EngineUnsupportedError: it is none of them.
-    """
+    """The engine behind an ``sglang.Engine``, or a server's URL."""
     if isinstance(target, str):
         return SglangServer(target, names, api_key=api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "update_weights_from_tensor"):

@@ -6,7 +6,7 @@ import os
 from typing import Any, Literal
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.background import BackgroundFollower, begin
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.sglang.engines import (
@@ -57,11 +57,7 @@ def follow(
     chosen = EngineOptions.parse({"store": os.fspath(place), **options})
     found = sglang_engine_of(engine, names, api_key=api_key)
     follower = Follower(found, chosen, pause=pause)
-    if not isinstance(found, OfflineSglang):
-        follower.require_followable()
-        return BackgroundFollower(follower)
-    follower.start()
-    return follower
+    return begin(follower, when_told=isinstance(found, OfflineSglang))
 
 
 def server_follower(
@@ -72,11 +68,7 @@ def server_follower(
     rename: NameMap | str | os.PathLike[str] | None = None,
     api_key: str | None = None,
 ) -> Follower:
-    """A server's follower that switches when it is told to, in the caller's thread.
-
-    Raises:
-        OptionError: (a ``ValueError``) an option is invalid.
-    """
+    """A server's follower that switches when it is told to, in the caller's thread."""
     _require_pause(pause)
     server = SglangServer(url, _names_of(rename), api_key=api_key)
     return Follower(server, options, pause=pause)  # type: ignore[arg-type]  # checked above

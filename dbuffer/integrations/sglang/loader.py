@@ -23,19 +23,14 @@ from dbuffer.integrations.engine.messages import (
 )
 from dbuffer.integrations.engine.options import EngineNames
 from dbuffer.integrations.sglang.commands import Command
-from dbuffer.integrations.sglang.rank import SchedulerRank
+from dbuffer.integrations.sglang.rank import SchedulerRank, all_ranks
 from dbuffer.store.records import RecordFile
 
 logger = logging.getLogger(__name__)
 
 
 def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Do what a follower asks for: begin to follow a store, switch to a version, or stop.
-
-    Args:
-        model: SGLang's, of this rank.
-        named_tensors: one :class:`~dbuffer.integrations.sglang.commands.Command`.
-    """
+    """Do what a follower asks for: begin to follow a store, switch to a version, or stop."""
     try:
         command = Command.parse(named_tensors)
         if command.request is None:
@@ -51,7 +46,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     logger.error("%s: %s", type(request).__name__, answer.problem)
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(answer.problem)
-    elif isinstance(request, BeginRequest) and SchedulerRank.is_first():
+    elif isinstance(request, BeginRequest) and all_ranks().rank == 0:
         _record_refusal(command, request, answer)
 
 

@@ -23,10 +23,6 @@ class SglangModel:
     """The model of one rank, as it serves.
 
     All methods are for the scheduler's own thread, between two steps of the engine.
-
-    Args:
-        model: SGLang's.
-        names: from the store's names to the model's.
     """
 
     def __init__(self, model: Any, names: NameMap | None) -> None:
@@ -35,15 +31,9 @@ class SglangModel:
         self._device = next(model.parameters()).device
 
     def load(self, tensors: Pairs, *, partial: bool) -> None:  # noqa: ARG002 - never, see the check
-        """Swap in the weights of one version. A failure leaves a mix, to be repaired at once."""
         self._load((renamed(name, self._names), tensor) for name, tensor in tensors)
 
     def load_checkpoint(self) -> None:
-        """Swap in the weights that the engine was started with, from where it read them.
-
-        Raises:
-            EngineUnsupportedError: they are not in safetensors files of this host.
-        """
         path = Path(get_model().model_path)
         if not path.is_dir():
             raise EngineUnsupportedError(f"the weights of {path} cannot be read again from here")
@@ -52,8 +42,6 @@ class SglangModel:
         )
 
     def refuse_to_serve(self, reason: str) -> None:
-        """Let every step of this model fail, and say why, until :meth:`serve_again`."""
-
         def refuse(*_: Any, **__: Any) -> NoReturn:
             raise EngineBrokenError(reason)
 
@@ -62,7 +50,6 @@ class SglangModel:
         self._model.forward = refuse
 
     def serve_again(self) -> None:
-        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
         self._model.__dict__.pop("forward", None)
 
     def _load(self, weights: Pairs) -> None:

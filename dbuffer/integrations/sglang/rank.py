@@ -35,11 +35,6 @@ class SchedulerRank:
         self.on_device: bool = next(model.parameters()).device.type != "cpu"
         self.ranks = all_ranks()
 
-    @staticmethod
-    def is_first() -> bool:
-        """Whether this is the rank that speaks for the engine."""
-        return all_ranks().rank == 0
-
     def engine_id(self, options: EngineOptions) -> str:  # noqa: ARG002
         """The engine's name among the store's receivers: its follower has chosen it."""
         return self._engine_id
@@ -49,11 +44,6 @@ class SchedulerRank:
         return SglangModel(self.module, self._names)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
-        """What tells, while the model serves, whether weights fit it.
-
-        Raises:
-            EngineUnsupportedError: parts of a model were asked for.
-        """
         if partial:
             raise EngineUnsupportedError("an SGLang engine takes whole models: partial=True")
         return sglang_shape_check(self.module, self._names, tp_size=self.ranks.size)

@@ -23,16 +23,7 @@ from dbuffer.weights.names import NameMap
 
 
 def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> ShapeCheck:
-    """A check with a copy of a model. To be called on the scheduler's own thread.
-
-    Args:
-        model: the one that serves.
-        names: from the store's names to the model's.
-        tp_size: how many ranks share the model.
-
-    Raises:
-        EngineUnsupportedError: the model cannot be built a second time.
-    """
+    """A check with a copy of a model. To be called on the scheduler's own thread."""
     try:
         with set_default_torch_dtype(dtype_of(model)), torch.device("meta"):
             quantization = getattr(model, "quant_config", None)
@@ -43,7 +34,7 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
             f"a {type(model).__name__} cannot be built without data, so nothing could be "
             f"checked before it is loaded: {type(error).__name__} {error!s:.300}"
         ) from error
-    return ShapeCheck(copy, _WatchedReads(copy, tp_size=tp_size), names)
+    return ShapeCheck(_WatchedReads(copy, tp_size=tp_size), names)
 
 
 class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
@@ -51,35 +42,25 @@ class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: torch.nn.Module, *, tp_size: int) -> None:
         super().__init__(
-            model.parameters(),
-            # Embeddings are padded to a round number of rows.
-            [
-                module.weight
-                for module in model.modules()
-                if isinstance(module, VocabParallelEmbedding)
-            ],
-            places=dict(model.named_parameters()) | dict(model.named_buffers()),
+            model,
+            embedding=VocabParallelEmbedding,
             default_loader=default_weight_loader,
             tp_size=tp_size,
         )
-        self._model = model
         self._read: set[int] = set()
 
     def reset(self) -> None:
-        """Begin anew."""
         super().reset()
         self._read.clear()
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        """Somebody reads this, or a view of it."""
         self._read.add(storage_of(tensor))
 
     def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raise :class:`WeightsMismatchError` if something is missing, or was not used."""
         for what, tensor in tensors.items():
             if storage_of(tensor) not in self._read:
                 raise WeightsMismatchError(f"the engine's model has no place for {what}")
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             self.require_whole(name, parameter, parameter.numel())
 
     def __torch_dispatch__(

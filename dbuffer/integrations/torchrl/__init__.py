@@ -15,46 +15,35 @@ from typing import TYPE_CHECKING
 from dbuffer.integrations.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.torchrl.scheme import DoubleBufferSyncScheme
-    from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
+    from dbuffer.integrations.torchrl.scheme import DoubleBufferSyncScheme as DoubleBufferSyncScheme
+    from dbuffer.integrations.torchrl.transport import (
+        DoubleBufferTransport as DoubleBufferTransport,
+    )
     from dbuffer.integrations.torchrl.vllm_collective import (
-        VLLMWeightReceiver,
-        VLLMWeightSender,
-        VLLMWeightSyncScheme,
-        get_model_metadata,
+        VLLMWeightReceiver as VLLMWeightReceiver,
+        VLLMWeightSender as VLLMWeightSender,
+        VLLMWeightSyncScheme as VLLMWeightSyncScheme,
+        get_model_metadata as get_model_metadata,
     )
     from dbuffer.integrations.torchrl.vllm_double_buffer import (
-        VLLMDoubleBufferSyncScheme,
-        VLLMDoubleBufferTransport,
-        VLLMDoubleBufferWeightReceiver,
-        VLLMDoubleBufferWeightSender,
+        VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme,
+        VLLMDoubleBufferTransport as VLLMDoubleBufferTransport,
+        VLLMDoubleBufferWeightReceiver as VLLMDoubleBufferWeightReceiver,
+        VLLMDoubleBufferWeightSender as VLLMDoubleBufferWeightSender,
     )
-
-_HERE = "dbuffer.integrations.torchrl"
-_MODULES = {
-    "DoubleBufferSyncScheme": f"{_HERE}.scheme",
-    "DoubleBufferTransport": f"{_HERE}.transport",
-    "VLLMDoubleBufferSyncScheme": f"{_HERE}.vllm_double_buffer",
-    "VLLMDoubleBufferTransport": f"{_HERE}.vllm_double_buffer",
-    "VLLMDoubleBufferWeightReceiver": f"{_HERE}.vllm_double_buffer",
-    "VLLMDoubleBufferWeightSender": f"{_HERE}.vllm_double_buffer",
-    "VLLMWeightReceiver": f"{_HERE}.vllm_collective",
-    "VLLMWeightSender": f"{_HERE}.vllm_collective",
-    "VLLMWeightSyncScheme": f"{_HERE}.vllm_collective",
-    "get_model_metadata": f"{_HERE}.vllm_collective",
-}
-
-__all__ = [
-    "DoubleBufferSyncScheme",
-    "DoubleBufferTransport",
-    "VLLMDoubleBufferSyncScheme",
-    "VLLMDoubleBufferTransport",
-    "VLLMDoubleBufferWeightReceiver",
-    "VLLMDoubleBufferWeightSender",
-    "VLLMWeightReceiver",
-    "VLLMWeightSender",
-    "VLLMWeightSyncScheme",
-    "get_model_metadata",
-]
-
-__getattr__ = lazily(__name__, _MODULES)
+else:
+    __getattr__, __all__ = lazily(
+        __name__,
+        {
+            "DoubleBufferSyncScheme": ".scheme",
+            "DoubleBufferTransport": ".transport",
+            "VLLMDoubleBufferSyncScheme": ".vllm_double_buffer",
+            "VLLMDoubleBufferTransport": ".vllm_double_buffer",
+            "VLLMDoubleBufferWeightReceiver": ".vllm_double_buffer",
+            "VLLMDoubleBufferWeightSender": ".vllm_double_buffer",
+            "VLLMWeightReceiver": ".vllm_collective",
+            "VLLMWeightSender": ".vllm_collective",
+            "VLLMWeightSyncScheme": ".vllm_collective",
+            "get_model_metadata": ".vllm_collective",
+        },
+    )

@@ -45,11 +45,7 @@ class Addresses:
         return self.remote.resolve() == self.local.resolve()
 
     def find(self) -> Stores | None:
-        """What there is to follow; None if there is nothing yet.
-
-        Raises:
-            StoreInsecureError, StoreCorruptError, StoreAccessError: one of them cannot be read.
-        """
+        """What there is to follow; None if there is nothing yet."""
         remote, local = self._newest(self.remote), self._newest(self.local)
         if self.are_one:
             return None if local is None else Stores(str(self.local), None)

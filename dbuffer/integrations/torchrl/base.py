@@ -23,16 +23,6 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
 
     Its errors are ours, and of the standard types that TorchRL's are. `init_on_worker`,
     `get_sender` and `get_receiver` are what TorchRL's schemes had before 0.12.
-
-    Args:
-        remote_addr: the store, as the sender sees it.
-        local_addr: where receivers read. Default: ``remote_addr`` itself.
-        num_threads: threads that copy, on either side.
-        strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``.
-        options: of :class:`TransportOptions`.
-
-    Raises:
-        OptionError: (a ``ValueError``) there is no such option, or not of this value.
     """
 
     def __init__(
@@ -80,21 +70,13 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         self.init_on_receiver(model_id=model_id, context=context, **kwargs)
 
     def get_sender(self) -> Any:
-        """What has ``update_weights``.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) ``init_on_sender`` was not called.
-        """
+        """What has ``update_weights``."""
         if not self.initialized_on_sender:
             raise NotReadyError("call init_on_sender() before get_sender()")
         return self
 
     def get_receiver(self) -> Any:
-        """What receives.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` was not called.
-        """
+        """What receives."""
         if not self.initialized_on_receiver:
             raise NotReadyError("call init_on_receiver() before get_receiver()")
         return self
@@ -167,5 +149,4 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
                 setattr(self, name, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled for a worker: where the store is, and the options."""
         return {**super().__getstate__(), "_sender": None, "_receiver": None}

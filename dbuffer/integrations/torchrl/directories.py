@@ -30,7 +30,6 @@ class ModelDirectory:
 
     @property
     def for_all(self) -> Path:
-        """The store that all workers follow."""
         return self.address / self.name
 
     def for_worker(self, worker_idx: int | None) -> Path:

@@ -2,20 +2,21 @@
 
 Extra state is what modules return from ``get_extra_state``: normalisation statistics and the like.
 Its tensors travel as tensors, named ``__extra_state__.0``, ``.1`` and so on; the structure they
-stood in, and plain values, travel in the version's metadata.
+stood in, and plain values, travel in the version's metadata (:class:`VersionInfo`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
+from dbuffer.receive.snapshot import Snapshot
 from dbuffer.weights.sources import own_tensors, tensordict_tensors, without_wrappers
 
 EXTRA_STATE = "__extra_state__"
@@ -23,6 +24,9 @@ EXTRA_STATE = "__extra_state__"
 
 TORCH_EXTRA_STATE = "_extra_state"
 """PyTorch's, at the end of a key of a state dict."""
+
+_KEY = "torchrl"
+"""Of what a version's metadata says to workers."""
 
 Structure = dict[str, Any]
 
@@ -38,6 +42,36 @@ class Extracted:
     def __bool__(self) -> bool:
         """Whether there is anything to publish: a store holds at least one tensor."""
         return bool(self.tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionInfo:
+    """What a version's metadata says to workers of a collector."""
+
+    extra_state: dict[str, Structure] = field(default_factory=dict)
+    """The structure of the extra state, by the path of the module that it is of."""
+    is_initial: bool = False
+    """What a run begins with: it does not count as a version of the policy."""
+    after_version: int = 0
+    """For one worker: the newest version for all workers at that time."""
+
+    def to_metadata(self) -> dict[str, Any]:
+        return {_KEY: asdict(self)}
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Self:
+        """Take it from metadata; that of another sender has none."""
+        values = snapshot.metadata.get(_KEY, {})
+        try:
+            info = cls(**values)
+        except TypeError as error:
+            raise StoreCorruptError(f"{snapshot.path}: {_KEY!r} in its metadata: {error}") from None
+        types = (type(info.extra_state), type(info.is_initial), type(info.after_version))
+        if types != (dict, bool, int):
+            raise StoreCorruptError(
+                f"{snapshot.path}: invalid {_KEY!r} in its metadata: {values!r:.200}"
+            )
+        return info
 
 
 def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
@@ -86,11 +120,7 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
 
 
 def decode(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
-    """What was encoded, with every tensor fetched by name.
-
-    Raises:
-        StoreCorruptError: it is not such a structure.
-    """
+    """What was encoded, with every tensor fetched by name."""
     match structure:
         case {"tensor": str(name)}:
             return get_tensor(name)

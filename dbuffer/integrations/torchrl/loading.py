@@ -13,9 +13,8 @@ from torch import nn
 
 from dbuffer.errors import TargetTypeError, WeightsMismatchError
 from dbuffer.format.layout import Layout
-from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, Structure, decode
+from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, Structure, VersionInfo, decode
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.io.tensors import copy_one
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.weights.sources import without_wrappers
@@ -143,11 +142,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
 
 
 def _states_of(staged: StagedVersion, model: Any) -> list[tuple[nn.Module, Any]]:
-    """The modules whose extra state was published, and it.
-
-    Raises:
-        WeightsMismatchError: the model has no such module.
-    """
+    """The modules whose extra state was published, and it."""
     structures: Mapping[str, Structure] = staged.info.extra_state
     if not structures:
         return []

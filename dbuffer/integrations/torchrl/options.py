@@ -43,11 +43,7 @@ class TransportOptions:
     allow_shared_store: bool = False
 
     def __post_init__(self) -> None:
-        """Check here what a worker would refuse in its own process.
-
-        Raises:
-            OptionError: (a ``ValueError``) an option is not what it may be.
-        """
+        """Check here what a worker would refuse in its own process."""
         checks.whole_number("num_threads", self.num_threads)
         checks.flag("durable", self.durable)
         checks.choice("checksum", self.checksum, (True, False, "auto"))
@@ -59,11 +55,7 @@ class TransportOptions:
 
     @classmethod
     def parse(cls, num_threads: int, options: dict[str, Any]) -> Self:
-        """Make them from a scheme's keyword arguments.
-
-        Raises:
-            OptionError: (a ``ValueError``) there is no such option, or not of this value.
-        """
+        """Make them from a scheme's keyword arguments."""
         known = {item.name for item in fields(cls)}
         if unknown := options.keys() - known:
             raise OptionError(

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
-from dbuffer.integrations.torchrl.extraction import Extracted
+from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo
 from dbuffer.integrations.torchrl.options import TransportOptions
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.publish.sender import WeightSender
 
 
@@ -51,11 +50,7 @@ class Publisher:
     def publish(
         self, weights: Extracted, workers: Iterable[int] | None = None, *, is_initial: bool = False
     ) -> list[Published]:
-        """Publish for all workers, or for those.
-
-        Raises:
-            OptionError: (a ``ValueError``) there is no such worker.
-        """
+        """Publish for all workers, or for those."""
         chosen = self._workers if workers is None else tuple(dict.fromkeys(workers))
         if unknown := set(chosen) - set(self._workers):
             raise OptionError(
@@ -69,20 +64,12 @@ class Publisher:
         return [Published(self._for_all, self._version, self._workers)]
 
     def wait_present(self, timeout_s: float) -> None:
-        """Wait until all workers have opened the store.
-
-        Raises:
-            AcknowledgementTimeoutError: they have not, in time.
-        """
+        """Wait until all workers have opened the store."""
         names = [receiver_id(worker) for worker in self._workers]
         self._for_all.wait_applied(0, receivers=names, timeout_s=timeout_s)
 
     def wait(self, published: Iterable[Published], timeout_s: float) -> None:
-        """Wait until the workers have applied all of it.
-
-        Raises:
-            AcknowledgementTimeoutError, ReceiverFailedError: see `WeightSender.wait_applied`.
-        """
+        """Wait until the workers have applied all of it."""
         deadline = time.monotonic() + timeout_s
         for item in published:
             item.sender.wait_applied(
@@ -92,7 +79,6 @@ class Publisher:
             )
 
     def shutdown(self) -> None:
-        """Close the stores. What was published stays."""
         for sender in (self._for_all, *self._for_one.values()):
             sender.close()
 

@@ -17,12 +17,11 @@ from torchrl.weight_update import WeightSyncScheme
 from dbuffer.errors import NotReadyError, OptionError
 from dbuffer.integrations.torchrl.base import StoreScheme, Strategy
 from dbuffer.integrations.torchrl.directories import ModelDirectory, versions_below
-from dbuffer.integrations.torchrl.extraction import extract
+from dbuffer.integrations.torchrl.extraction import VersionInfo, extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
 from dbuffer.integrations.torchrl.models import DEFAULT_MODEL_ID, find_model, make_model
 from dbuffer.integrations.torchrl.publisher import Published, Publisher
 from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
 from dbuffer.runtime import options as checks
 
@@ -109,12 +108,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         remote_collectors: list[Any] | None = None,
         **kwargs: Any,  # noqa: ARG002 - of other schemes: a multiprocessing context
     ) -> None:
-        """Open the store, and see which weights the workers begin with.
-
-        Raises:
-            OptionError: (a ``ValueError``) arguments exclude each other.
-            WriterActiveError: another sender has the store.
-        """
+        """Open the store, and see which weights the workers begin with."""
         others = [value for value in (weights, model, context) if value is not None]
         if params_map is not None and others:
             raise OptionError("params_map excludes weights, model and context")
@@ -283,11 +277,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         *,
         worker_idx: int | None = None,  # noqa: ARG002 - known since init
     ) -> None:
-        """Load the first weights, and follow the stores from then on.
-
-        Raises:
-            VersionTimeoutError: (a ``TimeoutError``) there were none to load.
-        """
+        """Load the first weights, and follow the stores from then on."""
         receiver = self._open_receiver()
         if self._first == "none" and not is_on_meta(self.model):
             receiver.take_now()

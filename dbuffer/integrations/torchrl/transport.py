@@ -10,9 +10,8 @@ from tensordict import TensorDict
 
 from dbuffer.errors import DBufferError, StoreNotFoundError, VersionTimeoutError
 from dbuffer.integrations.torchrl.addresses import Addresses
-from dbuffer.integrations.torchrl.extraction import Extracted, extract
+from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
 from dbuffer.integrations.torchrl.options import TransportOptions
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.sender import Publication, WeightSender
 from dbuffer.receive.receiver import WeightReceiver
@@ -58,11 +57,7 @@ class DoubleBufferTransport:
         return self.publish(self._extract(weights))
 
     def publish(self, extracted: Extracted) -> Publication:
-        """Publish what was extracted already.
-
-        Raises:
-            InvalidWeightsError, WriterActiveError: see :meth:`send_weights`.
-        """
+        """Publish what was extracted already."""
         if self._sender is None:
             self._sender = self._options.make_sender(self.remote_addr)
         info = VersionInfo(extra_state=extracted.extra_state)

@@ -76,7 +76,6 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         self.device = device
 
     def create_sender(self) -> VLLMWeightSender:
-        """The trainer's part."""
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
@@ -113,17 +112,12 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
             self._receiver.init_all_workers_group(model_metadata)
 
     def update_weights(self, weights: Any | None = None) -> None:
-        """Publish weights, and apply them to the engine that was given, if one was.
-
-        Raises:
-            DBufferError: see :class:`VLLMDoubleBufferWeightSender` and its receiver.
-        """
+        """Publish weights, and apply them to the engine that was given, if one was."""
         super().update_weights(weights)
         if self._receiver is not None:
             self._receiver.apply_weights(None)
 
     def shutdown(self) -> None:
-        """Close the store, and stop following. A second call does nothing."""
         super().shutdown()
         if self._receiver is not None:
             self._receiver.shutdown()
@@ -162,17 +156,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             raise WeightsMismatchError("; ".join(dict.fromkeys(misfits)))
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Wait for weights that the engine does not have, and apply them.
-
-        Args:
-            timeout: seconds to wait for them to be published. 0: look once.
-
-        Returns:
-            True if they were applied, False if there was nothing new.
-
-        Raises:
-            DBufferError: see :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`.
-        """
+        """As :class:`VLLMDoubleBufferWeightReceiver`'s, with TorchRL's shorter time-out."""
         return super().poll_and_apply(timeout)
 
 

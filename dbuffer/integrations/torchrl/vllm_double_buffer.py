@@ -23,30 +23,27 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import NotReadyError, OptionError, StoreReplacedError
 from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.torchrl.addresses import Stores
 from dbuffer.integrations.torchrl.base import StoreScheme, Strategy
-from dbuffer.integrations.torchrl.engines import followers_of
 from dbuffer.integrations.torchrl.extraction import Extracted, extract
 from dbuffer.integrations.torchrl.models import find_model
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
-from dbuffer.integrations.vllm.ray_follower import RayFollower
+from dbuffer.integrations.vllm.engines import vllm_engine_of
+from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
 from dbuffer.publish.sender import Publication
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
 
 logger = logging.getLogger(__name__)
 
+_HOLDERS = ("llm_instance", "ray_actor", "model")
+"""Where TorchRL's ``LocalLLMWrapper``, ``RayLLMWorker`` and ``vLLMWrapper`` have theirs."""
+
 
 class VLLMDoubleBufferTransport(DoubleBufferTransport):
-    """A store, to write to and to read from by hand.
-
-    Args:
-        remote_addr: the store, as the sender sees it.
-        local_addr: where the receiver reads; see `VLLMDoubleBufferSyncScheme`.
-        num_threads: threads that copy.
-        options: more for sender and receiver; then ``num_threads`` is theirs.
-    """
+    """As its base, of what a checkpoint holds. With ``options``, ``num_threads`` is theirs."""
 
     def __init__(
         self,
@@ -61,16 +58,7 @@ class VLLMDoubleBufferTransport(DoubleBufferTransport):
         self.num_threads = options.num_threads
 
     def send_weights(self, model_id: str, weights: Any) -> Publication:  # type: ignore[override]
-        """Publish weights.
-
-        Args:
-            model_id: for the log.
-            weights: a TensorDict, a state dict or a module.
-
-        Raises:
-            InvalidWeightsError: (a ``ValueError``) something in it cannot be published.
-            WriterActiveError: another sender has the store.
-        """
+        """As :class:`DoubleBufferTransport`'s; ``model_id`` is for the log."""
         publication = super().send_weights(weights)
         logger.info("%s: version %d in %s", model_id, publication.version, self.remote_addr)
         return publication
@@ -121,7 +109,6 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, options=self.options)
 
     def create_sender(self) -> VLLMDoubleBufferWeightSender:
-        """The trainer's part."""
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
@@ -174,31 +161,14 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         pass  # nothing to wait for: receive() looks at the store
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
-        """Publish weights, where ``init_on_sender`` was called.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) it was not, or see
-                :meth:`VLLMDoubleBufferWeightSender.update_weights`.
-        """
+        """Publish weights, where ``init_on_sender`` was called."""
         self.get_sender().update_weights(weights)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Apply weights to the engine; see :meth:`VLLMDoubleBufferWeightReceiver.apply_weights`.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` was not called.
-        """
         self.get_receiver().apply_weights(weights, inplace)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """Apply what is new, where ``init_on_receiver`` was called.
-
-        Returns:
-            True, or None if there was nothing new.
-
-        Raises:
-            NotReadyError: (a ``RuntimeError``) it was not called.
-        """
+        """Apply what is new, where ``init_on_receiver`` was called; None if nothing is."""
         return self.get_receiver().poll_and_apply(timeout or 0.0) or None
 
     def get_sender(self) -> VLLMDoubleBufferWeightSender:
@@ -277,12 +247,8 @@ class VLLMDoubleBufferWeightReceiver:
     """Brings an engine to the store's newest weights, when told to look.
 
     The engine's workers stage a new version while it generates; the engine pauses only while they
-    load it. All of them switch, or none does.
-
-    Args:
-        scheme: the scheme that makes it.
-        vllm_engine: see :func:`followers_of`. It needs no option of ours where dbuffer is
-            installed beside its vLLM.
+    load it. All of them switch, or none does. For what may be an engine, see :func:`followers_of`;
+    it needs no option of ours where dbuffer is installed beside its vLLM.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
@@ -298,11 +264,9 @@ class VLLMDoubleBufferWeightReceiver:
             self._find_engines()
 
     def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Set where a model that is registered by its path is searched: usually a collector.
+        """Where a model that is registered by its path is searched: usually a collector.
 
-        Args:
-            context: the object that the path begins at, or that has a ``get_model``.
-            model_id: a path to register at once.
+        With ``model_id``, a path, register that at once.
         """
         self._context = context
         if model_id is not None:
@@ -469,6 +433,29 @@ class VLLMDoubleBufferWeightReceiver:
                 follower.apply_once(str(scratch / "store"))
         finally:
             shutil.rmtree(scratch)
+
+
+def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFollower]:
+    """What switches each engine in ``target``.
+
+    Args:
+        target: a ``vllm.LLM``, an ``AsyncLLM``, a server's URL, a Ray actor that has one of the
+            first two; or TorchRL's ``AsyncVLLM``, which has several, ``RayLLMWorker``,
+            ``LocalLLMWrapper`` or ``vLLMWrapper``.
+        options: the store and so on.
+
+    Raises:
+        EngineUnsupportedError: there is no engine in it.
+    """
+    if is_ray_actor(target):
+        return [RayFollower(target, options)]
+    if actors := getattr(target, "actors", None):
+        return [RayFollower(actor, options) for actor in actors]
+    for name in _HOLDERS:
+        held = getattr(target, name, None)
+        if held is not None:
+            return followers_of(held, options)
+    return [Follower(vllm_engine_of(target), options)]
 
 
 def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:

@@ -21,9 +21,9 @@ from dbuffer.errors import (
     VersionTimeoutError,
 )
 from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
+from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
 from dbuffer.integrations.torchrl.options import TransportOptions
-from dbuffer.integrations.torchrl.version_info import VersionInfo
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.trouble import Trouble
 
@@ -97,11 +97,7 @@ class WorkerReceiver:
         ]
 
     def wait_for_first(self, *, for_all: bool, timeout_s: float) -> None:
-        """Load the first weights of this run, and wait for them.
-
-        Raises:
-            VersionTimeoutError: they did not come.
-        """
+        """Load the first weights of this run, and wait for them."""
         self._register()
         self._take(next(feed for feed in self._feeds if feed.is_for_all is for_all), timeout_s)
         self.take_now()
@@ -143,7 +139,6 @@ class WorkerReceiver:
             self.take_now()
 
     def shutdown(self) -> None:
-        """Stop following. The model keeps its weights."""
         self._stop_event.set()
         for feed in self._feeds:
             feed.receiver.wake()

@@ -8,7 +8,7 @@
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
 In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
-`rank`, `model`, `shape_check` and `ranks` below it. `engines`, `facts`, `ray_follower` and
+`rank`, `model` and `shape_check` below it. `engines`, `facts`, `ray_follower` and
 `launched` (where torchrun started the ranks) are where an engine is driven; `config` is what vLLM's
 configuration says of dbuffer.
 
@@ -23,46 +23,33 @@ from typing import TYPE_CHECKING
 from dbuffer.integrations.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.background import BackgroundFollower
-    from dbuffer.integrations.engine.follower import Follower
-    from dbuffer.integrations.engine.options import EngineOptions
-    from dbuffer.integrations.vllm.adapters import adapter_request
-    from dbuffer.integrations.vllm.backend import DBufferWeightTransferEngine
-    from dbuffer.integrations.vllm.extension import WorkerExtension
-    from dbuffer.integrations.vllm.following import follow
-    from dbuffer.integrations.vllm.middleware import FollowStore
-    from dbuffer.integrations.vllm.trainer import (
-        DBufferTrainerInitInfo,
-        DBufferTrainerWeightTransferEngine,
+    from dbuffer.integrations.engine.background import BackgroundFollower as BackgroundFollower
+    from dbuffer.integrations.engine.follower import Follower as Follower
+    from dbuffer.integrations.engine.options import EngineOptions as EngineOptions
+    from dbuffer.integrations.vllm.adapters import adapter_request as adapter_request
+    from dbuffer.integrations.vllm.backend import (
+        DBufferWeightTransferEngine as DBufferWeightTransferEngine,
     )
-
-_ENGINE = "dbuffer.integrations.engine"
-_HERE = "dbuffer.integrations.vllm"
-_MODULES = {
-    "BackgroundFollower": f"{_ENGINE}.background",
-    "DBufferTrainerInitInfo": f"{_HERE}.trainer",
-    "DBufferTrainerWeightTransferEngine": f"{_HERE}.trainer",
-    "DBufferWeightTransferEngine": f"{_HERE}.backend",
-    "EngineOptions": f"{_ENGINE}.options",
-    "FollowStore": f"{_HERE}.middleware",
-    "Follower": f"{_ENGINE}.follower",
-    "WorkerExtension": f"{_HERE}.extension",
-    "adapter_request": f"{_HERE}.adapters",
-    "follow": f"{_HERE}.following",
-}
-
-__all__ = [
-    "BackgroundFollower",
-    "DBufferTrainerInitInfo",
-    "DBufferTrainerWeightTransferEngine",
-    "DBufferWeightTransferEngine",
-    "EngineOptions",
-    "FollowStore",
-    "Follower",
-    "WorkerExtension",
-    "adapter_request",
-    "follow",
-]
-
-
-__getattr__ = lazily(__name__, _MODULES)
+    from dbuffer.integrations.vllm.extension import WorkerExtension as WorkerExtension
+    from dbuffer.integrations.vllm.following import follow as follow
+    from dbuffer.integrations.vllm.middleware import FollowStore as FollowStore
+    from dbuffer.integrations.vllm.trainer import (
+        DBufferTrainerInitInfo as DBufferTrainerInitInfo,
+        DBufferTrainerWeightTransferEngine as DBufferTrainerWeightTransferEngine,
+    )
+else:
+    __getattr__, __all__ = lazily(
+        __name__,
+        {
+            "BackgroundFollower": "dbuffer.integrations.engine.background",
+            "DBufferTrainerInitInfo": ".trainer",
+            "DBufferTrainerWeightTransferEngine": ".trainer",
+            "DBufferWeightTransferEngine": ".backend",
+            "EngineOptions": "dbuffer.integrations.engine.options",
+            "FollowStore": ".middleware",
+            "Follower": "dbuffer.integrations.engine.follower",
+            "WorkerExtension": ".extension",
+            "adapter_request": ".adapters",
+            "follow": ".following",
+        },
+    )

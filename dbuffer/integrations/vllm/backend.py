@@ -15,8 +15,7 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.messages import BeginRequest
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.config import options_of
-from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import WorkerRanks
+from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
 
 
 class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[misc]
@@ -52,25 +51,15 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._endpoint.receiver.catch_up()
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> DBufferInitInfo | None:
-        """Check ``init_info``; None on ranks that must not raise.
-
-        Raises:
-            OptionError: (a ``ValueError``) a value is invalid.
-        """
+        """Check ``init_info``; None on ranks that must not raise."""
         with self._ranks.raising_once():
             return DBufferInitInfo.parse(init_dict)
         return None
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo:
-        """Check ``update_info``.
-
-        Raises:
-            OptionError: (a ``ValueError``) a value is invalid.
-        """
         return DBufferUpdateInfo.parse(update_dict)
 
     def init_transfer_engine(self, init_info: DBufferInitInfo | None) -> None:
-        """Begin to follow a store, or another one."""
         if init_info is not None:
             with self._ranks.raising_once():
                 self._begin(init_info)
@@ -89,11 +78,9 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._update(DBufferUpdateInfo.parse_or_error(update_info))
 
     def receive_weights(self, update_info: DBufferUpdateInfo) -> None:
-        """Switch to a version; see :meth:`RankReceiver.update`."""
         self._update(update_info)
 
     def shutdown(self) -> None:
-        """Stop following."""
         self._endpoint.end()
 
     def _begin(self, options: EngineOptions) -> None:

@@ -36,11 +36,7 @@ def default_engine_id(instance_id: str) -> str:
 
 
 def options_of(additional_config: Any) -> EngineOptions | None:
-    """Those in ``additional_config["dbuffer"]`` of an engine; None if there are none.
-
-    Raises:
-        OptionError: (a ``ValueError``) one of them is invalid.
-    """
+    """Those in ``additional_config["dbuffer"]`` of an engine; None if there are none."""
     values = engine_settings(additional_config)
     if not values:
         return None
@@ -49,11 +45,7 @@ def options_of(additional_config: Any) -> EngineOptions | None:
 
 
 def engine_settings(additional_config: Any) -> dict[str, Any]:
-    """All of ``additional_config["dbuffer"]``, for workers and followers alike.
-
-    Raises:
-        OptionError: (a ``ValueError``) it is not an object.
-    """
+    """All of ``additional_config["dbuffer"]``, for workers and followers alike."""
     is_mapping = isinstance(additional_config, Mapping)
     settings = additional_config.get(BACKEND, {}) if is_mapping else {}
     if not isinstance(settings, dict):

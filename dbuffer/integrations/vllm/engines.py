@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import InvalidStateError, wait
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from dbuffer.errors import (
     EngineBusyError,
@@ -25,7 +25,7 @@ from dbuffer.integrations.engine.messages import (
     decode_answer,
     encode_request,
 )
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode, RankCalls
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.vllm.config import CALL, default_engine_id, is_launched
 from dbuffer.integrations.vllm.facts import facts_here, facts_of
@@ -35,35 +35,21 @@ ResultT = TypeVar("ResultT")
 _ALIVE_CHECK_S = 1.0
 
 
-class _WorkerCalls(RankCalls):
-    """What its ranks are asked goes to vLLM's workers by ``collective_rpc``."""
+class _Vllm(Engine):
+    """Its ranks are vLLM's workers, which are asked by ``collective_rpc``."""
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
-        """Ask all workers; what each answers."""
         replies = self._call_workers(CALL, {"request": encode_request(request)})
         return [decode_answer(reply) for reply in replies]
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         raise NotImplementedError
 
-
-class _EngineHere(_WorkerCalls):
-    """An engine that ends with this process."""
-
-    is_server: ClassVar = False
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-    def require_alive(self) -> None:
-        """Its calls tell."""
-
     def default_id(self, facts: EngineFacts) -> str:
-        """From vLLM's name for it."""
         return default_engine_id(facts.instance_id)
 
 
-class OfflineVllm(_EngineHere):
+class OfflineVllm(_Vllm):
     """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
 
     def __init__(self, llm: Any) -> None:
@@ -71,7 +57,6 @@ class OfflineVllm(_EngineHere):
         self._engine = llm.llm_engine
 
     def facts(self) -> EngineFacts:
-        """How it was started."""
         return facts_here(self._engine.vllm_config)
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
@@ -80,11 +65,7 @@ class OfflineVllm(_EngineHere):
 
     @contextlib.contextmanager
     def _ending_with_the_engine(self) -> Iterator[None]:
-        """Let calls that are under way when the engine's process dies end; vLLM lets them wait.
-
-        Raises:
-            EngineEndedError: from the call.
-        """
+        """Let calls that are under way when the engine's process dies end; vLLM lets them wait."""
         client = self._engine.engine_core
         pending = getattr(client, "utility_results", None)
         if pending is None:  # it lives in this process
@@ -108,16 +89,7 @@ class OfflineVllm(_EngineHere):
             is_done.set()
             watcher.join()
 
-    def is_paused(self) -> bool:
-        """Nobody else can have paused it."""
-        return False
-
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
-        """Drop its caches.
-
-        Raises:
-            EngineBusyError: it has unfinished requests, or its weights are asleep.
-        """
         if "weights" in self._sleeping_tags():
             raise EngineBusyError(
                 "the engine's weights are asleep, and their memory may be gone: wake it up first "
@@ -129,16 +101,11 @@ class OfflineVllm(_EngineHere):
             self._engine.reset_mm_cache()
             self._engine.reset_encoder_cache()
 
-    def resume(self) -> None:
-        """It was not stopped."""
-
     def weight_version(self) -> str:
-        """What it reports with its responses."""
         with self._ending_with_the_engine():
             return str(self._engine.get_weight_version())
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
         with self._ending_with_the_engine():
             self._engine.set_weight_version(version)
 
@@ -148,7 +115,7 @@ class OfflineVllm(_EngineHere):
         return set(getattr(executor, "sleeping_tags", ()))
 
 
-class AsyncVllm(_EngineHere):
+class AsyncVllm(_Vllm):
     """An ``AsyncLLM``, called from any thread but that of its event loop."""
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -157,11 +124,7 @@ class AsyncVllm(_EngineHere):
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
-        """The event loop that an ``AsyncLLM`` runs in, asked from any thread.
-
-        Raises:
-            EngineUnsupportedError: it runs in none yet.
-        """
+        """The event loop that an ``AsyncLLM`` runs in, asked from any thread."""
         # Made in its loop, by the first of its coroutines that needs it.
         handler = engine.output_handler
         if handler is not None:
@@ -175,29 +138,22 @@ class AsyncVllm(_EngineHere):
             ) from None
 
     def require_alive(self) -> None:
-        """Look whether its processes and its event loop are there; nothing is asked of them.
-
-        Raises:
-            EngineEndedError: they are not.
-        """
+        """Look whether its processes and its event loop are there; nothing is asked of them."""
         if self._loop.is_closed():
             raise EngineEndedError("its event loop has ended")
         if self._engine.errored:
             raise EngineEndedError("the engine is dead")
 
     def facts(self) -> EngineFacts:
-        """How it was started."""
         return facts_here(self._engine.vllm_config)
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         return list(self._call(self._engine.collective_rpc(method, kwargs=arguments)))
 
     def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
         return bool(self._call(self._engine.is_paused()))
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and drop whatever was computed with the weights it has."""
         self._call(self._pause(mode))
 
     async def _pause(self, mode: PauseMode) -> None:
@@ -214,15 +170,12 @@ class AsyncVllm(_EngineHere):
             raise EngineUpdateError("the engine could not reset its prefix cache")
 
     def resume(self) -> None:
-        """Let it go on."""
         self._call(self._engine.resume_generation())
 
     def weight_version(self) -> str:
-        """What it reports with its responses."""
         return str(self._call(self._engine.get_weight_version()))
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
         self._call(self._engine.update_weight_version(version))
 
     def _call(self, call: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -256,7 +209,7 @@ def _is_in_loop(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class VllmServer(_WorkerCalls, EngineServer):
+class VllmServer(_Vllm, EngineServer):
     """A vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``); see :class:`EngineServer`."""
 
     IS_WHAT = "vLLM"
@@ -266,13 +219,12 @@ class VllmServer(_WorkerCalls, EngineServer):
     )
 
     def facts(self) -> EngineFacts:
-        """How it was started."""
         return facts_of(self._get("/server_info", "vllm_config", config_format="json"))
 
     def default_id(self, facts: EngineFacts) -> str:
         """From its address, so that it is the same after a restart; unless it has told its own."""
         if facts.configured is not None:
-            return default_engine_id(facts.instance_id)
+            return super().default_id(facts)
         return f"vllm-{self._name()}"
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
@@ -281,11 +233,9 @@ class VllmServer(_WorkerCalls, EngineServer):
         return list(self._body(response).get("results", [])) if response.content else []
 
     def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
         return bool(self._get("/is_paused", "is_paused"))
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and drop whatever was computed with the weights it has."""
         params = {"mode": mode, "clear_cache": "false"}
         self._request("POST", "/pause", params=params, timeout=self._long)
         caches = {"reset_running_requests": "true", "reset_external": "true"}
@@ -297,15 +247,12 @@ class VllmServer(_WorkerCalls, EngineServer):
         self._request("POST", "/reset_encoder_cache")
 
     def resume(self) -> None:
-        """Let it go on."""
         self._request_resume("/resume")
 
     def weight_version(self) -> str:
-        """What it reports with its responses."""
         return str(self._get("/weight_info", "weight_version"))
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
         self._request("POST", "/update_weight_version", json={"new_version": version})
 
 
@@ -318,11 +265,7 @@ def is_one_of_several(target: Any) -> bool:
 
 
 def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
-    """The engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL.
-
-    Raises:
-        EngineUnsupportedError: it is none of them, or only a part of one.
-    """
+    """The engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL."""
     if isinstance(target, str):
         return VllmServer(target, api_key=api_key)
     if is_one_of_several(target):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
 from dbuffer.integrations.engine.messages import (
     BeginRequest,
@@ -16,10 +15,10 @@ from dbuffer.integrations.engine.messages import (
     RankRequest,
     decode_request,
     encode_answer,
+    specs_of,
 )
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.vllm.rank import WorkerRank
-from dbuffer.integrations.vllm.ranks import WorkerRanks
+from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
 
 
 class WorkerExtension:
@@ -64,8 +63,7 @@ class WorkerExtension:
         Args:
             tensors: name, dtype (``"bfloat16"``) and shape of each.
         """
-        specs = tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
-        return _do(self, lambda: CheckRequest(tensors=specs)).problem or None
+        return _do(self, lambda: CheckRequest(tensors=specs_of(tensors))).problem or None
 
     def dbuffer_shutdown(self: Any) -> None:
         """Stop following. The model keeps its weights; to follow again, call dbuffer_init."""

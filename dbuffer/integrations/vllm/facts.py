@@ -19,12 +19,7 @@ _EXTENSION_CLASS = "dbuffer.integrations.vllm.extension.WorkerExtension"
 
 
 def facts_of(config: Any) -> EngineFacts:
-    """From a ``VllmConfig``, or from what one looks like in JSON.
-
-    Raises:
-        EngineUnsupportedError: it cannot take weights from a store.
-        OptionError: (a ``ValueError``) its ``additional_config`` says something wrong of dbuffer.
-    """
+    """From a ``VllmConfig``, or from what one looks like in JSON."""
     parallel = _get(config, "parallel_config")
     if not (has_backend(config) or has_extension(config)):
         raise EngineUnsupportedError(

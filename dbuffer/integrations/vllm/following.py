@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.background import BackgroundFollower, begin
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import PauseMode
@@ -58,8 +58,4 @@ def follow(
         return launched
     found = vllm_engine_of(engine, api_key=api_key)
     follower = Follower(found, chosen, pause=pause)
-    if not isinstance(found, OfflineVllm):
-        follower.require_followable()
-        return BackgroundFollower(follower)
-    follower.start()
-    return follower
+    return begin(follower, when_told=isinstance(found, OfflineVllm))

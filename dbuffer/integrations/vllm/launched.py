@@ -15,28 +15,21 @@ from typing import Any, Self, TypeVar
 
 from dbuffer.errors import DBufferError, EngineUpdateError
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
+from dbuffer.integrations.engine.messages import EndRequest, RankAnswer, RankRequest
 from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.engine.protocol import PauseMode, RankCalls
+from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.integrations.vllm.engines import OfflineVllm
-from dbuffer.integrations.vllm.ranks import WorkerRanks
+from dbuffer.integrations.vllm.rank import WorkerRanks
 from dbuffer.ranks.agreement import Agreement
 
 T = TypeVar("T")
 ArgumentT = TypeVar("ArgumentT")
 
 
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What all ranks are to do to their part of the engine: one of its methods."""
-
-    call: Callable[..., Any]
-    argument: Any
-
-    def carry_out(self, part: OfflineVllm) -> Any:
-        return self.call(part, self.argument)
+_Order = tuple[Callable[..., Any], Any]
+"""What all ranks are to do to their part of the engine: one of its methods, and its argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +76,15 @@ class LaunchedFollower:
         self._agreement = Agreement(ranks.process_group, timeout_s=timeout_s)
         self._leader: Follower | None = None
         if self._agreement.rank == 0:
-            self._leader = Follower(_AllRanks(self._agreement, self._mine), options)
+            self._leader = Follower(_AllRanks(self._agreement, llm), options)
         self.applied: int | None = None
         """The version that the engine serves; None: what it was started with."""
 
     def start(self) -> None:
-        """Let the engine's workers follow.
-
-        Raises:
-            OptionError, EngineUnsupportedError: as :meth:`Follower.start`.
-        """
         self._lead(lambda follower: follower.start())
 
     def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Switch | None:
-        """Switch to the newest version, if the engine does not have it; else None.
-
-        Args:
-            at_least: a version that is known to be published. The first rank's counts.
-            timeout_s: how long ranks may take to have it ready. The first rank's counts.
-
-        Raises:
-            EngineBusyError, EngineUpdateError, EngineBrokenError, VersionTimeoutError: as
-                :meth:`Follower.sync`, on all ranks.
-        """
+        """As :meth:`Follower.sync`, on all ranks; of the arguments the first rank's count."""
         return self._lead(lambda follower: follower.sync(at_least=at_least, timeout_s=timeout_s))
 
     def stop_workers(self) -> None:
@@ -113,10 +92,9 @@ class LaunchedFollower:
 
         Here, and in `close`, no rank waits for another. The engine keeps its weights.
         """
-        self._mine.end()
+        self._mine.do(EndRequest())
 
     def close(self) -> None:
-        """Stop following."""
         if self._leader is not None:
             self._leader.close()
         self._agreement.close()
@@ -153,24 +131,17 @@ class LaunchedFollower:
             _carry_out(self._agreement, self._mine, told)
 
 
-class _AllRanks(RankCalls):
-    """All parts of an engine, as the first rank's follower sees them."""
+class _AllRanks(OfflineVllm):
+    """All parts of an engine, as the first rank's follower sees them.
 
-    is_server = False
+    All ranks are in the same state, and what can be asked of one is asked of this rank's own.
+    """
 
-    def __init__(self, agreement: Agreement, mine: OfflineVllm) -> None:
+    def __init__(self, agreement: Agreement, llm: Any) -> None:
+        super().__init__(llm)
         self._agreement = agreement
-        self._mine = mine
-        # All ranks are in the same state, and what can be asked of one need not be asked of all.
-        self.require_alive = mine.require_alive
-        self.facts = mine.facts
-        self.default_id = mine.default_id
-        self.is_paused = mine.is_paused
-        self.resume = mine.resume
-        self.weight_version = mine.weight_version
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
-        """Let every rank ask its own; what each answers."""
         answers = self._order(OfflineVllm.ask, request)
         return [answer for of_rank in answers for answer in of_rank]
 
@@ -180,22 +151,20 @@ class _AllRanks(RankCalls):
     def set_weight_version(self, version: str) -> None:
         self._order(OfflineVllm.set_weight_version, version)
 
-    def close(self) -> None:
-        """The parts are closed by who made them."""
-
     def _order(self, call: Callable[[OfflineVllm, ArgumentT], T], argument: ArgumentT) -> list[T]:
         """Let every rank make a call of its part; what each returned."""
-        order = _Order(call, argument)
+        order = call, argument
         self._agreement.first("hear what to do", lambda: order)
-        outcomes = _carry_out(self._agreement, self._mine, order)
+        outcomes = _carry_out(self._agreement, self, order)
         if any(outcome.error is not None for outcome in outcomes):
             raise _joint(outcomes)
         return [outcome.value for outcome in outcomes]
 
 
 def _carry_out(agreement: Agreement, mine: OfflineVllm, order: _Order) -> list[_PartOutcome]:
+    call, argument = order
     return agreement.each(
-        f"do {order.call.__name__}", lambda: _PartOutcome.of(lambda: order.carry_out(mine))
+        f"do {call.__name__}", lambda: _PartOutcome.of(lambda: call(mine, argument))
     )
 
 

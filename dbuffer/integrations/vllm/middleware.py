@@ -86,16 +86,7 @@ async def _end(follower: BackgroundFollower) -> None:
 
 
 async def _start(scope: Scope) -> BackgroundFollower:
-    """Begin to follow, and wait until the engine serves what is there.
-
-    Raises:
-        EngineUnsupportedError: several processes serve this engine, or it was not started with
-            what following needs.
-        OptionError: it was given no store.
-        VersionTimeoutError: the newest version was not ready in time; or the engine has a dummy's
-            weights, and no version came.
-        DBufferError: what else hinders it.
-    """
+    """Begin to follow, and wait until the engine serves what is there."""
     engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if engine is None:
         raise EngineUnsupportedError("FollowStore is for vLLM's API server, and this is another")
@@ -124,11 +115,7 @@ async def _start(scope: Scope) -> BackgroundFollower:
 
 
 async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:
-    """Wait for the first version: weights of ``--load-format dummy`` are nobody's.
-
-    Raises:
-        VersionTimeoutError: none came.
-    """
+    """Wait for the first version: weights of ``--load-format dummy`` are nobody's."""
     logger.info(
         "%s has a dummy's weights: waiting %g s (timeout_s) for a version in %s",
         follower.engine_id,

@@ -57,46 +57,6 @@ class VllmModel:
                 defaults, as in an engine that is started on these weights.
             partial: layers that get nothing keep all that they have.
         """
-        self._load(weights, partial=partial)
-
-    def load_checkpoint(self) -> None:
-        """Swap in the weights that the engine was started with, from where it read them.
-
-        Raises:
-            EngineUnsupportedError: it was started in a way that cannot be read again.
-        """
-        config = self._vllm_config
-        loader = get_model_loader(config.load_config)
-        if not hasattr(loader, "get_all_weights"):
-            raise EngineUnsupportedError(
-                f"weights in load format {config.load_config.load_format!r} cannot be read again"
-            )
-        self._load(loader.get_all_weights(config.model_config, self._model), partial=False)
-
-    def _find_places(self) -> dict[str, int]:
-        """Where each parameter lies in memory: captured graphs read there and nowhere else."""
-        return {name: tensor.data_ptr() for name, tensor in self._model.named_parameters()}
-
-    def refuse_to_serve(self, reason: str) -> None:
-        """Let every step of this model fail, and say why, until :meth:`serve_again`."""
-        self.serve_again()
-
-        def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise EngineBrokenError(reason)
-
-        self._hook = self._model.register_forward_pre_hook(refuse)
-        # A captured graph is replayed without a call of the model; this comes after it.
-        if hasattr(self._model, "compute_logits"):
-            self._model.compute_logits = refuse
-
-    def serve_again(self) -> None:
-        """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-            self._model.__dict__.pop("compute_logits", None)
-
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         config = self._vllm_config
         with (
             set_current_vllm_config(config),
@@ -127,6 +87,36 @@ class VllmModel:
             torch.accelerator.synchronize(self._device)
         if self._find_places() != self._places:
             raise EngineBrokenError("parameters were left at other places in memory")
+
+    def load_checkpoint(self) -> None:
+        config = self._vllm_config
+        loader = get_model_loader(config.load_config)
+        if not hasattr(loader, "get_all_weights"):
+            raise EngineUnsupportedError(
+                f"weights in load format {config.load_config.load_format!r} cannot be read again"
+            )
+        self.load(loader.get_all_weights(config.model_config, self._model))
+
+    def _find_places(self) -> dict[str, int]:
+        """Where each parameter lies in memory: captured graphs read there and nowhere else."""
+        return {name: tensor.data_ptr() for name, tensor in self._model.named_parameters()}
+
+    def refuse_to_serve(self, reason: str) -> None:
+        self.serve_again()
+
+        def refuse(*_: Any, **__: Any) -> NoReturn:
+            raise EngineBrokenError(reason)
+
+        self._hook = self._model.register_forward_pre_hook(refuse)
+        # A captured graph is replayed without a call of the model; this comes after it.
+        if hasattr(self._model, "compute_logits"):
+            self._model.compute_logits = refuse
+
+    def serve_again(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+            self._model.__dict__.pop("compute_logits", None)
 
 
 def _own_tensors(module: Any) -> list[dict[str, Any]]:

@@ -1,17 +1,21 @@
-"""`WorkerRank`: what a receiver needs to know of the vLLM worker that it is in."""
+"""What a receiver needs to know of the vLLM worker that it is in, and of all of them."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
+from dbuffer.errors import DBufferError, EngineUnsupportedError
 from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.serving import KEPT_AS, ServingModel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched
 from dbuffer.integrations.vllm.model import VllmModel
-from dbuffer.integrations.vllm.ranks import WorkerRanks
 from dbuffer.integrations.vllm.shape_check import vllm_shape_check
 
 
@@ -32,11 +36,9 @@ class WorkerRank:
 
     @classmethod
     def of(cls, worker: Any) -> Self:
-        """That of a worker."""
         return cls(worker.vllm_config, worker.get_model(), worker.device)
 
     def engine_id(self, options: EngineOptions) -> str:
-        """The engine's name among the store's receivers; the same on all of its ranks."""
         name = options.engine_id or default_engine_id(self._vllm_config.instance_id)
         parallel = self._vllm_config.parallel_config
         if is_launched(parallel):  # each process has made up an instance id
@@ -50,5 +52,44 @@ class WorkerRank:
         return before or VllmModel(self._vllm_config, self.module, self._device)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
-        """What tells, while the model serves, whether weights fit it, all or a part of them."""
         return vllm_shape_check(self._vllm_config, partial=partial)
+
+
+class WorkerRanks(Ranks):
+    """All workers of a vLLM engine."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        super().__init__(_group_of(parallel))
+        # vLLM's executor of several processes reads replies in the order of ranks, and stops at
+        # the first failed one; the rest stay in their queues, and every later call reads answers
+        # that are one call old. So only the rank that is read last may raise. Where each process
+        # has a front end of its own, each must hear of it.
+        is_last = self.rank % parallel.world_size == parallel.world_size - 1
+        self._may_raise: bool = is_last or is_launched(parallel)
+
+    @contextlib.contextmanager
+    def raising_once(self) -> Iterator[None]:
+        """Let an error out on one rank only: vLLM reads no further. All ranks have logged it."""
+        try:
+            yield
+        except DBufferError:
+            if self._may_raise:
+                raise
+
+
+def _group_of(parallel: Any) -> Any:
+    """All workers of an engine, as a group of vLLM's.
+
+    Its world is torch.distributed's, which several engines share where torchrun started them.
+    """
+    world, tensor_parallel = get_world_group(), get_tp_group()
+    if not is_launched(parallel) or world.world_size == parallel.world_size:
+        return world
+    if tensor_parallel.world_size == parallel.world_size:
+        return tensor_parallel
+    raise EngineUnsupportedError(
+        f"a job of {world.world_size} ranks has several engines of {parallel.world_size} ranks, "
+        "which are more than those of one tensor-parallel group: use pipeline_parallel_size=1, "
+        "or one engine"
+    )

@@ -59,23 +59,11 @@ class RayFollower:
         self._identity: str | None = None
 
     def has_restarted(self) -> bool:
-        """Whether the actor was restarted since the last switch, and has forgotten it.
-
-        Raises:
-            EngineUnreachableError: it is being restarted.
-            EngineEndedError: it has ended.
-        """
-        return self._identity is not None and self._run(_identity_in_actor) != self._identity
+        """Whether the actor was restarted since the last switch, and has forgotten it."""
+        return self._identity is not None and self._call(_identity) != self._identity
 
     def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Switch | None:
-        """Switch to the newest version, if the engine does not have it; else None.
-
-        Raises:
-            DBufferError: see :meth:`Follower.sync`.
-            VersionTimeoutError: some rank did not have it ready in time.
-            EngineUnreachableError: the actor is being restarted.
-            EngineEndedError: it has ended.
-        """
+        """Switch to the newest version, if the engine does not have it; else None."""
         timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
         while not self._call(Follower.is_ready, at_least):
@@ -86,20 +74,17 @@ class RayFollower:
                 )
             time.sleep(_ASK_AGAIN_S)
         switch = self._call(Follower.sync, at_least=at_least)
-        self._identity = self._run(_identity_in_actor)
+        self._identity = self._call(_identity)
         return switch
 
     def apply_once(self, store: str) -> None:
-        """Load another store's newest version; see :meth:`Follower.apply_once`."""
         self._call(Follower.apply_once, store)
-        self._identity = self._run(_identity_in_actor)
+        self._identity = self._call(_identity)
 
     def misfits(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
-        """What speaks against loading such tensors; see :meth:`Follower.misfits`."""
         return self._call(Follower.misfits, tensors)
 
     def stop_workers(self) -> None:
-        """Let the engine's workers look at the store no more; see :meth:`Follower.stop_workers`."""
         self._call(Follower.stop_workers)
 
     def close(self) -> None:
@@ -108,15 +93,14 @@ class RayFollower:
     def _call(
         self, call: Callable[Concatenate[Follower, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Let the follower in the actor do something."""
-        result: T = self._run(_call_in_actor, call, args, kwargs)
-        return result
-
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         import ray
 
         try:
-            return ray.get(self._actor.__ray_call__.remote(function, self._options, *arguments))
+            task = self._actor.__ray_call__.remote(
+                _call_in_actor, self._options, call, args, kwargs
+            )
+            result: T = ray.get(task)
+            return result
         except ray.exceptions.ActorUnavailableError as error:
             raise EngineUnreachableError(f"the engine's actor does not answer: {error}") from error
         except ray.exceptions.RayActorError as error:
@@ -140,8 +124,8 @@ def _call_in_actor(
     return call(_follower_in(instance, options), *args, **kwargs)
 
 
-def _identity_in_actor(instance: Any, options: EngineOptions) -> str:
-    return _follower_in(instance, options).identity
+def _identity(follower: Follower) -> str:
+    return follower.identity
 
 
 def _follower_in(instance: Any, options: EngineOptions) -> Follower:

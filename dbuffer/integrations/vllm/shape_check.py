@@ -21,12 +21,7 @@ from dbuffer.integrations.vllm.model import has_optional_scales, tables_of
 
 
 def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
-    """A check with a copy of an engine's model. To be called on the worker's main thread.
-
-    Args:
-        vllm_config: the engine's.
-        partial: whole layers may be missing.
-    """
+    """A check with a copy of an engine's model. To be called on the worker's main thread."""
     config = copy.copy(vllm_config)
     # The Transformers backend asks for its parameters here, whatever the default device is.
     config.device_config = copy.copy(config.device_config)
@@ -42,7 +37,7 @@ def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
     ):
         model = initialize_model(config, model_config=config.model_config)
     tp_size = config.parallel_config.tensor_parallel_size
-    return ShapeCheck(model, _WatchedLayers(model, tp_size=tp_size, partial=partial))
+    return ShapeCheck(_WatchedLayers(model, tp_size=tp_size, partial=partial))
 
 
 class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
@@ -50,19 +45,11 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: torch.nn.Module, *, tp_size: int, partial: bool) -> None:
         super().__init__(
-            [*model.parameters(), *model.buffers()],
-            # Embeddings and heads are padded to a round number of rows.
-            [
-                parameter
-                for module in model.modules()
-                if isinstance(module, VocabParallelEmbedding)
-                for parameter in module.parameters(recurse=False)
-            ],
-            places=dict(model.named_parameters()) | dict(model.named_buffers()),
+            model,
+            embedding=VocabParallelEmbedding,
             default_loader=default_weight_loader,
             tp_size=tp_size,
         )
-        self._model = model
         self._partial = partial
         # What vLLM would reload as one, and of how many elements it takes that for whole.
         self._layers: dict[int, tuple[str, int]] = {}
@@ -78,7 +65,6 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
         }
 
     def reset(self) -> None:
-        """Begin to count anew."""
         super().reset()
         self._loaded_of_layer.clear()
 
@@ -107,7 +93,7 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
         A tensor that the model skipped is missing somewhere else: its loaders know every name.
         """
         if not self._partial:
-            for name, parameter in self._model.named_parameters():
+            for name, parameter in self.model.named_parameters():
                 if id(parameter) not in self._optional:
                     self.require_whole(name, parameter, _count_loadable(parameter))
         self._require_whole_layers()
@@ -118,7 +104,7 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
         A layer here is what vLLM reloads as one: a module's own parameters and buffers.
         """
         num_loaded = 0
-        for prefix, module in self._model.named_modules():
+        for prefix, module in self.model.named_modules():
             own = {name: tensor for table in tables_of(module) for name, tensor in table.items()}
             missing = [
                 name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -29,14 +30,14 @@ def demo(
     engine on the trainer's final checkpoint.
     """
     try:
-        from dbuffer.tools import demo as package
+        from dbuffer.tools.demo.render import show_demo
     except ModuleNotFoundError as error:
         raise DBufferError(
             f"the demo needs {error.name}: pip install '.[demo]' in a clone of dbuffer"
         ) from error
-    chosen = package.DemoOptions(output=output, engine=engine, steps=steps, seed=seed)  # type: ignore[arg-type]  # checked by the class
-    result = package.show_demo(chosen, shared.errors if as_json else shared.console)
+    console = shared.errors if as_json else shared.console
+    result = show_demo(console, output, engine=engine, steps=steps, seed=seed)
     if as_json:
-        shared.print_json(result.as_dict())
+        shared.print_json(dataclasses.asdict(result))
     if not result.success:
         raise typer.Exit(shared.EXIT_FAILED)

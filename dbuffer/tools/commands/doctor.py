@@ -41,7 +41,7 @@ def doctor(
     sees what the other writes. Exit code 1 if a guarantee cannot hold there.
     """
     if peer:
-        _answer(directory, 600.0 if timeout_s is None else timeout_s, as_json=as_json)
+        _be_peer(directory, 600.0 if timeout_s is None else timeout_s, as_json=as_json)
         return
     with shared.exit_on_sigterm(), shared.status_line(hidden=as_json) as progress:
         found = examine(
@@ -60,14 +60,10 @@ def doctor(
         raise typer.Exit(shared.EXIT_TIMEOUT)
 
 
-def _answer(directory: Path, timeout_s: float, *, as_json: bool) -> None:
+def _be_peer(directory: Path, timeout_s: float, *, as_json: bool) -> None:
     with shared.exit_on_sigterm(), shared.status_line(hidden=as_json) as progress:
         report = wait_for_host(directory, timeout_s=timeout_s, progress=progress)
     if report is None:
         raise VersionTimeoutError(f"no 'dbuffer doctor {directory}' came within {timeout_s:g} s")
-    if as_json:
-        shared.print_json(dataclasses.asdict(report))
-    else:
-        shared.print_line(
-            f"measured with process {report.pid} on {report.host}, which has the results"
-        )
+    text = f"measured with process {report.pid} on {report.host}, which has the results"
+    shared.report(report, text, as_json=as_json)

@@ -35,94 +35,84 @@ _LOOK_S = 1.0
 _MAX_VARIABLE_BYTES = 128 << 10
 """Linux's limit for one variable of an environment, with its name and the zero at its end."""
 
-ExecOption = Annotated[
-    str | None,
-    typer.Option(
-        "--exec",
-        metavar="CMD",
-        help="Run this shell command for each version, with DBUFFER_VERSION, DBUFFER_STORE, "
-        "DBUFFER_WEIGHTS (a file, safe to read until the command ends; on a network mount a "
-        "copy in TMPDIR) and DBUFFER_METADATA_FILE (JSON) in its environment, and the same JSON "
-        "in DBUFFER_METADATA if it is below 128 KB. A failing command stops following, and its "
-        "version is not acknowledged.",
-    ),
-]
-NewerThanOption = Annotated[
-    int | None, typer.Option(help="Begin above this version.  [default: with what is there]")
-]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(help="Stop with exit code 3 if no version comes for this many seconds."),
-]
-ReceiverOption = Annotated[
-    str | None, typer.Option(help="The name under which versions are acknowledged.")
-]
-VerifyOption = Annotated[bool, typer.Option("--verify", help="Check every tensor's checksum.")]
-VLLMOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Keep the vLLM server at this address on the newest version. It must run with "
-        "VLLM_SERVER_DEV_MODE=1, and see the store under the same path.",
-    ),
-]
-SGLangOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        help="Keep the SGLang server at this address on the newest version. It must be started "
-        "with --custom-weight-loader dbuffer.integrations.sglang.load_from_store.",
-    ),
-]
-RenameOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="With --sglang: a mapping file, from the store's names to the server's.",
-    ),
-]
-KeyOption = Annotated[
-    str | None, typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="The server's API key.")
-]
-PauseOption = Annotated[
-    str,
-    typer.Option(
-        help="What happens to the server's requests in flight during a switch: 'keep', 'abort' or "
-        "(vLLM only) 'wait'."
-    ),
-]
-PartialOption = Annotated[
-    bool,
-    typer.Option(
-        "--partial",
-        help="Versions may hold a part of the vLLM server's model; the rest stays as it is.",
-    ),
-]
-NewHistoryOption = Annotated[
-    str,
-    typer.Option(
-        metavar="follow|refuse",
-        help="When the store was emptied or replaced by another run: 'follow' the new versions, "
-        "with a warning; or 'refuse' them, and stop.",
-    ),
-]
-
 
 def follow(
     store: shared.StoreArgument,
-    command: ExecOption = None,
-    newer_than: NewerThanOption = None,
+    command: Annotated[
+        str | None,
+        typer.Option(
+            "--exec",
+            metavar="CMD",
+            help="Run this shell command for each version, with DBUFFER_VERSION, DBUFFER_STORE, "
+            "DBUFFER_WEIGHTS (a file, safe to read until the command ends; on a network mount a "
+            "copy in TMPDIR) and DBUFFER_METADATA_FILE (JSON) in its environment, and the same "
+            "JSON in DBUFFER_METADATA if it is below 128 KB. A failing command stops following, "
+            "and its version is not acknowledged.",
+        ),
+    ] = None,
+    newer_than: Annotated[
+        int | None, typer.Option(help="Begin above this version.  [default: with what is there]")
+    ] = None,
     count: shared.CountOption = None,
-    timeout_s: TimeoutOption = None,
-    receiver_id: ReceiverOption = None,
-    verify_checksums: VerifyOption = False,
-    vllm: VLLMOption = None,
-    sglang: SGLangOption = None,
-    rename: RenameOption = None,
-    api_key: KeyOption = None,
-    pause: PauseOption = "keep",
-    partial: PartialOption = False,
-    new_history: NewHistoryOption = "follow",
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(help="Stop with exit code 3 if no version comes for this many seconds."),
+    ] = None,
+    receiver_id: Annotated[
+        str | None, typer.Option(help="The name under which versions are acknowledged.")
+    ] = None,
+    verify_checksums: Annotated[
+        bool, typer.Option("--verify", help="Check every tensor's checksum.")
+    ] = False,
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Keep the vLLM server at this address on the newest version. It must run with "
+            "VLLM_SERVER_DEV_MODE=1, and see the store under the same path.",
+        ),
+    ] = None,
+    sglang: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Keep the SGLang server at this address on the newest version. It must be started "
+            "with --custom-weight-loader dbuffer.integrations.sglang.load_from_store.",
+        ),
+    ] = None,
+    rename: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --sglang: a mapping file, from the store's names to the server's.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="The server's API key."),
+    ] = None,
+    pause: Annotated[
+        str,
+        typer.Option(
+            help="What happens to the server's requests in flight during a switch: 'keep', 'abort' "
+            "or (vLLM only) 'wait'."
+        ),
+    ] = "keep",
+    partial: Annotated[
+        bool,
+        typer.Option(
+            "--partial",
+            help="Versions may hold a part of the vLLM server's model; the rest stays as it is.",
+        ),
+    ] = False,
+    new_history: Annotated[
+        str,
+        typer.Option(
+            metavar="follow|refuse",
+            help="When the store was emptied or replaced by another run: 'follow' the new "
+            "versions, with a warning; or 'refuse' them, and stop.",
+        ),
+    ] = "follow",
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
@@ -135,27 +125,28 @@ def follow(
         options.seconds("timeout_s", timeout_s)
     options.choice("pause", pause, ("keep", "abort", "wait"))
     options.choice("new_history", new_history, ("follow", "refuse"))
-    server_options = {
-        "engine_id": receiver_id,
-        "verify": verify_checksums or "auto",
-        "allow_shared_store": allow_shared_store,
-        "partial": partial,
-        "new_history": new_history,
-    }
     if rename is not None and sglang is None:
-        shared.refuse_option("--rename", "only together with --sglang")
+        raise typer.BadParameter("only together with --sglang", param_hint="--rename")
     if vllm is not None or sglang is not None:
         if command is not None or newer_than is not None or None not in (vllm, sglang):
-            shared.refuse_option(
-                "--exec, --newer-than, --vllm, --sglang", "use one of these at a time"
+            raise typer.BadParameter(
+                "use one of these at a time", param_hint="--exec, --newer-than, --vllm, --sglang"
             )
-        server = Server(vllm or sglang or "", sglang is not None, api_key, pause, rename)
         follow_server(
-            server, store, server_options, count=count, timeout_s=timeout_s, as_json=as_json
+            Server(vllm or sglang or "", sglang is not None, api_key, pause, rename),
+            store,
+            count=count,
+            timeout_s=timeout_s,
+            as_json=as_json,
+            engine_id=receiver_id,
+            verify=verify_checksums or "auto",
+            allow_shared_store=allow_shared_store,
+            partial=partial,
+            new_history=new_history,
         )
         return
     if partial:
-        shared.refuse_option("--partial", "only together with --vllm")
+        raise typer.BadParameter("only together with --vllm", param_hint="--partial")
     receiver = dbuffer.WeightReceiver(
         store,
         receiver_id=receiver_id,
@@ -212,15 +203,9 @@ def _hold_next(
 def _report(snapshot: Snapshot, *, as_json: bool) -> None:
     num_tensors = len(snapshot.specs)
     num_bytes = sum(spec.num_bytes for spec in snapshot.specs)
+    counts = {"version": snapshot.version, "num_tensors": num_tensors, "num_bytes": num_bytes}
     if as_json:
-        shared.print_json(
-            {
-                "version": snapshot.version,
-                "num_tensors": num_tensors,
-                "num_bytes": num_bytes,
-                "metadata": snapshot.metadata,
-            }
-        )
+        shared.print_json({**counts, "metadata": snapshot.metadata})
         return
     metadata = f"  {json.dumps(snapshot.metadata)}" if snapshot.metadata else ""
     shared.print_line(

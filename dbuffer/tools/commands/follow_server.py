@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError, VersionTimeoutError
 from dbuffer.tools.commands import shared
@@ -14,11 +12,9 @@ from dbuffer.tools.commands import shared
 if TYPE_CHECKING:
     from dbuffer.integrations.engine.follower import Follower
     from dbuffer.integrations.engine.options import EngineOptions
-    from dbuffer.integrations.engine.reporting import Switch
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Server:
+class Server(NamedTuple):
     """The server to follow with."""
 
     url: str
@@ -35,33 +31,29 @@ class Server:
             OptionError: ``pause`` or ``rename`` is not for this kind of server.
         """
         try:
-            return self._sglang(options) if self.is_sglang else self._vllm(options)
+            if self.is_sglang:
+                from dbuffer.integrations.sglang.following import server_follower
+
+                return server_follower(
+                    self.url, options, pause=self.pause, rename=self.rename, api_key=self.api_key
+                )
+            from dbuffer.integrations.engine.follower import Follower
+            from dbuffer.integrations.vllm.engines import VllmServer
+
+            server = VllmServer(self.url, api_key=self.api_key)
+            return Follower(server, options, pause=self.pause)  # type: ignore[arg-type]  # checked there
         except ModuleNotFoundError as error:
             raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
-
-    def _vllm(self, options: EngineOptions) -> Follower:
-        from dbuffer.integrations.engine.follower import Follower
-        from dbuffer.integrations.vllm.engines import VllmServer
-
-        server = VllmServer(self.url, api_key=self.api_key)
-        return Follower(server, options, pause=self.pause)  # type: ignore[arg-type]  # checked there
-
-    def _sglang(self, options: EngineOptions) -> Follower:
-        from dbuffer.integrations.sglang.following import server_follower
-
-        return server_follower(
-            self.url, options, pause=self.pause, rename=self.rename, api_key=self.api_key
-        )
 
 
 def follow_server(
     server: Server,
     store: Path,
-    options: Mapping[str, Any],
     *,
     count: int | None,
     timeout_s: float | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Switch a server until ``count`` switches were made, or this process is asked to stop.
 
@@ -81,7 +73,11 @@ def follow_server(
         for outcome in follow_for_ever(follower, stop):
             if isinstance(outcome, Switch):
                 last = time.monotonic()
-                _report(server.url, outcome, as_json=as_json)
+                text = (
+                    f"version {outcome.version}: {server.url} switched, ready after "
+                    f"{1e3 * outcome.wait_s:.1f} ms, paused for {1e3 * outcome.pause_s:.1f} ms"
+                )
+                shared.report(outcome, text, as_json=as_json)
                 count = None if count is None else count - 1
                 if count == 0:
                     return
@@ -91,13 +87,3 @@ def follow_server(
                 raise VersionTimeoutError(
                     f"no switch of {server.url} for {timeout_s:g} s: {outcome or 'nothing new'}"
                 )
-
-
-def _report(url: str, switch: Switch, *, as_json: bool) -> None:
-    if as_json:
-        shared.print_json(dataclasses.asdict(switch))
-        return
-    shared.print_line(
-        f"version {switch.version}: {url} switched, ready after {1e3 * switch.wait_s:.1f} ms, "
-        f"paused for {1e3 * switch.pause_s:.1f} ms"
-    )

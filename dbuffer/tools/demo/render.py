@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from dbuffer.tools.demo.loop import run_demo
-from dbuffer.tools.demo.records import DemoOptions, DemoResult, Step
+from dbuffer.tools.demo.records import DemoResult, Step
 from dbuffer.tools.render import cell, printable
 
 _COLUMNS: dict[str, Callable[[Step], str]] = {
@@ -24,12 +26,8 @@ _COLUMNS: dict[str, Callable[[Step], str]] = {
 }
 
 
-def show_demo(options: DemoOptions, console: Console) -> DemoResult:
-    """Run the demo, a line per step on ``console``, then print a summary.
-
-    Raises:
-        DemoError: as :func:`run_demo`.
-    """
+def show_demo(console: Console, output: Path, **options: Any) -> DemoResult:
+    """Run the demo, a line per step on ``console``, then print a summary."""
     with console.status("") as spinner:  # which only a terminal shows
 
         def report(what: str | Step) -> None:
@@ -42,7 +40,7 @@ def show_demo(options: DemoOptions, console: Console) -> DemoResult:
             cells = (render(what).rjust(len(name)) for name, render in _COLUMNS.items())
             _print_line(console, "  ".join(cells))
 
-        result = run_demo(options, report)
+        result = run_demo(output, report=report, **options)
     print_summary(result, console)
     return result
 

@@ -10,15 +10,13 @@ from dbuffer.errors import DBufferError
 from dbuffer.runtime import options
 from dbuffer.store import filesystem
 from dbuffer.tools.doctor import peer
-from dbuffer.tools.doctor.between import judge
-from dbuffer.tools.doctor.findings import GUARANTEES, Finding, unknown
-from dbuffer.tools.doctor.peer import Delay, Meeting, PeerReport, Progress
+from dbuffer.tools.doctor.findings import GUARANTEES, Finding, Progress, unknown
+from dbuffer.tools.doctor.peer import Meeting, PeerReport, judge
 from dbuffer.tools.doctor.probes import LOOKS, PROBES, WRITING, Site
 from dbuffer.tools.doctor.scratch import remove_stale
 
 __all__ = [
     "GUARANTEES",
-    "Delay",
     "Examination",
     "Finding",
     "Meeting",
@@ -85,14 +83,14 @@ def examine(
         findings += [probe.try_on(site, say) for probe in PROBES]
         meetings, between = _meet(site, timeout_s, say)
         findings += between
-    source, mount_options = filesystem.mount_details(site.base)
+    mount = filesystem.mount_of(site.base)
     return Examination(
         path=str(site.path),
         probed_in=str(site.base),
         host=socket.gethostname(),
         filesystem=site.medium.filesystem,
-        source=source,
-        options=mount_options,
+        source=mount.source,
+        options=mount.options,
         is_network=site.medium.reaches_other_hosts,
         findings=tuple(findings),
         peers=meetings,
@@ -107,6 +105,7 @@ def wait_for_host(
     Raises:
         OptionError: one of these is not what it may be.
         StoreAccessError: nothing can be written there, or the first host fell silent.
+        StoreCorruptError, ChecksumError: what it publishes cannot be read here.
     """
     options.seconds("timeout_s", timeout_s)
     site = Site.at(options.directory("path", path), allow_shared_store=True)
@@ -118,12 +117,7 @@ def _meet(
 ) -> tuple[tuple[Meeting, ...], list[Finding]]:
     try:
         remove_stale(site.base)
-        meetings = peer.meet(
-            site.base,
-            timeout_s=timeout_s,
-            allow_shared_store=site.allow_shared_store,
-            progress=progress,
-        )
+        meetings = peer.meet(site, timeout_s=timeout_s, progress=progress)
     except (DBufferError, OSError) as error:
         return (), [unknown(str(error), "run it again on both hosts").of("other hosts")]
     return meetings, judge(site, meetings)

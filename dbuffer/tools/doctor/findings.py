@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,6 +18,9 @@ GUARANTEES = {
 """As the README numbers them."""
 
 POLLING = "receivers poll every poll_interval_s (1 s by default)"
+
+Progress = Callable[[str], None]
+"""Called with what is done next."""
 
 Verdict = Literal["good", "adapted", "broken", "unknown"]
 

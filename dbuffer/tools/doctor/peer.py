@@ -1,75 +1,73 @@
-"""What two hosts see of each other's writes: `doctor --peer` on one, `doctor` on the other.
+"""What two hosts see of each other: `doctor --peer` on one receives what `doctor` on another sends.
 
-This publishes with files of its own, because it measures what a real receiver hides: opening by
-name alone, stale handles, and files that are not whole when their pointer is seen.
-
-The peer makes a directory and waits in it; the first host finds it there, and from then on tells
-the peer what to do. They talk through small files that are replaced. Every duration is measured
-on the first host's clock, from the end of its own write to the sight of the peer's answer: no
-two clocks are compared, and what is measured is never less than what a reader would have waited.
+The peer makes a directory and waits in it, as a `WeightReceiver` of a store that is not there yet.
+The first host finds the directory and makes the store, with a `WeightSender`: each version says in
+its metadata who published it, and the last one that it is the last. Every delay is measured on the
+first host's clock, from the end of a publish to the sight of the peer's acknowledgement: no two
+clocks are compared, and what is measured is never less than what a worker would have waited.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
+import json
 import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING
 
 from dbuffer.errors import (
+    AcknowledgementTimeoutError,
     DBufferError,
-    StoreCorruptError,
+    ReceiverFailedError,
+    StoreAccessError,
     StoreInsecureError,
     StoreNotFoundError,
+    VersionTimeoutError,
+    WriterSupersededError,
 )
 from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import MOUNT_VARIABLE
+from dbuffer.store.liveness import Process
 from dbuffer.store.media import medium_of
+from dbuffer.tools.doctor.findings import (
+    POLLING,
+    Finding,
+    Outcome,
+    Progress,
+    adapted,
+    broken,
+    duration,
+    good,
+    unknown,
+)
+from dbuffer.tools.doctor.probes import Site
 from dbuffer.tools.doctor.scratch import PREFIX, remove_stale, remove_tree, scratch
-from dbuffer.tools.doctor.talk import TICK_S, Talk
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from dbuffer.publish.sender import WeightSender
+    from dbuffer.receive.receiver import WeightReceiver
 
-How = Literal["by-name", "directory-first"]
-Progress = Callable[[str], None]
-
-_ROUNDS: dict[How, int] = {"by-name": 10, "directory-first": 20}
-_LIMIT_S: dict[How, float] = {"by-name": 3.0, "directory-first": 10.0}
-"""How long one round may take. By name may take a minute, and nobody relies on it."""
-_SERIES_LIMIT_S = 15.0
-
+_NUM_VERSIONS = 20
+_NUM_VALUES = 1 << 16
+_LIMIT_S = 10.0
+"""How long the peer may take to acknowledge a version."""
 _ANSWER_TIMEOUT_S = 15.0
+"""And the first one, if it is there at all."""
 _SILENCE_S = 120.0
-"""After this long without a message the first host has gone. Longer than any series of rounds."""
-_POLL_S = 0.001
-_POLL_SLOWLY_S = 0.02
-_DATA_BYTES = 1 << 18
+"""After this long without a version the first host has gone."""
+_POLL_S = 0.01
+_TICK_S = 0.02
+"""A pause before a directory is changed again. Over NFSv3 two changes within one tick of the
+server's clock (up to 10 ms) look like one, and who has looked between them misses the second."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delay:
-    """How long after one host had replaced a file the other one saw that."""
-
-    how: How
-    """``by-name``: by opening the file. ``directory-first``: as dbuffer's readers do."""
-    num_rounds: int
-    num_unseen: int
-    """Rounds given up after ``limit_ms``, with which they are counted."""
-    limit_ms: float
-    median_ms: float
-    max_ms: float
-    num_errors: int
-    """Looks that found no file, or a stale handle."""
-    num_files: int
-    """Files read when the pointer to them was seen."""
-    num_wrong_files: int
-    """Those that were not whole, or not there."""
+_RECEIVER = "peer"
+_INTRODUCTION = "peer.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +80,14 @@ class Meeting:
     """As the peer sees it."""
     is_network: bool
     is_same_kernel: bool
+    delays_ms: tuple[float, ...]
+    """From the end of each publish until the peer's acknowledgement was seen."""
+    is_late: bool
+    """Whether one was not seen within 10 s; nothing more was measured then."""
+    problem: str | None
+    """Why the peer could not read a version; nothing more was measured then."""
     locks_exclude: bool | None
-    """Whether a lock held here keeps the peer out; None if it cannot lock at all."""
-    by_name: Delay
-    directory_first: Delay
+    """Whether a sender here keeps one there out; None: not tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,80 +98,138 @@ class PeerReport:
     """The first host."""
     pid: int
     num_seen: int
-    """Replaced pointers seen."""
-    num_errors: int
+    """Versions received."""
+
+
+# ---------------------------------------------------------------------------------------------
+# The second host
 
 
 def wait_for_host(
     directory: Path, *, timeout_s: float, progress: Progress | None = None
 ) -> PeerReport | None:
-    """Be the second host: wait for a first one and do what it says; None if none came in time.
+    """Be the second host: receive what a first one publishes; None if none came in time.
 
     Raises:
-        StoreAccessError: the first host fell silent, or removed the directory.
+        StoreAccessError: the first host fell silent, or gave up.
+        StoreCorruptError, ChecksumError: what it publishes cannot be read here.
         StoreFullError, StoreNotFoundError: nothing can be written here.
     """
+    from dbuffer.receive.receiver import WeightReceiver  # and torch, which takes seconds
+
     remove_stale(directory)
-    time.sleep(TICK_S)
-    with scratch(directory, "peer") as place:
-        series = (f"{how}{part}" for how in _ROUNDS for part in ("", "-files", "-seen"))
-        for name in ("to-peer", "to-host", "scratch", *series):
-            filesystem.make_directory(place / name)
-        (place / "lock").touch(0o600)
-        peer = _Peer(place)
-        peer.introduce()
+    time.sleep(_TICK_S)
+    with (
+        scratch(directory, "peer") as place,
+        WeightReceiver(
+            place / "store",
+            receiver_id=_RECEIVER,
+            poll_interval_s=_POLL_S,
+            verify=True,
+            # The directory is this user's alone; who that is may have another number there.
+            allow_shared_store=True,
+        ) as receiver,
+    ):
+        _introduce(place)
         if progress is not None:
             progress(f"waiting for 'dbuffer doctor {directory}' on another host")
-        return peer.serve(timeout_s)
+        if receiver.wait_for_version(None, timeout_s) is None:
+            return None
+        try:
+            report = _receive(receiver)
+            _wait_until_removed(place)
+            return report
+        except (StoreNotFoundError, VersionTimeoutError) as error:
+            raise StoreAccessError(f"the first host fell silent, or gave up: {error}") from error
+        except DBufferError as error:
+            receiver.record.write(problem=str(error))
+            _wait_until_removed(place)
+            raise
 
 
-def meet(
-    directory: Path,
-    *,
-    timeout_s: float,
-    allow_shared_store: bool = False,
-    progress: Progress | None = None,
-) -> tuple[Meeting, ...]:
+def _introduce(place: Path) -> None:
+    medium, here = medium_of(place), Process.here()
+    introduction = {
+        "host": here.host,
+        "pid": here.pid,
+        "machine": here.machine,
+        "filesystem": medium.filesystem,
+        "is_network": medium.reaches_other_hosts,
+    }
+    data = json.dumps(introduction).encode()
+    filesystem.replace_file(place / _INTRODUCTION, data, scratch=place, durable=True)
+
+
+def _receive(receiver: WeightReceiver) -> PeerReport:
+    version, num_seen, is_last = None, 0, False
+    while not is_last:
+        with receiver.open(version, timeout_s=_SILENCE_S) as snapshot:
+            version, first_host, num_seen = snapshot.version, snapshot.metadata, num_seen + 1
+            is_last = first_host["is_last"]
+            if is_last:
+                _try_to_send(receiver.store)
+    return PeerReport(host=first_host["host"], pid=first_host["pid"], num_seen=num_seen)
+
+
+def _try_to_send(store: Path) -> None:
+    """Take the store over, if no lock of the first host's sender prevents that: it will notice."""
+    from dbuffer.publish.sender import WeightSender
+
+    time.sleep(_TICK_S)
+    with contextlib.suppress(DBufferError):
+        WeightSender(store, allow_shared_store=True).close()
+
+
+def _wait_until_removed(place: Path) -> None:
+    """Leave the last acknowledgement, or the problem, until the first host has seen it."""
+    deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+    while os.path.lexists(place) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        filesystem.refresh(place.parent)
+
+
+# ---------------------------------------------------------------------------------------------
+# The first host
+
+
+def meet(site: Site, *, timeout_s: float, progress: Progress) -> tuple[Meeting, ...]:
     """Be the first host: measure with every peer that waits, or comes within ``timeout_s``.
 
     Raises:
-        StoreAccessError, StoreNotFoundError: a peer went away in the middle.
+        StoreAccessError, StoreNotFoundError, AcknowledgementTimeoutError, ReceiverFailedError: a
+            peer does not answer, or went away in the middle.
     """
     deadline = time.monotonic() + timeout_s
     meetings: list[Meeting] = []
     while True:
-        for place in _waiting(directory, allow_shared_store=allow_shared_store):
+        for place in _waiting(site):
             with _taken(place) as is_ours:
                 if is_ours:
-                    meetings.append(_FirstHost(place, progress or _say_nothing).measure())
+                    meetings.append(_measure(place, progress))
         if meetings or time.monotonic() >= deadline:
             return tuple(meetings)
-        if progress is not None:
-            progress(f"waiting for 'dbuffer doctor {directory} --peer' on another host")
+        progress(f"waiting for 'dbuffer doctor {site.base} --peer' on another host")
         time.sleep(0.1)
 
 
-def _say_nothing(_: str) -> None: ...
-
-
-def _waiting(directory: Path, *, allow_shared_store: bool) -> list[Path]:
+def _waiting(site: Site) -> list[Path]:
     """The directories of peers; only of our own user, who lays no links there for us to follow."""
-    filesystem.refresh(directory)
+    filesystem.refresh(site.base)
     found = []
-    for path in sorted(directory.glob(f"{PREFIX}peer-*")):
+    for path in sorted(site.base.glob(f"{PREFIX}peer-*")):
         with contextlib.suppress(StoreInsecureError, StoreNotFoundError):
             if path.is_symlink():
                 continue
-            if not allow_shared_store:
+            if not site.allow_shared_store:
                 filesystem.check_trust(path)
-            if os.path.lexists(path / "to-host" / "message"):
+            if os.path.lexists(path / _INTRODUCTION):
                 found.append(path)
     return found
 
 
 @contextlib.contextmanager
 def _taken(place: Path) -> Iterator[bool]:
-    """Whether this host is the one that talks with the peer; nobody else does then."""
+    """Whether this host is the one that measures with the peer; nobody else does then."""
     try:
         (place / "taken").mkdir()
     except (FileExistsError, FileNotFoundError, PermissionError):
@@ -177,248 +237,136 @@ def _taken(place: Path) -> Iterator[bool]:
         return
     try:
         yield True
-    except BaseException:
-        remove_tree(place)  # the peer is gone, or learns from this that it is to go
-        raise
+    finally:
+        remove_tree(place)  # from which the peer learns that this is all
 
 
-class _FirstHost:
-    def __init__(self, place: Path, progress: Progress) -> None:
-        self._place = place
-        self._progress = progress
-        self._talk = Talk(place / "to-peer", place / "to-host")
+def _measure(place: Path, progress: Progress) -> Meeting:
+    from dbuffer.publish.sender import WeightSender
 
-    def measure(self) -> Meeting:
-        peer = self._talk.hear(_ANSWER_TIMEOUT_S)
-        self._ask(do="greet", host=socket.gethostname(), pid=os.getpid())
+    peer = json.loads(filesystem.read_small(place / _INTRODUCTION, 1 << 16, owner_only=False))
+    is_same_kernel = peer.pop("machine") == Process.here().machine
+    delays_ms: list[float] = []
+    problem, is_late, locks_exclude = None, False, None
+    with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
         try:
-            meeting = Meeting(
-                host=str(peer["host"]),
-                pid=int(peer["pid"]),
-                filesystem=str(peer["filesystem"]),
-                is_network=bool(peer["is_network"]),
-                is_same_kernel=peer["kernel"] == _kernel(),
-                by_name=self._delay("by-name"),
-                directory_first=self._delay("directory-first"),
-                locks_exclude=self._locks_exclude(),
-            )
-        except (KeyError, ValueError, TypeError) as error:
-            raise StoreCorruptError(f"the peer in {self._place} is not a doctor: {error}") from None
-        self._talk.say(do="leave")
-        return meeting
-
-    def _ask(self, **message: Any) -> dict[str, Any]:
-        self._talk.say(**message)
-        return self._talk.hear(_ANSWER_TIMEOUT_S)
-
-    def _delay(self, how: How) -> Delay:
-        self._ask(do="watch", how=how)
-        # Seen once before the rounds begin: caches are warm, and what is held open is old.
-        self._replace(how, 0)
-        self._round_s(how, 0)
-        delays, num_unseen = [], 0
-        end = time.monotonic() + _SERIES_LIMIT_S
-        for number in range(1, _ROUNDS[how] + 1):
-            self._progress(f"how late another host sees a change, opened {how}: {number}")
-            self._replace(how, number)
-            delay_s = self._round_s(how, number)
-            num_unseen += delay_s is None
-            delays.append(1e3 * (_LIMIT_S[how] if delay_s is None else delay_s))
-            if time.monotonic() > end:
-                break
-        report = self._ask(do="report")
-        return Delay(
-            how=how,
-            num_rounds=len(delays),
-            num_unseen=num_unseen,
-            limit_ms=1e3 * _LIMIT_S[how],
-            median_ms=statistics.median(delays),
-            max_ms=max(delays),
-            num_errors=int(report["num_errors"]),
-            num_files=int(report["num_files"]),
-            num_wrong_files=int(report["num_wrong_files"]),
-        )
-
-    def _replace(self, how: How, number: int) -> None:
-        """As a publish does: a new file, flushed, and then the pointer to it."""
-        files = self._place / f"{how}-files"
-        path = files / str(number)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            with filesystem.os_errors("write", path):
-                filesystem.write_at(descriptor, 0, _data(number))
-            filesystem.sync_file(descriptor, path)
-        finally:
-            os.close(descriptor)
-        time.sleep(TICK_S)
-        pointer = self._place / how / "pointer"
-        filesystem.replace_file(pointer, b"%d" % number, scratch=files, durable=True)
-
-    def _round_s(self, how: How, number: int) -> float | None:
-        """Seconds until the peer has seen it; None if it has not within the limit."""
-        started = time.monotonic()
-        # A new file each time, which is not opened: whoever opens one over NFSv4 may be lent it,
-        # and then a tenth of a second goes by before another host can replace it.
-        seen = self._place / f"{how}-seen" / str(number)
-        while (elapsed_s := time.monotonic() - started) < _LIMIT_S[how]:
-            filesystem.refresh(seen.parent)
-            if os.path.lexists(seen):
-                return elapsed_s
-            time.sleep(_POLL_S)
-        return None
-
-    def _locks_exclude(self) -> bool | None:
-        self._progress("whether a lock keeps another host out")
-        with filesystem.os_errors("open", self._place / "lock"):
-            descriptor = os.open(self._place / "lock", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if not _can_lock(descriptor):
-                return None
-            locked = self._ask(do="lock")["locked"]
-            return None if locked is None else not locked
-        finally:
-            os.close(descriptor)
+            # Not counted: the peer has yet to open what it then has open, and caches are cold.
+            delays_ms.append(_delay_ms(sender, _ANSWER_TIMEOUT_S))
+            for number in range(1, _NUM_VERSIONS + 1):
+                progress(f"how late another host sees a version: {number}")
+                delays_ms.append(_delay_ms(sender, _LIMIT_S))
+            progress("whether a lock keeps another host out")
+            locks_exclude = _locks_exclude(sender)
+        except AcknowledgementTimeoutError:
+            if not delays_ms:  # nobody is there
+                raise
+            is_late = True
+        except ReceiverFailedError:
+            store = DoubleBuffer(sender.store, allow_shared_store=True)
+            problem = "; ".join(found.problem for found in store.receivers() if found.problem)
+            if not problem:  # it has ended
+                raise
+    return Meeting(
+        **peer,
+        is_same_kernel=is_same_kernel,
+        delays_ms=tuple(delays_ms[1:]),
+        is_late=is_late,
+        problem=problem,
+        locks_exclude=locks_exclude,
+    )
 
 
-class _Peer:
-    def __init__(self, place: Path) -> None:
-        self._place = place
-        self._talk = Talk(place / "to-host", place / "to-peer")
-        self._num_seen = self._num_errors = 0
-
-    def introduce(self) -> None:
-        medium = medium_of(self._place)
-        self._talk.say(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            kernel=_kernel(),
-            filesystem=medium.filesystem,
-            is_network=medium.reaches_other_hosts,
-        )
-
-    def serve(self, timeout_s: float) -> PeerReport | None:
-        greeting = self._first_message(timeout_s)
-        if greeting is None:
-            return None
-        self._talk.say()
-        while (message := self._talk.hear(_SILENCE_S))["do"] != "leave":
-            if message["do"] == "watch":
-                self._watch("by-name" if message["how"] == "by-name" else "directory-first")
-            elif message["do"] == "lock":
-                self._talk.say(locked=self._try_lock())
-            else:
-                raise StoreCorruptError(f"{self._place}: asked to {message['do']!r:.40}")
-        return PeerReport(
-            host=str(greeting["host"]),
-            pid=int(greeting["pid"]),
-            num_seen=self._num_seen,
-            num_errors=self._num_errors,
-        )
-
-    def _first_message(self, timeout_s: float) -> dict[str, Any] | None:
-        deadline = time.monotonic() + timeout_s
-        while (message := self._talk.heard()) is None:
-            if time.monotonic() > deadline:
-                return None
-            os.utime(self._place)  # so that nobody takes it for a dead one's
-            time.sleep(_POLL_SLOWLY_S)
-        return message
-
-    def _watch(self, how: How) -> None:
-        """Say which pointer is seen, whenever that changes, until the host says to stop."""
-        self._talk.say()
-        pointer = self._place / how / "pointer"
-        files, seen = self._place / f"{how}-files", self._place / f"{how}-seen"
-        last, num_errors, num_files, num_wrong_files = -1, 0, 0, 0
-        next_look = 0.0
-        with contextlib.ExitStack() as kept:
-            while True:
-                now = time.monotonic()
-                if now >= next_look:
-                    if self._talk.heard() is not None:
-                        break
-                    next_look = now + _POLL_SLOWLY_S
-                number = _look(pointer, how)
-                num_errors += number is None
-                if number is not None and number > last:
-                    if last < 0:
-                        # A reader somewhere always has an old one open, which keeps it alive.
-                        _keep_open(pointer, kept)
-                    last = number
-                    # First of all, because the first host's clock is running.
-                    (seen / str(number)).touch(0o600, exist_ok=False)
-                    num_files += 1
-                    num_wrong_files += not _is_whole(files / str(number), number)
-                # Before the first one there is nothing to find.
-                num_errors = 0 if last < 0 else num_errors
-                time.sleep(_POLL_S)
-        self._num_seen += num_files
-        self._num_errors += num_errors
-        self._talk.say(num_errors=num_errors, num_files=num_files, num_wrong_files=num_wrong_files)
-
-    def _try_lock(self) -> bool | None:
-        try:
-            descriptor = os.open(self._place / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            return _can_lock(descriptor)
-        finally:
-            os.close(descriptor)
+def _delay_ms(sender: WeightSender, limit_s: float, *, is_last: bool = False) -> float:
+    """How long after a publish the peer's acknowledgement of it was seen."""
+    version = _send(sender, is_last=is_last)
+    started = time.monotonic()
+    sender.wait_applied(version, receivers=_RECEIVER, timeout_s=limit_s)
+    return 1e3 * (time.monotonic() - started)
 
 
-def _can_lock(descriptor: int) -> bool | None:
-    """Whether it can be locked now; None if such files cannot be locked at all."""
+def _send(sender: WeightSender, *, is_last: bool = False) -> int:
+    import torch
+
+    time.sleep(_TICK_S)
+    weights = {"weight": torch.rand(_NUM_VALUES)}
+    metadata = {"host": socket.gethostname(), "pid": os.getpid(), "is_last": is_last}
+    return sender.send(weights, metadata=metadata).version
+
+
+def _locks_exclude(sender: WeightSender) -> bool:
+    """Whether the peer, when it is told to try, cannot take the store over."""
+    _delay_ms(sender, _LIMIT_S, is_last=True)
     try:
-        return filesystem.try_lock(descriptor, exclusive=True)
-    except OSError as error:
-        logger.warning("flock: %s", error)
-        return None
-
-
-def _look(pointer: Path, how: How) -> int | None:
-    """The pointer's number; None if it cannot be read just now."""
-    try:
-        if how == "directory-first":
-            return _number_in(filesystem.read_small(pointer, 32, owner_only=False))
-        descriptor = filesystem.open_regular(pointer, os.O_RDONLY, owner_only=False)
-        try:
-            return _number_in(os.read(descriptor, 32))
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESTALE):
-            raise
-        return None
-
-
-def _keep_open(path: Path, kept: contextlib.ExitStack) -> None:
-    with contextlib.suppress(OSError):
-        kept.callback(os.close, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-
-
-def _number_in(data: bytes) -> int:
-    return int(data) if data.isdigit() else -1
-
-
-def _data(number: int) -> bytes:
-    return bytes([1 + number % 255]) * _DATA_BYTES
-
-
-def _is_whole(path: Path, number: int) -> bool:
-    try:
-        descriptor = filesystem.open_regular(path, os.O_RDONLY, owner_only=False)
-        try:
-            return filesystem.read_at(descriptor, 0, _DATA_BYTES + 1) == _data(number)
-        finally:
-            os.close(descriptor)
-    except (OSError, DBufferError):
+        _send(sender)
+    except WriterSupersededError:
         return False
+    return True
 
 
-def _kernel() -> str:
-    """What this boot of this machine's kernel calls itself; containers on it share that."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except FileNotFoundError:  # not Linux
-        return socket.gethostname()
+# ---------------------------------------------------------------------------------------------
+# What that means
+
+
+def judge(site: Site, meetings: Sequence[Meeting]) -> list[Finding]:
+    """What was measured with other hosts, as findings."""
+    if not meetings:
+        return [_nobody(site).of("other hosts")]
+    return [finding for meeting in meetings for finding in _judge(site, meeting)]
+
+
+def _nobody(site: Site) -> Outcome:
+    if site.medium.reaches_other_hosts:
+        return unknown(
+            "not measured: no peer waits here",
+            f"to measure, run 'dbuffer doctor {site.path} --peer' on another host, then this again",
+        )
+    return good("no peer waits here", "a store on a local mount is for the processes of this host")
+
+
+def _judge(site: Site, meeting: Meeting) -> Iterator[Finding]:
+    host = meeting.host
+    yield _mounts(site, meeting).of(f"{host}: mount", 1)
+    if meeting.problem is not None:
+        outcome = broken(meeting.problem, "what is published here cannot be read there")
+        yield outcome.of(f"{host}: reads a version", 1)
+        return
+    yield _delays(meeting).of(f"{host}: sees a version", 5)
+    if meeting.locks_exclude is not None:
+        yield _locks(meeting.locks_exclude).of(f"{host}: locks")
+
+
+def _mounts(site: Site, meeting: Meeting) -> Outcome:
+    found = f"{meeting.filesystem} there, {site.medium.filesystem} here"
+    if site.medium.reaches_other_hosts and meeting.is_network:
+        return good(found, "both use it as a network mount")
+    if not site.medium.reaches_other_hosts and not meeting.is_network and meeting.is_same_kernel:
+        return good(f"{found}, on one machine", "both use it as a local one")
+    where = "there" if site.medium.reaches_other_hosts else "here"
+    return broken(
+        found,
+        f"used as a local mount {where}: what is published {where} is rewritten in place, "
+        f"and refused on the other host; set {MOUNT_VARIABLE}=network {where}",
+    )
+
+
+def _delays(meeting: Meeting) -> Outcome:
+    if meeting.is_late:
+        found = f"a version was not seen within {_LIMIT_S:g} s"
+        return broken(found, "workers there would not see new versions")
+    median_ms, max_ms = statistics.median(meeting.delays_ms), max(meeting.delays_ms)
+    found = (
+        f"{duration(median_ms)} (median), {duration(max_ms)} (max) of {len(meeting.delays_ms)}, "
+        "each whole by its checksums"
+    )
+    if max_ms > 1e3:
+        return adapted(found, f"versions arrive that late; {POLLING}")
+    return good(found, POLLING)
+
+
+def _locks(exclude: bool) -> Outcome:
+    if exclude:
+        return good("exclude processes of the other host", "a second sender there is refused")
+    return adapted(
+        "do not exclude processes of the other host",
+        "a second sender there is detected by its epoch, not prevented",
+    )

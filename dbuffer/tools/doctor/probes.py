@@ -27,13 +27,13 @@ from dbuffer.tools.doctor.findings import (
     POLLING,
     Finding,
     Outcome,
+    Progress,
     adapted,
     broken,
     good,
     size,
     unknown,
 )
-from dbuffer.tools.doctor.peer import Progress
 from dbuffer.tools.doctor.process import OtherProcess
 from dbuffer.tools.doctor.scratch import scratch
 
@@ -114,8 +114,7 @@ def _new_file(path: Path) -> Iterator[int]:
 
 def _look_at_mount(site: Site) -> Outcome:
     medium = site.medium
-    source, _ = filesystem.mount_details(site.base)
-    found = f"{medium.filesystem} from {source}"
+    found = f"{medium.filesystem} from {filesystem.mount_of(site.base).source}"
     told = os.environ.get(MOUNT_VARIABLE, "auto")
     if told != "auto":
         found += f", overridden by {MOUNT_VARIABLE}={told}"
@@ -134,7 +133,7 @@ def _look_at_mount(site: Site) -> Outcome:
 
 
 def _look_at_options(site: Site) -> Outcome:
-    _, options = filesystem.mount_details(site.base)
+    options = filesystem.mount_of(site.base).options
     shown = [
         option
         for option in options

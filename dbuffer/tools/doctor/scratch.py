@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 PREFIX = ".dbuffer-doctor-"
 """How all that is made in a user's directory begins."""
 
-STALE_S = 3600.0
-"""What is older was left by a doctor that was killed: one that lives touches its directory."""
+STALE_S = 24 * 3600.0
+"""What is older was left by a doctor that was killed: none that lives waits that long."""
 
 
 @contextlib.contextmanager
