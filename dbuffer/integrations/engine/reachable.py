@@ -29,6 +29,7 @@ _NOT_LOOKED_INTO = (
     type,
     types.ModuleType,
     types.BuiltinFunctionType,
+    types.CodeType,
     types.GetSetDescriptorType,
     types.MethodWrapperType,
     types.GenericAlias,
@@ -43,6 +44,10 @@ _NOT_LOOKED_INTO = (
     type(torch.ops.aten.copy_.default),
 )
 """What holds no weights: code, and what everybody shares."""
+
+_COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
+"""Modules of what compiled code is made of: it reads parameters where they lie, and no reload makes
+it anew."""
 
 _MAPPINGS = (dict, types.MappingProxyType)
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
@@ -93,7 +98,11 @@ class State:
                 self._found[name] = repr(thing)
             elif isinstance(thing, _TORCH_VALUES):
                 self._found[name] = str(thing)
-            elif isinstance(thing, _NOT_LOOKED_INTO) or id(thing) in self._kept:
+            elif (
+                isinstance(thing, _NOT_LOOKED_INTO)
+                or id(thing) in self._kept
+                or type(thing).__module__.startswith(_COMPILED)
+            ):
                 continue
             else:
                 self._kept[id(thing)] = thing
