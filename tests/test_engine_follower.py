@@ -105,6 +105,8 @@ class Rank:
 
     on_device = False
     instance_id = "one"
+    module = torch.nn.Module()
+    not_weights = ()
 
     def __init__(self, model: Model) -> None:
         self.ranks = OneRank()

@@ -165,6 +165,11 @@ class Rank:
     instance_id: str
     model: Model = dataclasses.field(default_factory=Model)
     on_device: bool = False
+    not_weights: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return torch.nn.Module()
 
     def engine_id(self, options: EngineOptions) -> str:
         return options.engine_id or NAME

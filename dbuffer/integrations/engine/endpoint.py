@@ -25,11 +25,9 @@ from dbuffer.integrations.engine.messages import (
 )
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
-from dbuffer.integrations.engine.serving import EngineRank, Serving
+from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, Serving
 
 logger = logging.getLogger(__name__)
-
-_KEPT_AS = "_dbuffer_endpoint"
 
 
 def answer_of(call: Callable[[], RankAnswer]) -> RankAnswer:
@@ -56,10 +54,10 @@ class RankEndpoint:
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:
         """That of a model, which keeps it for as long as it lives."""
-        endpoint = getattr(model, _KEPT_AS, None)
+        endpoint = getattr(model, KEPT_AS, None)
         if endpoint is None:
             endpoint = cls()
-            setattr(model, _KEPT_AS, endpoint)
+            setattr(model, KEPT_AS, endpoint)
         return endpoint
 
     def answer(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:

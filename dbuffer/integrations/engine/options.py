@@ -98,6 +98,9 @@ class EngineOptions:
     """What to do when the store was emptied or replaced, and begun anew: ``"follow"`` what it holds
     now, with a warning; or ``"refuse"`` it, and serve on with the weights of the run before, until
     the engine is told to follow again with ``"follow"``."""
+    plan: bool = True
+    """Switch by copies of bytes alone, once a switch through the engine's own reload has proven
+    that it does no more than that. Off: every switch is such a reload."""
     instance_id: str | None = None
     """What tells this start of the engine from all others; its follower sets it. Default: what the
     worker knows, which vLLM changes in some processes once the engine is started."""
@@ -119,6 +122,7 @@ class EngineOptions:
         checks.flag("allow_shared_store", self.allow_shared_store)
         checks.flag("partial", self.partial)
         checks.choice("new_history", self.new_history, NEW_HISTORIES)
+        checks.flag("plan", self.plan)
         is_text = isinstance(self.instance_id, str) and self.instance_id != ""
         _require(self, "instance_id", self.instance_id is None or is_text)
 

@@ -24,8 +24,10 @@ from dbuffer.errors import (
     VersionError,
 )
 from dbuffer.format.layout import Layout
+from dbuffer.integrations.engine.copy_plan import PlannedLoads
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
+from dbuffer.integrations.engine.recording import Recording
 from dbuffer.integrations.engine.serving import EngineRank, Served, Serving
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.receive.snapshot import Snapshot
@@ -60,6 +62,10 @@ class RankReceiver:
         self._loaded_names = serving.loaded_names or LoadedNames()
         self._attempt: str | None = None
         self._fits = rank.make_check(partial=options.partial)
+        self._recorded: tuple[Layout, Recording] | None = None
+        self._planned = (
+            PlannedLoads(rank.module, without=rank.not_weights) if options.plan else None
+        )
         self.engine_id = engine_id
         instance_id = options.instance_id or rank.instance_id
         names = EngineNames(engine_id, instance_id)
@@ -153,7 +159,7 @@ class RankReceiver:
         layout = snapshot.layout
         self._require_no_mix(layout, snapshot.version)
         offered = self._under_all_names({spec.name: spec for spec in layout.specs}, layout)
-        self._fits([spec._replace(name=name) for name, spec in offered])
+        self._recorded = layout, self._fits([spec._replace(name=name) for name, spec in offered])
 
     def _require_no_mix(self, layout: Layout, version: int) -> None:
         if self.options.partial:
@@ -171,8 +177,16 @@ class RankReceiver:
 
     def _load(self, staged: Staged) -> None:
         self._loaded_names.add(staged.layout.all_names, staged.version)
-        tensors = self._under_all_names(staged.tensors, staged.layout)
-        self._model.load(tensors, partial=self.options.partial)
+        tensors = dict(self._under_all_names(staged.tensors, staged.layout))
+
+        def reload() -> None:
+            self._model.load(tensors.items(), partial=self.options.partial)
+
+        layout, recording = self._recorded or (None, None)
+        if self._planned is None or recording is None or layout != staged.layout:
+            reload()  # it was checked before what is staged now was
+        else:
+            self._planned.load(tensors, recording, reload)
 
     def _problem_of_mirror(self, mirror: Mirror) -> str | None:
         try:

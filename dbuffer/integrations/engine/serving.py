@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,8 +10,12 @@ import torch
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.ranks import Ranks
+from dbuffer.integrations.engine.recording import Recording
 from dbuffer.store.buffer import are_apart
 from dbuffer.weights.targets import LoadedNames
+
+KEPT_AS = "_dbuffer_endpoint"
+"""The attribute of a model under which it keeps what a follower reaches."""
 
 
 class Served(NamedTuple):
@@ -60,6 +64,16 @@ class EngineRank(Protocol):
         ...
 
     @property
+    def module(self) -> torch.nn.Module:
+        """The model that serves."""
+        ...
+
+    @property
+    def not_weights(self) -> Collection[str]:
+        """Attributes of its layers that change while it serves: its caches, and what is ours."""
+        ...
+
+    @property
     def on_device(self) -> bool:
         """Its weights are not in main memory."""
         ...
@@ -77,8 +91,11 @@ class EngineRank(Protocol):
         """The model, to swap weights in; ``before`` is what an earlier receiver swapped them in."""
         ...
 
-    def make_check(self, *, partial: bool) -> Callable[[Sequence[TensorSpec]], None]:
-        """What tells, while the model serves, whether weights fit it, all or a part of them."""
+    def make_check(self, *, partial: bool) -> Callable[[Sequence[TensorSpec]], Recording]:
+        """What tells, while the model serves, whether weights fit it, all or a part of them.
+
+        And what the model's loaders do with them.
+        """
         ...
 
 

@@ -8,6 +8,7 @@ cannot tell that one of the parts is missing.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.recording import LoadRecorder, Recording
 from dbuffer.io.tensors import DTYPES
 from dbuffer.weights.names import NameMap, renamed
 
@@ -39,6 +41,8 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self._tp_size = tp_size
+        self._thread: int | None = None
+        self.recorder = LoadRecorder(dict(model.named_parameters()) | dict(model.named_buffers()))
         self._loaded: dict[int, int] = {}
         self._padded = {
             id(parameter)
@@ -51,6 +55,8 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         self._loaded.clear()
+        self._thread = threading.get_ident()
+        self.recorder.begin()
 
     def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise :class:`WeightsMismatchError` if something is missing, or was not used.
@@ -80,6 +86,7 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self.recorder.note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _wrap_loader(self, tensor: Any, loader: Loader) -> None:
@@ -93,7 +100,8 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
             self.note_read(loaded)
             # Some models load in threads of their own, which have modes of their own too.
-            copied = _CopiedElements()  # type: ignore[no-untyped-call]
+            is_here = threading.get_ident() == self._thread
+            copied = _CopiedElements(None if is_here else self.recorder)
             with copied:
                 result = loader(*args, **kwargs)
             # Each rank takes its share, or all of it, or nothing (another rank's expert).
@@ -111,15 +119,24 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _CopiedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements that are copied while it is on, in this thread."""
+    """Counts the elements that are copied while it is on, in this thread.
 
-    count = 0
+    Args:
+        recorder: what is told of them, where nobody else tells it.
+    """
+
+    def __init__(self, recorder: LoadRecorder | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self.count = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
             self.count += args[0].numel()
+        if self._recorder is not None:
+            self._recorder.note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -134,8 +151,8 @@ class ShapeCheck:
         self._watched = watched
         self._names = names
 
-    def __call__(self, specs: Sequence[TensorSpec]) -> None:
-        """Refuse tensors that do not fit the model.
+    def __call__(self, specs: Sequence[TensorSpec]) -> Recording:
+        """Refuse tensors that do not fit the model; what its loaders do with those that do.
 
         Raises:
             WeightsMismatchError: a name or a shape is not the model's, or a tensor is missing.
@@ -149,6 +166,7 @@ class ShapeCheck:
                 current = str(spec)
                 tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device="meta")
                 tensors[current] = tensor
+                self._watched.recorder.note_source(spec.name, tensor)
                 yield renamed(spec.name, self._names), tensor
 
         self._watched.reset()
@@ -162,3 +180,4 @@ class ShapeCheck:
             message = f"{current} does not fit the engine's model: {reason}"
             raise WeightsMismatchError(message) from error
         self._watched.require_complete(tensors)
+        return self._watched.recorder.end()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import EngineUnsupportedError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.ranks import Ranks
-from dbuffer.integrations.engine.serving import ServingModel
+from dbuffer.integrations.engine.serving import KEPT_AS, ServingModel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.model import SglangModel
@@ -24,8 +25,10 @@ def all_ranks() -> Ranks:
 class SchedulerRank:
     """One rank; see :class:`~dbuffer.integrations.engine.serving.EngineRank`."""
 
+    not_weights = (KEPT_AS,)
+
     def __init__(self, model: Any, command: Command) -> None:
-        self._model = model
+        self.module: torch.nn.Module = model
         self._engine_id = command.engine_id
         self.instance_id = command.instance_id
         self._names = command.names
@@ -38,9 +41,9 @@ class SchedulerRank:
 
     def make_model(self, before: ServingModel | None) -> SglangModel:  # noqa: ARG002
         """The model, to swap weights in, under the names of who follows now."""
-        return SglangModel(self._model, self._names)
+        return SglangModel(self.module, self._names)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         if partial:
             raise EngineUnsupportedError("an SGLang engine takes whole models: partial=True")
-        return sglang_shape_check(self._model, self._names, tp_size=self.ranks.size)
+        return sglang_shape_check(self.module, self._names, tp_size=self.ranks.size)

@@ -16,6 +16,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch.utils._pytree import tree_leaves
 
 from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
+from dbuffer.integrations.engine.recording import storage_of
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.integrations.sglang.model import dtype_of
 from dbuffer.weights.names import NameMap
@@ -53,11 +54,11 @@ class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
         self._read.clear()
 
     def note_read(self, tensor: torch.Tensor) -> None:
-        self._read.add(_storage(tensor))
+        self._read.add(storage_of(tensor))
 
     def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for what, tensor in tensors.items():
-            if _storage(tensor) not in self._read:
+            if storage_of(tensor) not in self._read:
                 raise WeightsMismatchError(f"the engine's model has no place for {what}")
         for name, parameter in self.model.named_parameters():
             self.require_whole(name, parameter, parameter.numel())
@@ -69,9 +70,3 @@ class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
             if isinstance(value, torch.Tensor):
                 self.note_read(value)
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """By which a tensor and its views are known."""
-    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001
-    return address

@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Self
 
+import torch
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.ranks import Ranks
-from dbuffer.integrations.engine.serving import ServingModel
+from dbuffer.integrations.engine.serving import KEPT_AS, ServingModel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched
 from dbuffer.integrations.vllm.model import VllmModel
@@ -21,9 +22,11 @@ from dbuffer.integrations.vllm.shape_check import vllm_shape_check
 class WorkerRank:
     """One rank of a vLLM engine; see `EngineRank` of :mod:`dbuffer.integrations.engine`."""
 
+    not_weights = ("kv_cache", KEPT_AS)
+
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         self._vllm_config = vllm_config
-        self._model = model
+        self.module: torch.nn.Module = model
         self._device = device
         self.on_device: bool = device.type != "cpu"
         self.ranks = WorkerRanks(vllm_config)
@@ -46,7 +49,7 @@ class WorkerRank:
 
     def make_model(self, before: ServingModel | None) -> ServingModel:
         """The model, to swap weights in: the same as before, which knows whether it may serve."""
-        return before or VllmModel(self._vllm_config, self._model, self._device)
+        return before or VllmModel(self._vllm_config, self.module, self._device)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         return vllm_shape_check(self._vllm_config, partial=partial)

@@ -1,0 +1,180 @@
+"""`State`: all that a model reads when it computes, so that two moments can be compared.
+
+A reload may leave its traces anywhere: in a parameter, a plain attribute, another layer, a closure,
+an object of a kernel, a handle that Python cannot look into. All that can be reached from a model
+is walked: tensors are known by a digest of their bytes, numbers and texts by their value, objects
+by which ones they are. What cannot be looked into counts as changed.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import functools
+import logging
+import re
+import threading
+import types
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+import xxhash
+
+_VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
+_TORCH_VALUES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NOT_LOOKED_INTO = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+    types.GetSetDescriptorType,
+    types.MethodWrapperType,
+    types.GenericAlias,
+    types.UnionType,
+    weakref.ReferenceType,
+    logging.Logger,
+    re.Pattern,
+    type(threading.Lock()),
+    type(threading.RLock()),
+    torch.Generator,
+    type(torch.ops.aten.copy_),
+    type(torch.ops.aten.copy_.default),
+)
+"""What holds no weights: code, and what everybody shares."""
+
+_COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
+"""Modules of what compiled code is made of: it reads parameters where they lie, and no reload makes
+it anew."""
+
+_MAPPINGS = (dict, types.MappingProxyType)
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+
+_BLOCK_BYTES = 64 << 20
+
+
+class State:
+    """What could be reached from a model at a moment.
+
+    Args:
+        model: where to begin.
+        without: attributes that are not followed: caches, which serving fills.
+        undigested: addresses of the storages whose bytes are not to be compared.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        without: Collection[str] = (),
+        undigested: Collection[int] = (),
+    ) -> None:
+        self._without = frozenset(without)
+        self._undigested = frozenset(undigested)
+        self._found: dict[str, Any] = {}
+        self._digests: dict[int, str] = {}
+        # Alive as long as this: what comes later cannot have the identity of any of these.
+        self._kept: dict[int, Any] = {}
+        self._walk(model)
+
+    def changes_to(self, later: State) -> list[str]:
+        """Where the two differ."""
+        before, after = self._found, later._found
+        names = [*before, *(name for name in after if name not in before)]
+        return [
+            name
+            for name in names
+            if name not in before or name not in after or before[name] != after[name]
+        ]
+
+    def _walk(self, model: torch.nn.Module) -> None:
+        # In an order that a second walk takes too: a thing has the name by which it is met first.
+        pending: collections.deque[tuple[str, Any]] = collections.deque([("", model)])
+        while pending:
+            name, thing = pending.popleft()
+            if isinstance(thing, _VALUES):
+                self._found[name] = repr(thing)
+            elif isinstance(thing, _TORCH_VALUES):
+                self._found[name] = str(thing)
+            elif (
+                isinstance(thing, _NOT_LOOKED_INTO)
+                or id(thing) in self._kept
+                or type(thing).__module__.startswith(_COMPILED)
+            ):
+                continue
+            else:
+                self._kept[id(thing)] = thing
+                self._found[name] = self._describe(thing)
+                pending.extend((f"{name}{step}", part) for step, part in self._parts(thing))
+
+    def _describe(self, thing: Any) -> Any:
+        if isinstance(thing, torch.Tensor):
+            return self._describe_tensor(thing)
+        if isinstance(thing, types.FunctionType):
+            return id(thing.__code__)  # made anew, it is the same; what it holds is looked at
+        if isinstance(thing, (*_CONTAINERS, *_MAPPINGS, types.MethodType, functools.partial)):
+            return type(thing).__name__
+        if not hasattr(thing, "__dict__") and not any(_slots_of(thing)):
+            return object()  # equal to nothing: it may be another one inside, in the same place
+        return type(thing).__name__, id(thing)
+
+    def _describe_tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return str(tensor.layout), tuple(tensor.shape), id(tensor)
+        storage = tensor.untyped_storage()
+        # Made anew with the same bytes, it does not depend on what was loaded.
+        known_by = self._digest(storage)
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return known_by, tensor.storage_offset(), shape, stride, tensor.dtype
+
+    def _digest(self, storage: torch.UntypedStorage) -> str | int:
+        address = storage.data_ptr()
+        if address in self._undigested:
+            return address
+        if address not in self._digests:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            hasher = xxhash.xxh3_64()
+            for block in torch.split(whole, _BLOCK_BYTES):
+                hasher.update(block.cpu().numpy().data)
+            self._digests[address] = hasher.hexdigest()
+        return self._digests[address]
+
+    def _parts(self, thing: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(thing, _MAPPINGS):
+            # What is put back in another order is met by the same name all the same.
+            yield from sorted(((f"[{k!r:.80}]", v) for k, v in thing.items()), key=_name_of)
+        elif isinstance(thing, _CONTAINERS):
+            yield from ((f"[{index}]", value) for index, value in enumerate(thing))
+        elif isinstance(thing, types.FunctionType):
+            for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or (), strict=True):
+                with contextlib.suppress(ValueError):  # it has no value yet
+                    yield f"({name})", cell.cell_contents
+            yield ".__defaults__", thing.__defaults__
+            yield ".__kwdefaults__", thing.__kwdefaults__
+        elif isinstance(thing, types.MethodType):
+            yield ".__self__", thing.__self__
+            yield ".__func__", thing.__func__
+        elif isinstance(thing, functools.partial):
+            yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
+        for name, value in sorted(self._attributes(thing), key=_name_of):
+            if name not in self._without:
+                yield f".{name}", value
+
+    def _attributes(self, thing: Any) -> Iterator[tuple[str, Any]]:
+        yield from getattr(thing, "__dict__", {}).items()
+        for name in _slots_of(thing):
+            if hasattr(thing, name):
+                yield name, getattr(thing, name)
+
+
+def _slots_of(thing: Any) -> Iterator[str]:
+    for kind in type(thing).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        yield from (name for name in names if not name.startswith("__"))
+
+
+def _name_of(part: tuple[str, Any]) -> str:
+    return part[0]

@@ -1,0 +1,198 @@
+"""`Recording`: what a model's loaders do with published tensors, found out without their data.
+
+A load into a copy of the model on the meta device is watched operation by operation. Copies of
+views of published tensors into views of parameters say which part goes where; any other way of
+writing into a parameter is work that no copy can do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
+
+
+class View(NamedTuple):
+    """A part of a tensor, in elements, counted from the tensor's own first one."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, part: torch.Tensor, whole: torch.Tensor) -> View:
+        """Where ``part``, which shares the storage of ``whole``, is in it."""
+        offset = int(part.storage_offset() - whole.storage_offset())
+        return cls(offset, tuple(part.shape), part.stride())
+
+    def in_(self, whole: torch.Tensor) -> torch.Tensor:
+        """That part of a tensor which lies in memory as the recorded one did."""
+        if self.shape == whole.shape and self.stride == whole.stride():
+            return whole
+        return whole.as_strided(self.shape, self.stride, whole.storage_offset() + self.offset)
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it has."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def end(self) -> int:
+        """One past its last element."""
+        if not self.num_elements:
+            return self.offset
+        steps = zip(self.shape, self.stride, strict=True)
+        return self.offset + sum((extent - 1) * stride for extent, stride in steps) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One write into a parameter: a copy of a part of a published tensor, or of a constant."""
+
+    to: View
+    source: str | None
+    """The published tensor's name; None: a constant."""
+    part: View | None = None
+    value: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter or buffer, as its loaders found it; its live twin must look the same."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What the loaders do with the tensors of one layout."""
+
+    steps: Mapping[str, tuple[Step, ...]]
+    """By the name of a parameter that is written by copies alone, each element once."""
+    places: Mapping[str, Place]
+    """Of each of them."""
+    refused: Mapping[str, str]
+    """Parameters that are written otherwise, and how."""
+
+
+class LoadRecorder:
+    """Notes what operations do to the tensors of a model without data.
+
+    Args:
+        places: the model's parameters and buffers, by name.
+    """
+
+    def __init__(self, places: Mapping[str, torch.Tensor]) -> None:
+        # A tied tensor is there under several names; any of them leads to it.
+        self._places = {storage_of(tensor): (name, tensor) for name, tensor in places.items()}
+        self._lock = threading.Lock()  # some models load in threads
+        self._sources: dict[int, tuple[str, torch.Tensor]] = {}
+        self._steps: dict[str, list[Step]] = defaultdict(list)
+        self._refused: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Forget what was noted."""
+        self._sources.clear()
+        self._steps.clear()
+        self._refused.clear()
+
+    def note_source(self, name: str, tensor: torch.Tensor) -> None:
+        """A published tensor, which must live until :meth:`end`."""
+        self._sources[storage_of(tensor)] = (name, tensor)
+
+    def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """An operation that is about to be done."""
+        if not func._schema.is_mutable:  # noqa: SLF001 - the only place that says so
+            return
+        with self._lock:
+            if func is torch.ops.aten.copy_.default:
+                self._note_copy(args[0], args[1])
+                return
+            for target in _written(func, args, kwargs):
+                name, place = self._places.get(storage_of(target), (None, target))
+                if name is None:
+                    continue
+                if func in _FILLS and target.dtype == place.dtype:
+                    value = args[1] if len(args) > 1 else 0
+                    self._steps[name].append(Step(View.of(target, place), None, value=value))
+                else:
+                    self._refused[name] = f"its loader does {func}"
+
+    def end(self) -> Recording:
+        """All that was noted since :meth:`begin`."""
+        by_name = dict(self._places.values())
+        steps = {}
+        for name, written in self._steps.items():
+            if name in self._refused:
+                continue
+            last = tuple({step.to: step for step in written}.values())
+            why = _not_once(last, by_name[name].numel())
+            if why is None:
+                steps[name] = last
+            else:
+                self._refused[name] = why
+        places = {name: Place.of(by_name[name]) for name in steps}
+        return Recording(steps, places, dict(self._refused))
+
+    def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        name, place = self._places.get(storage_of(target), (None, target))
+        if name is None:
+            return  # into memory of the loader's own; what it does with that shows
+        source_name, whole = self._sources.get(storage_of(source), (None, source))
+        if source_name is None:
+            self._refused[name] = "its loader computes what it writes"
+        elif target.dtype != place.dtype or source.dtype != whole.dtype:
+            self._refused[name] = "its loader writes bits of another dtype"
+        elif target.is_complex() or _changes_values(source) or _changes_values(target):
+            self._refused[name] = "its loader writes complex numbers"
+        else:
+            part = View.of(source.expand(target.shape), whole)
+            self._steps[name].append(Step(View.of(target, place), source_name, part))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """By which a tensor and its views are known."""
+    address: int = tensor.untyped_storage()._cdata  # noqa: SLF001
+    return address
+
+
+def _changes_values(view: torch.Tensor) -> bool:
+    return view.is_conj() or view.is_neg()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterable[torch.Tensor]:
+    """What an operation writes into."""
+    for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _not_once(steps: tuple[Step, ...], num_elements: int) -> str | None:
+    """Why steps do not write each element of a parameter exactly once; None: they do."""
+    end = 0
+    for step in sorted(steps, key=lambda step: step.to.offset):
+        view = step.to
+        if not view.num_elements:
+            continue
+        if view.offset < end or view.end - view.offset != view.num_elements:
+            return "its parts overlap, or lie in between each other"
+        end = view.end
+    if sum(step.to.num_elements for step in steps) != num_elements:
+        return "its loader leaves a part of it as it is"
+    return None
