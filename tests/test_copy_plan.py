@@ -88,7 +88,7 @@ def record(make: Callable[[], Model], tensors: Tensors) -> Recording:
     with torch.device("meta"):
         model = make()
     specs = [TensorSpec(n, _OF_DTYPE[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
-    return ShapeCheck(model, Watched(model))(specs)
+    return ShapeCheck(Watched(model))(specs)
 
 
 def random(shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32) -> torch.Tensor:
