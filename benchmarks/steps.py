@@ -17,6 +17,7 @@ AGREEING = "agree between ranks"
 INITIALISING = "initialise reload"
 LOADING = "load_weights: copy, pack"
 FINALISING = "finalise reload"
+COPYING = "copy by plan"
 REPACKING = "repack tied heads"
 STAMPING = "stamp the version"
 ACKNOWLEDGING = "acknowledge"
@@ -30,6 +31,7 @@ STEPS = (
     LOADING,
     FINALISING,
     REPACKING,
+    COPYING,
     STAMPING,
     ACKNOWLEDGING,
     RESUMING,
@@ -94,6 +96,7 @@ def synchronize() -> None:
 
 def watch_steps(llm: Any) -> Stopwatch:
     """A stopwatch on all that happens while an engine switches, in vLLM's code and in ours."""
+    from dbuffer.integrations.engine.copy_plan import CopyPlan
     from dbuffer.integrations.engine.rank_receiver import RankReceiver
     from dbuffer.integrations.engine.ranks import Ranks
     from dbuffer.integrations.vllm.engines import OfflineVllm
@@ -105,6 +108,8 @@ def watch_steps(llm: Any) -> Stopwatch:
         (OfflineVllm, "pause", PAUSING),
         (RankReceiver, "_prepare", AGREEING),
         (Ranks, "gather", AGREEING),
+        (CopyPlan, "is_good_for", COPYING),
+        (CopyPlan, "apply", COPYING),
         (RankReceiver, "_record_engine", ACKNOWLEDGING),
         (OfflineVllm, "weight_version", STAMPING),
         (OfflineVllm, "set_weight_version", STAMPING),

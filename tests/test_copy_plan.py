@@ -373,6 +373,13 @@ def inside_an_opaque_thing(layer: Any) -> None:
     layer.handle[:] = bytes(layer.weight.sum().reshape(1).view(torch.uint8).tolist())
 
 
+def in_a_cached_function(layer: Any) -> None:
+    if not hasattr(layer, "packed"):
+        layer.packed = functools.lru_cache(lambda: layer.weight.t().contiguous())
+    layer.packed.cache_clear()
+    layer.packed()
+
+
 def in_a_number(layer: Any) -> None:
     layer.largest = float(layer.weight.max())
 
@@ -397,6 +404,7 @@ DERIVING = [
     behind_a_handle,
     in_an_opaque_thing,
     inside_an_opaque_thing,
+    in_a_cached_function,
     in_a_number,
     on_the_weight,
     after_loading,
@@ -471,6 +479,19 @@ def test_a_parameter_in_another_form_than_its_loader_left_is_never_planned() -> 
     for model in (switched.model, switched.twin):
         model.layers["a"].weight.data = torch.zeros(4, 6).t()
     assert not any(switched.switch_often(make_tensors))
+
+
+def test_a_version_that_lacks_a_parameter_is_copied_where_a_part_will_do_alone() -> None:
+    make, make_tensors = COPIES["plain"]
+
+    def part() -> Tensors:
+        return {"a.weight": make_tensors()["a.weight"]}
+
+    switched = Switched(make, part())
+    assert not any(switched.switch_often(part))
+    switched = Switched(make, part())
+    switched.loads = PlannedLoads(switched.model, partial=True)
+    assert switched.switch_often(part) == [False, *[True] * (NUM_SWITCHES - 1)]
 
 
 def test_parameters_that_share_memory_are_never_planned() -> None:

@@ -31,8 +31,8 @@ _MAX_PROOFS = 3
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-_NOT_READ = frozenset({"weight_loader", "_weight_loader"})
-"""Attributes that no computation reads."""
+_NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
+"""Attributes that load, and that no computation reads."""
 
 
 class _NotPlannableError(Exception):
@@ -52,13 +52,14 @@ class CopyPlan:
     Args:
         model: the model, as it serves.
         recording: what its loaders do with such a version.
+        partial: it may hold a part of the model.
 
     Raises:
         _NotPlannableError: they do something else than to copy, or the live model is not as they
             left it.
     """
 
-    def __init__(self, model: torch.nn.Module, recording: Recording) -> None:
+    def __init__(self, model: torch.nn.Module, recording: Recording, *, partial: bool) -> None:
         self.recording = recording
         if recording.refused:
             raise _NotPlannableError(_told(f"{n}: {why}" for n, why in recording.refused.items()))
@@ -73,6 +74,15 @@ class CopyPlan:
         if strange:
             raise _NotPlannableError(_told(f"{n} is stored in another form" for n in strange))
         self._tensors = {name: live[name] for name in recording.places}
+        if not partial:
+            # A reload would give it something: what it had when the engine was started, say.
+            left_out = [
+                name
+                for name, parameter in model.named_parameters()
+                if parameter.nbytes and _address(parameter) not in self.addresses
+            ]
+            if left_out:
+                raise _NotPlannableError(_told(f"{n} was not published" for n in left_out))
         shared = [n for n, t in self._tensors.items() if t.untyped_storage().nbytes() != t.nbytes]
         if shared:
             raise _NotPlannableError(_told(f"{n} shares its memory with others" for n in shared))
@@ -92,7 +102,7 @@ class CopyPlan:
     @property
     def addresses(self) -> set[int]:
         """Of the storages that it writes into."""
-        return {tensor.untyped_storage().data_ptr() for tensor in self._tensors.values()}
+        return {_address(tensor) for tensor in self._tensors.values()}
 
     def holds(self, tensors: Tensors, names: Collection[str]) -> set[str]:
         """Which of these parameters have the bytes that a version brings."""
@@ -140,11 +150,15 @@ class PlannedLoads:
 
     Args:
         model: the model, as it serves.
+        partial: versions may hold a part of it.
         without: attributes in it that hold caches.
     """
 
-    def __init__(self, model: torch.nn.Module, *, without: Collection[str] = ()) -> None:
+    def __init__(
+        self, model: torch.nn.Module, *, partial: bool = False, without: Collection[str] = ()
+    ) -> None:
         self._model = model
+        self._partial = partial
         self._without = _NOT_READ | frozenset(without)
         self._recording: Recording | None = None
         self._plan: CopyPlan | None = None
@@ -178,7 +192,7 @@ class PlannedLoads:
         self._recording, self._plan = recording, None
         self._num_proofs, self._is_told = 0, False
         try:
-            self._plan = CopyPlan(self._model, recording)
+            self._plan = CopyPlan(self._model, recording, partial=self._partial)
         except _NotPlannableError as error:
             self._give_up(str(error))
 
@@ -227,6 +241,10 @@ class PlannedLoads:
         except Exception as error:  # noqa: BLE001
             self._give_up(f"the model cannot be looked at: {type(error).__name__} {error!s:.300}")
             return None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _value(write: _Write, tensors: Tensors) -> torch.Tensor:

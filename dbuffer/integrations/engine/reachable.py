@@ -49,6 +49,8 @@ _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
 """Modules of what compiled code is made of: it reads parameters where they lie, and no reload makes
 it anew."""
 
+_CACHING = type(functools.lru_cache(len))
+
 _MAPPINGS = (dict, types.MappingProxyType)
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 
@@ -116,7 +118,8 @@ class State:
             return id(thing.__code__)  # made anew, it is the same; what it holds is looked at
         if isinstance(thing, (*_CONTAINERS, *_MAPPINGS, types.MethodType, functools.partial)):
             return type(thing).__name__
-        if not hasattr(thing, "__dict__") and not any(_slots_of(thing)):
+        has_parts = hasattr(thing, "__dict__") or any(_slots_of(thing))
+        if not has_parts or isinstance(thing, _CACHING):
             return object()  # equal to nothing: it may be another one inside, in the same place
         return type(thing).__name__, id(thing)
 
