@@ -329,10 +329,4 @@ if __name__ == "__main__":
     # What scenarios import as `guest` is this module.
     sys.modules["guest"] = sys.modules["__main__"]
     _do("dmesg --clear")  # of the boot
-    queued = json.loads((LAB / "queue.json").read_text())
-    for name in sorted({described["module"] for described in queued}):
-        with contextlib.suppress(Exception):  # the scenario's own process says what is wrong
-            importlib.import_module(name)
-    import frozen  # noqa: F401
-
-    run_all(queued)
+    run_all(json.loads((LAB / "queue.json").read_text()))
