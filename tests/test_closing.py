@@ -131,9 +131,9 @@ def test_close_waits_for_a_publish_of_a_resident_model(
     gate = Gate()
     commit = BufferWriter.commit
 
-    def commit_later(*arguments: Any) -> None:
+    def commit_later(*arguments: Any, **described: Any) -> None:
         gate.pass_through()
-        commit(*arguments)
+        commit(*arguments, **described)
 
     model = torch.nn.Linear(300, 300)
     resident = ResidentModel(model, store)
@@ -281,9 +281,9 @@ def fork_during_a_publish(connection: Connection, store: Path) -> None:
     gate = Gate()
     commit = BufferWriter.commit
 
-    def commit_later(*arguments: Any) -> None:
+    def commit_later(*arguments: Any, **described: Any) -> None:
         gate.pass_through()
-        commit(*arguments)
+        commit(*arguments, **described)
 
     resident = ResidentModel(torch.nn.Linear(4, 4), store)
     BufferWriter.commit = commit_later  # type: ignore[method-assign]

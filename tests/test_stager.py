@@ -485,9 +485,9 @@ def damaged_before_it_is_seen(kind: Callable[[Path], None]) -> Iterator[None]:
     """Let whatever is published be damaged before the pointer moves to it."""
     commit = BufferWriter.commit
 
-    def commit_damaged(self: BufferWriter, claim: Any, complete: Any) -> None:
+    def commit_damaged(self: BufferWriter, claim: Any, **described: Any) -> None:
         kind(claim.path)
-        commit(self, claim, complete)
+        commit(self, claim, **described)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BufferWriter, "commit", commit_damaged)

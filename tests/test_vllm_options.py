@@ -44,6 +44,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "allow_shared_store": [0, 1, None, "false", "", []],
     "partial": [0, 1, None, "true", "", []],
     "new_history": ["", "Follow", "ask", None, True, 1, ["follow"]],
+    "plan": [0, 1, None, "true", "", []],
     "instance_id": ["", 1, True, ["a"], {}],
 }
 
@@ -58,6 +59,7 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "num_threads": [None, 1, 64],
     "allow_shared_store": [True, False],
     "partial": [True, False],
+    "plan": [True, False],
     "new_history": ["follow", "refuse"],
     "instance_id": [None, "1795324001626655474"],
 }
