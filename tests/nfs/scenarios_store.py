@@ -254,8 +254,8 @@ def test_a_flip_is_seen_within_a_poll_interval_and_a_second(guest: Guest) -> Non
 IN_MID_PUBLISH = (
     Step("call", "write_tensors"),  # nothing is written yet
     Step("call", "BufferWriter.commit"),  # all is written, nothing is flushed
-    Step("c_call", "replace", "CURRENT"),  # before the pointer moves
-    Step("c_return", "replace", "CURRENT"),  # it has moved
+    Step("call", "BufferWriter._put", nth=3),  # before the pointer moves
+    Step("call", "BufferWriter._read_back"),  # it has moved
 )
 
 
