@@ -435,7 +435,7 @@ def test_a_full_local_store_is_tried_again(remote: Path, disk: Path) -> None:
         one.wait_until_current(10)
         filler = fill(disk, leave_bytes=MEGABYTE)
         publish(remote, 2, pattern=LONG)
-        until("it is noted", lambda: one.stats["failures"] >= 1)
+        until("it is noted", lambda: one.stats["failures"] and mirror_record(remote).problem)
         assert mirror_record(remote).problem.startswith("StoreFullError: ")
         assert newest(local, verify=True) == 1
         filler.unlink()
