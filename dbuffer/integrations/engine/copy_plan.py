@@ -74,6 +74,8 @@ class CopyPlan:
         if strange:
             raise _NotPlannableError(_told(f"{n} is stored in another form" for n in strange))
         self._tensors = {name: live[name] for name in recording.places}
+        self.addresses = {_address(tensor) for tensor in self._tensors.values()}
+        """Of the storages that it writes into."""
         if not partial:
             # A reload would give it something: what it had when the engine was started, say.
             left_out = [
@@ -98,11 +100,6 @@ class CopyPlan:
     def num_bytes(self) -> int:
         """What it writes in a switch."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
-
-    @property
-    def addresses(self) -> set[int]:
-        """Of the storages that it writes into."""
-        return {_address(tensor) for tensor in self._tensors.values()}
 
     def holds(self, tensors: Tensors, names: Collection[str]) -> set[str]:
         """Which of these parameters have the bytes that a version brings."""
@@ -217,7 +214,7 @@ class PlannedLoads:
         looking_s += time.monotonic() - started
         self._num_proofs += 1
         if changes:
-            if self._num_proofs == _MAX_PROOFS:
+            if self._num_proofs >= _MAX_PROOFS:
                 self._give_up(_told(f"it changes {name or 'the model'} too" for name in changes))
         elif has != set(plan.recording.steps):
             lacking = sorted(set(plan.recording.steps) - has)
