@@ -155,6 +155,14 @@ class InvalidWeightsError(DBufferError, ValueError):
     """
 
 
+class WeightsChangedError(DBufferError, RuntimeError):
+    """Weights were changed while ``send(wait=False)`` was publishing them. Nothing was published.
+
+    Call ``wait()`` on what it returned before ``optimizer.step()``, or ``sender.guard(optimizer)``
+    once.
+    """
+
+
 class ResidencyError(DBufferError, NotImplementedError):
     """A model's parameters cannot live in a store's buffers. The model was not touched.
 

@@ -1,1 +1,1 @@
-"""The format on disk: the records of a store, and where a tensor lies in its file."""
+"""The format on disk: the records of a store, where a tensor lies in its file, and deltas."""

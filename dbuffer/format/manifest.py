@@ -16,13 +16,14 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 
 from dbuffer.errors import StoreCorruptError, StoreFormatError
 
-FORMAT = 2
+FORMAT = 3
 """Version of the on-disk format. Raised when an older reader would misread a newer store.
 
 2: pointer and manifests name the store's history, records their owner's boot and PID namespace.
+3: manifests name deltas, and may build upon a weights file of an earlier version.
 """
 
-READABLE_FORMATS = (1, FORMAT)
+READABLE_FORMATS = (1, 2, FORMAT)
 
 MAX_RECORD_BYTES = 1 << 20
 """No record is larger. Bounds what a damaged or hostile store can make a reader load."""
@@ -36,6 +37,7 @@ MANIFEST_FILE = "manifest.json"
 WRITER_FILE = "writer.json"
 WRITER_LOCK_FILE = "writer.lock"
 RECEIVERS_DIRECTORY = "receivers"
+DELTAS_DIRECTORY = "deltas"
 SCRATCH_DIRECTORY = "tmp"
 """Where files are written before they are renamed to their places. A directory of its own: over
 NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
@@ -44,12 +46,20 @@ hosts for a minute, and watchdog holds back the first of two events in one direc
 _RUN = _DIGEST = re.compile(r"[0-9a-f]{16}")
 _WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
 _IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
+_DELTA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}\.delta")
 ATTEMPT = re.compile(r"[0-9a-f]{16}")
 """What an attempt to switch an engine is known by."""
 _BOOT = re.compile(r"[0-9a-f-]{0,36}")
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 RecordT = TypeVar("RecordT", bound="Record")
+
+
+_FILE_FIELDS = (
+    *("file", "file_bytes", "num_tensors", "num_bytes", "layout_offset", "layout_bytes"),
+    *("layout_xxh3", "checksums_offset", "checksums_xxh3"),
+)
+"""What a manifest says of a weights file, whichever version that holds."""
 
 
 def _types_in(hint: Any) -> tuple[type, ...]:
@@ -64,8 +74,8 @@ class Record:
     """What all records share: a field ``format`` and a check of every field's type."""
 
     NAME: ClassVar[str]
-    SINCE_2: ClassVar[frozenset[str]] = frozenset()
-    """Fields that format 1 did not have: there they have their defaults."""
+    SINCE: ClassVar[dict[str, int]] = {}
+    """The format in which a field came, if not in the first; before, it has its default."""
     PATTERNS: ClassVar[dict[str, re.Pattern[str]]] = {}
     """What the texts in some fields look like."""
     TYPES: ClassVar[dict[str, tuple[type, ...]]]
@@ -96,7 +106,7 @@ class Pointer(Record):
     """``CURRENT``: which buffer holds the newest version."""
 
     NAME: ClassVar = "version pointer"
-    SINCE_2: ClassVar = frozenset({"history"})
+    SINCE: ClassVar = {"history": 2}
     PATTERNS: ClassVar = {"run": _RUN, "history": _RUN}
 
     version: int
@@ -121,7 +131,7 @@ class Manifest(Record):
     """``A/manifest.json``: what a buffer holds, or that it is being rewritten."""
 
     NAME: ClassVar = "manifest"
-    SINCE_2: ClassVar = frozenset({"history"})
+    SINCE: ClassVar = {"history": 2, "anchor": 3, "anchor_buffer": 3, "chain": 3}
     PATTERNS: ClassVar = {
         "run": _RUN,
         "history": _RUN,
@@ -129,6 +139,7 @@ class Manifest(Record):
         "layout_xxh3": _DIGEST,
         "checksums_xxh3": _DIGEST,
         "origin": _IDENTITY,
+        "anchor": _IDENTITY,
     }
 
     state: Literal["writing", "complete"]
@@ -137,7 +148,7 @@ class Manifest(Record):
     """Changes before the first byte of a rewrite and after its last; never repeats."""
     run: str
     file: str
-    """Name of the weights file, in the same directory."""
+    """Name of the weights file, in the same directory, or in that of :attr:`anchor_buffer`."""
     history: str | None = None
     """As the pointer's: a reader that finds no pointer goes by the manifests."""
     file_bytes: int = 0
@@ -155,6 +166,14 @@ class Manifest(Record):
     hosts cannot tell whether they have read it whole."""
     origin: str | None = None
     """For a version that was mirrored: its :attr:`identity` in the store where it was published."""
+    anchor: str | None = None
+    """Identity of the earlier version that the weights file holds, from which :attr:`chain` leads
+    to this one. None: the file holds this version, whole."""
+    anchor_buffer: str | None = None
+    """The buffer in whose directory that file is."""
+    chain: list[str] = field(default_factory=list)
+    """Identities of versions, oldest first and this one last; each but the first has a delta, a
+    file that tells what differs from the one before it. Empty: there is none."""
     published_at: float = 0.0
     """Seconds since the epoch on the writer's clock; for people, never compared."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -163,6 +182,7 @@ class Manifest(Record):
         Record.__post_init__(self)
         if self.state not in ("writing", "complete"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
+        self._check_chain()
         if self.state == "complete":
             table_end = self.checksums_offset + 8 * self.num_tensors
             if self.layout_xxh3 is None or table_end > self.layout_offset:
@@ -170,10 +190,44 @@ class Manifest(Record):
             if self.layout_offset + self.layout_bytes > self.file_bytes:
                 raise StoreCorruptError(f"{self.NAME}: its layout lies beyond the end of the file")
 
+    def _check_chain(self) -> None:
+        chain = self.chain
+        if not all(isinstance(name, str) and _IDENTITY.fullmatch(name) for name in chain):
+            raise StoreCorruptError(f"{self.NAME}: field 'chain' is {chain!r:.80}")
+        if len(set(chain)) < len(chain) or len(chain) == 1:
+            raise StoreCorruptError(
+                f"{self.NAME}: its chain of deltas leads nowhere: {chain!r:.80}"
+            )
+        if self.anchor_buffer not in (None, *BUFFERS):
+            raise StoreCorruptError(
+                f"{self.NAME}: field 'anchor_buffer' is {self.anchor_buffer!r:.80}"
+            )
+        if (self.anchor is None) != (self.anchor_buffer is None):
+            raise StoreCorruptError(f"{self.NAME}: it names half of an anchor")
+        if self.anchor is not None and self.anchor not in chain[:-1]:
+            raise StoreCorruptError(f"{self.NAME}: its chain does not begin at its anchor")
+        if self.state == "complete" and chain and chain[-1] != self.identity:
+            raise StoreCorruptError(f"{self.NAME}: its chain of deltas leads to another version")
+
     @property
     def identity(self) -> str:
         """What no other version has, of this store or of another; a mirror's has the same."""
         return self.origin or f"{self.run}-{self.generation}"
+
+    def upon(self, buffer: str) -> dict[str, Any]:
+        """The fields of a version that builds upon the file which this one names, in ``buffer``."""
+        fields = {name: getattr(self, name) for name in _FILE_FIELDS}
+        anchor, directory = self.anchor or self.identity, self.anchor_buffer or buffer
+        return fields | {"anchor": anchor, "anchor_buffer": directory}
+
+    def deltas_after(self, identity: str) -> list[str]:
+        """The deltas that lead from a version of its chain to it, by what each leads to.
+
+        None of them from itself, which has no chain if there are no deltas.
+        """
+        if identity == self.identity:
+            return []
+        return self.chain[self.chain.index(identity) + 1 :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +235,7 @@ class WriterRecord(Record):
     """``writer.json``: who has the store open for writing, or had it last."""
 
     NAME: ClassVar = "writer record"
-    SINCE_2: ClassVar = frozenset({"boot", "pid_namespace", "started"})
+    SINCE: ClassVar = dict.fromkeys(("boot", "pid_namespace", "started"), 2)
     PATTERNS: ClassVar = {"run": _RUN, "history": _RUN, "boot": _BOOT}
 
     epoch: int
@@ -203,10 +257,9 @@ class ReceiverRecord(Record):
     """``receivers/ID.json``: what one receiver has applied, and what it holds now."""
 
     NAME: ClassVar = "receiver record"
-    SINCE_2: ClassVar = frozenset(
-        {"history", "state", "attempt", "boot", "pid_namespace", "started", "owner", "instance"}
-        | {"is_made_up"}
-    )
+    SINCE: ClassVar = dict.fromkeys(
+        ["history", "state", "attempt", "boot", "pid_namespace", "started", "owner", "instance"], 2
+    ) | {"is_made_up": 2, "unreadable_version": 3, "carried": 3}
     PATTERNS: ClassVar = {
         "receiver": _RECEIVER_ID,
         "part_of": _RECEIVER_ID,
@@ -231,6 +284,8 @@ class ReceiverRecord(Record):
     """Why it cannot have a version ready."""
     problem_version: int | None = None
     """Which one; None: the store itself is the problem."""
+    unreadable_version: int | None = None
+    """One that stands on an anchor and deltas, and could not be read. The next is to be whole."""
     in_session: bool = False
     """Not used any more; part of every record since format 1."""
     stats: dict[str, float] = field(default_factory=dict)
@@ -252,11 +307,16 @@ class ReceiverRecord(Record):
     """For an engine and its ranks: a digest of what tells this start of it from all others."""
     is_made_up: bool = False
     """Nobody comes back for it: its name was made up, or it is that of one rank."""
+    carried: Literal["living", "ended"] | None = None
+    """Of a mirror's reader, what the mirror that carries this knows of it. With ``ended``, all the
+    rest is its last word. None: nobody carries it."""
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if self.state not in (None, "serving", "broken"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
+        if self.carried not in (None, "living", "ended"):
+            raise StoreCorruptError(f"{self.NAME}: carried as {self.carried!r:.80}")
         if not all(type(value) in (int, float) for value in self.stats.values()):
             raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 
@@ -271,6 +331,10 @@ class ReceiverRecord(Record):
     def has_staged(self, version: int, history: str | None) -> bool:
         staged = self.staged_version if history in (None, self.history) else None
         return (staged or 0) >= version
+
+    def cannot_read(self, versions: range, history: str | None) -> bool:
+        """Whether it needs one that is whole, to go on from any of these."""
+        return self.unreadable_version in versions and self.history in (None, history)
 
     def has_problem_with(self, version: int, history: str | None) -> bool:
         """Whether it cannot have ``version``; what was wrong with one before says nothing of it."""
@@ -293,6 +357,16 @@ def version_file(name: str) -> str:
 def is_weights_file(name: str) -> bool:
     """Whether a writer names its weights files, or their parts, so."""
     return _WEIGHTS_FILE.fullmatch(version_file(name)) is not None
+
+
+def delta_file(identity: str) -> str:
+    """Name of the file of the delta that leads to the version of this identity."""
+    return f"{identity}.delta"
+
+
+def is_delta_file(name: str) -> bool:
+    """Whether a writer names its deltas so."""
+    return _DELTA_FILE.fullmatch(name) is not None
 
 
 def is_part_of(name: str, file: str) -> bool:
@@ -331,9 +405,7 @@ def decode(kind: type[RecordT], data: bytes) -> RecordT:
         StoreCorruptError: it is not such a record.
     """
     values, found = parse_object(data, kind.NAME)
-    names = set(kind.TYPES)
-    if found == 1:
-        names -= kind.SINCE_2
+    names = {name for name in kind.TYPES if kind.SINCE.get(name, 1) <= found}
     if wrong := names ^ values.keys():
         raise StoreCorruptError(f"{kind.NAME}: missing or unknown fields {sorted(wrong)!r:.200}")
     return kind(**values)
