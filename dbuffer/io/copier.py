@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dbuffer.errors import ClosedError
-from dbuffer.io.tensors import FileTensors, copy_one, is_plain, join_blocks
+from dbuffer.io.tensors import FileTensors, copy_one, is_plain, join_blocks, split_evenly
 from dbuffer.runtime import options
 
 logger = logging.getLogger(__name__)
@@ -130,10 +130,15 @@ class Copier:
 
     def write(self, contents: FileTensors, sources: list[torch.Tensor]) -> None:
         """Copy each source into the file, casting where dtypes differ."""
-        self._copy(contents, contents.views, sources)
+        self._copy_slices(contents.views, sources, contents.cut_tensors(self.num_threads))
 
     def read(self, contents: FileTensors, targets: list[torch.Tensor]) -> None:
-        self._copy(contents, targets, contents.views)
+        self._copy_slices(targets, contents.views, contents.cut_tensors(self.num_threads))
+
+    def copy_tensors(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy each source into its destination, casting where dtypes differ."""
+        slices = split_evenly([each.nbytes for each in destinations], self.num_threads)
+        self._copy_slices(destinations, sources, slices)
 
     def copy_bytes(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         def work(first: int, end: int) -> None:
@@ -167,17 +172,17 @@ class Copier:
         self.in_parallel(work, contents.cut_blocks(self.num_threads))
         return join_blocks(contents.blocks, digests, len(contents.layout.specs))
 
-    def _copy(
+    def _copy_slices(
         self,
-        contents: FileTensors,
         destinations: list[torch.Tensor],
         sources: list[torch.Tensor],
+        slices: Sequence[tuple[int, int]],
     ) -> None:
         def work(first: int, end: int) -> None:
             # One call for many tensors: the interpreter's lock is let go once, not per tensor.
             torch._foreach_copy_(destinations[first:end], sources[first:end])
 
-        self.in_parallel(work, contents.cut_tensors(self.num_threads))
+        self.in_parallel(work, slices)
 
     def _copy_and_hash(
         self, contents: FileTensors, others: list[torch.Tensor], *, into_file: bool
@@ -215,11 +220,11 @@ class Copier:
     def in_parallel(
         self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]
     ) -> None:
-        """Call ``work(first, end)`` for all slices at once."""
+        """Call ``work(first, end)`` for all slices, which the threads take one by one."""
         batch = _Batch(work, slices)
         try:
             try:
-                self._call_helpers(batch, len(slices) - 1)
+                self._call_helpers(batch, min(len(slices), self.num_threads) - 1)
                 batch.work_off()
             finally:
                 batch.settle()

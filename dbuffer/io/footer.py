@@ -54,9 +54,9 @@ class Footer:
         with filesystem.os_errors("write the layout", claim.path):
             if checksums is not None:
                 table = pack_checksums(checksums)
-                filesystem.write_at(claim.file.number, layout.checksums_offset, table)
+                filesystem.write_at(claim.weights.number, layout.checksums_offset, table)
                 table_xxh3 = digest(table)
-            self.write(claim.file.number)
+            self.write(claim.weights.number)
         return {
             "file_bytes": self.file_bytes,
             "num_tensors": len(layout.specs),

@@ -42,6 +42,11 @@ class FileTensors:
         self._tensor_slices: dict[int, list[tuple[int, int]]] = {}
         self._block_slices: dict[int, list[tuple[int, int]]] = {}
 
+    @classmethod
+    def in_memory(cls, layout: Layout) -> FileTensors:
+        """Those of a layout in new memory, not yet written."""
+        return cls(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
+
     def tensor(self, index: int) -> torch.Tensor:
         return view_tensor(self._bytes, self.layout, index)
 

@@ -1,0 +1,203 @@
+"""`Chain`: the deltas of a held version, which lead to it from one that somebody has already.
+
+Where a version stands on an earlier one's file, they are a part of it; else they spare those who
+follow the rest. Memory that they are applied to is the caller's own: half way through it holds
+neither version, and is of no use if one of them cannot be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dbuffer.errors import ChecksumError, StoreCorruptError
+from dbuffer.format.delta import (
+    PREFIX_BYTES,
+    DeltaHeader,
+    decode_header,
+    decode_prefix,
+    words_an_element,
+)
+from dbuffer.format.layout import Layout, digest
+from dbuffer.io.copier import Copier
+from dbuffer.io.delta import apply_delta, changed_positions
+from dbuffer.io.tensors import FileTensors, unpack_checksums
+from dbuffer.io.transfer import OnBytes, read_tensors
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import Held
+from dbuffer.store.filesystem import Descriptor, os_errors
+
+
+class _Opened(NamedTuple):
+    path: Path
+    file: Descriptor
+    header: DeltaHeader
+
+    def reader(self, on_bytes: OnBytes | None = None) -> Callable[[int], bytes]:
+        """Reads a chunk; ``on_bytes`` is called with its size."""
+
+        def read(number: int) -> bytes:
+            start, end = self.header.places[number : number + 2]
+            data = _read_at(self.path, self.file, start, end - start)
+            if on_bytes is not None:
+                on_bytes(len(data))
+            return data
+
+        return read
+
+
+class Chain:
+    """The deltas of a held version; each is opened and its header read once, when it is needed.
+
+    Raises, in all its methods:
+        StoreNotFoundError: a file was removed meanwhile.
+        StoreCorruptError, ChecksumError, StoreInsecureError, StoreAccessError: one cannot be read.
+    """
+
+    def __init__(self, held: Held, layout: Layout) -> None:
+        self._held = held
+        self._layout = layout
+        self._opened: dict[str, _Opened] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.ExitStack() as stack:
+            for opened in self._opened.values():
+                stack.callback(opened.file.close)
+        self._opened.clear()
+
+    def read(
+        self,
+        memory: FileTensors,
+        copier: Copier,
+        *,
+        since: str | None = None,
+        on_bytes: OnBytes | None = None,
+    ) -> None:
+        """Bring memory, which holds the version ``since``, to the one that is held.
+
+        None, or one from which the chain does not lead here: the file is read first.
+        ``on_bytes`` is called with the bytes that were read, from several threads.
+        """
+        manifest, held = self._held.manifest, self._held
+        if since is None or since not in manifest.chain:
+            file, path = held.file.number, held.path
+            read_tensors(file, path, self._layout, memory, copier, hashed=False, on_bytes=on_bytes)
+            since = manifest.anchor or manifest.identity
+        for identity in manifest.deltas_after(since):
+            opened = self._open(identity)
+            with _naming(opened.path):
+                apply_delta(opened.header, opened.reader(on_bytes), memory, copier)
+
+    def changed_since(
+        self, identity: str, copier: Copier
+    ) -> dict[int, npt.NDArray[np.int64] | None]:
+        """Where the held version differs from an earlier one of its chain.
+
+        Returns:
+            Flat positions of elements, ascending, by the tensor's index; None: anywhere in it.
+        """
+        found: dict[int, list[npt.NDArray[np.int64] | None]] = {}
+        for later in self._held.manifest.deltas_after(identity):
+            opened = self._open(later)
+            with _naming(opened.path):
+                told = changed_positions(opened.header, opened.reader(), copier)
+            for index, positions in told:
+                found.setdefault(index, []).append(positions)
+        words = {index: words_an_element(self._layout.specs[index]) for index in found}
+        return {index: _united(parts, words[index]) for index, parts in found.items()}
+
+    def expected(self, known: Mapping[str, list[int]]) -> list[int] | None:
+        """What the checksums of all tensors of the held version are to be.
+
+        None: the table of them was damaged since it was written.
+        ``known``: those of earlier versions, by identity, which spare the reading of headers.
+        """
+        manifest = self._held.manifest
+        anchor = manifest.anchor or manifest.identity
+        left = [anchor, *manifest.deltas_after(anchor)]
+        later: list[str] = []
+        while len(left) > 1 and left[-1] not in known:
+            later.insert(0, left.pop())
+        expected = known.get(left[-1]) or self._table()
+        if expected is None:
+            return None
+        expected = list(expected)
+        for identity in later:
+            opened = self._open(identity)
+            if (checksums := opened.header.checksums) is None:
+                raise ChecksumError(f"{opened.path} was written without checksums of its tensors")
+            for index, checksum in checksums.items():
+                expected[index] = checksum
+        return expected
+
+    def header(self, identity: str) -> DeltaHeader:
+        """What the delta that leads to this version says of itself."""
+        return self._open(identity).header
+
+    def _table(self) -> list[int] | None:
+        table = self._held.read_checksums()
+        is_whole = digest(table) == self._held.manifest.checksums_xxh3
+        return unpack_checksums(table) if is_whole else None
+
+    def _open(self, identity: str) -> _Opened:
+        if identity not in self._opened:
+            path, file = self._held.open_delta(identity)
+            try:
+                header = self._header(path, file, identity)
+            except BaseException:
+                file.close()
+                raise
+            self._opened[identity] = _Opened(path, file, header)
+        return self._opened[identity]
+
+    def _header(self, path: Path, file: Descriptor, identity: str) -> DeltaHeader:
+        chain, layout_xxh3 = self._held.manifest.chain, self._held.manifest.layout_xxh3
+        assert layout_xxh3 is not None  # noqa: S101 - the manifest is complete
+        with _naming(path):
+            num_bytes, data_xxh3 = decode_prefix(_read_at(path, file, 0, PREFIX_BYTES))
+            data = _read_at(path, file, PREFIX_BYTES, num_bytes)
+            header = decode_header(data, data_xxh3, self._layout, layout_xxh3)
+        base = chain[chain.index(identity) - 1]
+        if (header.base, header.identity) != (base, identity):
+            raise StoreCorruptError(
+                f"{path}: leads from {header.base} to {header.identity}, and is named for one from "
+                f"{base} to {identity}; publish again to replace it"
+            )
+        return header
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say of what cannot be read which file it is."""
+    try:
+        yield
+    except StoreCorruptError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _read_at(path: Path, file: Descriptor, offset: int, num_bytes: int) -> bytes:
+    with os_errors("read a delta", path):
+        return filesystem.read_at(file.number, offset, num_bytes)
+
+
+def _united(parts: list[npt.NDArray[np.int64] | None], words: int) -> npt.NDArray[np.int64] | None:
+    """Positions of elements that are in any of the parts, which count words; ascending."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    if len(known) == 1 and words == 1:
+        return known[0]
+    # Not np.unique, whose table of hashes takes ten times as long as sorting does.
+    together = np.sort(np.concatenate(known)) // words
+    is_first = np.ones(len(together), bool)
+    is_first[1:] = together[1:] != together[:-1]
+    first: npt.NDArray[np.int64] = together[is_first]
+    return first
