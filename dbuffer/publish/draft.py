@@ -11,10 +11,18 @@ import torch
 
 from dbuffer.errors import ClosedError, InvalidWeightsError
 from dbuffer.format.layout import Layout, TensorSpec, align
-from dbuffer.format.manifest import MAX_RECORD_BYTES
+from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
+from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import DTYPES, KeptMappings, MappedTensors, copy_one, join_digests
+from dbuffer.io.tensors import (
+    DTYPES,
+    FileTensors,
+    KeptMappings,
+    MappedTensors,
+    copy_one,
+    join_digests,
+)
 from dbuffer.io.transfer import OnBytes, copy_tensors, read_tensors, write_tensor, write_tensors
 from dbuffer.store.buffer import Held
 from dbuffer.store.writer import BufferWriter, Claim
@@ -41,10 +49,21 @@ class Drafts:
         self._footer = Footer.like(self._footer, specs, aliases)
         return self._footer
 
-    def begin(self, version: int, footer: Footer | None, *, hashed: bool) -> Draft:
+    def map_file(self, path: Path, file: int, footer: Footer) -> MappedTensors:
+        """A weights file with these tensors in memory, shared with all who have it open."""
+        return self.mapped.of(
+            path,
+            file,
+            lambda: MappedTensors(file, footer.file_bytes, footer.layout, shared=True),
+        )
+
+    def begin(
+        self, version: int, footer: Footer | None, *, hashed: bool, with_file: bool = True
+    ) -> Draft:
         """Claim the idle buffer for a version; with checksums, if ``hashed``.
 
         ``footer`` is that of its tensors; None where they are known only when the last has come.
+        One without a file is to be committed upon that of an earlier version.
         """
         # A mapping keeps an unlinked file's room, which the next version may need.
         self.mapped.keep_only(None if footer is None else footer.layout)
@@ -52,7 +71,9 @@ class Drafts:
         if footer is not None:
             layout_xxh3, file_bytes = footer.layout_xxh3, footer.file_bytes
         try:
-            claim = self.writer.claim(version, layout_xxh3=layout_xxh3, file_bytes=file_bytes)
+            claim = self.writer.claim(
+                version, layout_xxh3=layout_xxh3, file_bytes=file_bytes, with_file=with_file
+            )
         except BaseException:
             self.mapped.clear()
             raise
@@ -85,8 +106,23 @@ class Draft:
         return self._claim.path
 
     @property
+    def buffer(self) -> str:
+        """The one that it was given."""
+        return self._claim.buffer
+
+    @property
     def file(self) -> int:
-        return self._claim.file.number
+        return self._claim.weights.number
+
+    @property
+    def identity(self) -> str:
+        """That of the version which it is to become."""
+        return self._claim.identity
+
+    @property
+    def held_before(self) -> str | None:
+        """Identity of the version that its mapping holds, whole, until it is filled."""
+        return self._claim.held_before
 
     @property
     def footer(self) -> Footer:
@@ -106,18 +142,13 @@ class Draft:
 
     @property
     def mapped(self) -> MappedTensors:
-        file, footer = self.file, self.footer
-        return self._drafts.mapped.of(
-            self.path,
-            file,
-            lambda: MappedTensors(file, footer.file_bytes, footer.layout, shared=True),
-        )
+        return self._drafts.map_file(self.path, self.file, self.footer)
 
     def fill(self, tensors: list[torch.Tensor], copier: Copier) -> None:
         """Write all tensors, cast where dtypes differ."""
         checksums = []
         if not self.is_mapped:
-            file, path, hashed = self._claim.file, self.path, self._hashed
+            file, path, hashed = self._claim.weights, self.path, self._hashed
             checksums = write_tensors(file, path, self.layout, tensors, copier, hashed=hashed)
         elif self._hashed:
             checksums = copier.write_hashed(self.mapped, tensors)
@@ -154,25 +185,52 @@ class Draft:
     def fill_from(
         self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
     ) -> None:
-        """Copy another store's version, which has this layout there."""
+        """Copy another store's version, which has this layout there.
+
+        Only what changed since the version that this draft's file holds, where deltas tell.
+        """
         file, path, hashed = held.file.number, held.path, self._hashed
+        before = self.held_before if self.held_before in held.manifest.chain else None
+        if before is not None or held.manifest.anchor is not None:
+            with Chain(held, layout) as chain:
+                self._fill_along(chain, before, copier, on_bytes)
+            return
         if self.is_mapped:
             checksums = read_tensors(
                 file, path, layout, self.mapped, copier, hashed=hashed, on_bytes=on_bytes
             )
         else:
             checksums = copy_tensors(
-                file, self._claim.file, path, layout, copier, hashed=hashed, on_bytes=on_bytes
+                file, self._claim.weights, path, layout, copier, hashed=hashed, on_bytes=on_bytes
             )
         self.checksums = checksums if hashed else None
 
+    def _fill_along(
+        self, chain: Chain, since: str | None, copier: Copier, on_bytes: OnBytes | None
+    ) -> None:
+        if self.is_mapped:
+            chain.read(self.mapped, copier, since=since, on_bytes=on_bytes)
+            self.checksums = copier.checksums(self.mapped) if self._hashed else None
+            return
+        tensors = FileTensors.in_memory(self.layout)
+        chain.read(tensors, copier, on_bytes=on_bytes)
+        self.fill(tensors.views, copier)
+
     def _write(self, spec: TensorSpec, offset: int, tensor: torch.Tensor) -> None:
-        file, dtype, hashed = self._claim.file, DTYPES[spec.dtype], self._hashed
+        file, dtype, hashed = self._claim.weights, DTYPES[spec.dtype], self._hashed
         digests = write_tensor(file, self._claim.path, offset, tensor, dtype, hashed=hashed)
         if hashed:
             self._written.append(digests[0] if len(digests) == 1 else join_digests(digests))
 
-    def commit(self, metadata: dict[str, Any], **described: Any) -> None:
+    def add_delta(self, pieces: Iterable[bytes], identity: str | None = None) -> int:
+        """Write the file of a delta that leads to it, or to another version of its chain.
+
+        Returns:
+            The file's size.
+        """
+        return self._drafts.writer.add_delta(self._claim, identity or self.identity, pieces)
+
+    def commit(self, metadata: dict[str, Any], **described: Any) -> Manifest:
         """Publish it. ``described``: fields of the manifest that are not this writer's to say.
 
         Raises:
@@ -181,9 +239,11 @@ class Draft:
         """
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
-        described |= self.footer.seal(self._claim, self.checksums)
-        self._drafts.writer.commit(self._claim, metadata=metadata, **described)
+        if self._claim.file is not None:
+            described |= self.footer.seal(self._claim, self.checksums)
+        manifest = self._drafts.writer.commit(self._claim, metadata=metadata, **described)
         self._is_done = True
+        return manifest
 
     def abandon(self) -> None:
         """Give it up, unless it was committed: its buffer is started over the next time."""

@@ -24,7 +24,8 @@ from dbuffer.errors import DBufferError, ResidencyError
 from dbuffer.format.layout import Layout
 from dbuffer.io.tensors import MappedTensors
 from dbuffer.publish.draft import Draft, checked_metadata
-from dbuffer.publish.sender import LocalSender, Publication
+from dbuffer.publish.publication import Publication
+from dbuffer.publish.sender import LocalSender
 from dbuffer.runtime import options
 from dbuffer.store.media import medium_of
 from dbuffer.weights.names import Rename

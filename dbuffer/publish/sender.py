@@ -5,47 +5,31 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast, overload
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from dbuffer.errors import ClosedError
-from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.errors import ClosedError, InvalidWeightsError
+from dbuffer.format.delta import require_compression
+from dbuffer.format.layout import TensorSpec
 from dbuffer.io.copier import Copier
 from dbuffer.io.transfer import OnBytes
+from dbuffer.publish.deltas import Deltas, Published, Wanted
 from dbuffer.publish.draft import Drafts, checked_metadata
+from dbuffer.publish.patches import SparsePatch
+from dbuffer.publish.publication import PendingPublication, Publication, StreamsOf, Unchanged
 from dbuffer.runtime import options
 from dbuffer.runtime.turns import Turns
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights import sources
 from dbuffer.weights.names import Rename
-from dbuffer.weights.sources import Describer, Weights
+from dbuffer.weights.sources import Describer, Source, Weights
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publication:
-    """What a `send` has published."""
-
-    version: int
-    num_tensors: int
-    num_bytes: int
-    """Bytes of all tensors."""
-    duration_s: float
-    """From the call of `send` to its return, waiting for slow readers included."""
-
-    @classmethod
-    def of(cls, version: int, layout: Layout, started: float) -> Self:
-        return cls(
-            version=version,
-            num_tensors=len(layout.specs),
-            num_bytes=layout.num_bytes,
-            duration_s=time.monotonic() - started,
-        )
 
 
 class LocalSender(Turns):
@@ -115,6 +99,9 @@ class WeightSender(LocalSender):
         durable: flush each version to stable storage before it is published, so that it
             outlives a power cut. Always so on network mounts, where other hosts see nothing else.
         checksum: write a checksum of every tensor. ``"auto"``: on network mounts only.
+        delta: publish what changed since the version before, where that is worth it; needs
+            ``dbuffer[delta]``, and weights that lie in memory whole. On a network mount, memory
+            for one more copy of them.
         dtype: publish floating-point tensors in this dtype, cast while copying.
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         num_threads: threads that copy. Default: the machine's cores, at most 8.
@@ -137,6 +124,7 @@ class WeightSender(LocalSender):
         *,
         durable: bool = False,
         checksum: bool | Literal["auto"] = "auto",
+        delta: bool = False,
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
         num_threads: int | None = None,
@@ -144,6 +132,8 @@ class WeightSender(LocalSender):
         allow_shared_store: bool = False,
     ) -> None:
         options.choice("checksum", checksum, (True, False, "auto"))
+        if options.flag("delta", delta):
+            require_compression()
         self._describer = Describer(dtype=dtype, rename=rename)
         super().__init__(
             store,
@@ -152,7 +142,34 @@ class WeightSender(LocalSender):
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: PendingPublication | None = None
         self._checksum = self._writer.medium.has_checksums if checksum == "auto" else checksum
+        self._deltas: Deltas | None = None
+        if delta:
+            self._deltas = Deltas(self._drafts, self._copier, hashed=self._checksum)
+
+    @overload
+    def send(
+        self,
+        weights: Weights,
+        *,
+        version: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+        wait: Literal[True] = True,
+    ) -> Publication: ...
+
+    @overload
+    def send(
+        self,
+        weights: Weights,
+        *,
+        version: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+        wait: Literal[False],
+    ) -> PendingPublication: ...
 
     def send(
         self,
@@ -161,7 +178,8 @@ class WeightSender(LocalSender):
         version: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
-    ) -> Publication:
+        wait: bool = True,
+    ) -> Publication | PendingPublication:
         """Publish weights. When it returns, every receiver can see them.
 
         Args:
@@ -173,18 +191,116 @@ class WeightSender(LocalSender):
             metadata: anything JSON can hold, a trainer's step for instance.
             progress: called with the bytes copied so far and in all (0: not known), for sources
                 that come tensor by tensor.
+            wait: False: return at once, and publish from a thread meanwhile. The trainer may go on
+                with forward and backward, and must not change the weights before ``wait()`` of
+                what was returned; see also :meth:`guard`. Not for iterators, lazy tensors and
+                checkpoints. A version before that is not published yet is waited for.
 
         Raises:
             InvalidWeightsError: something in the weights or the metadata cannot be published.
             VersionError: ``version`` is not above the last one.
             StoreFullError, StoreAccessError: the filesystem refused. The last version stays.
             WriterSupersededError: another sender took the store over.
+            OptionError: ``wait`` is not what it may be.
             ClosedError: the sender was closed, or this is a forked child.
+            DBufferError: what went wrong with a version that was not waited for.
         """
         started = time.monotonic()
+        options.flag("wait", wait)
+        self._settle()
         with self._publishing():
-            version, layout = self._send(weights, version, metadata, progress)
-        return Publication.of(version, layout, started)
+            if wait:
+                version, published = self._send(weights, version, metadata, progress)
+                return Publication.of(
+                    version, published.footer.layout, started, published.delta_bytes
+                )
+            if sources.is_stream(weights):
+                options.refuse("wait", wait, "True with an iterator, which only its owner may run")
+            self._writer.next_version(version)
+            checked = checked_metadata(metadata)
+            source = self._describer.describe(weights)
+            if source.is_lazy:
+                options.refuse("wait", wait, "True with lazy tensors, which only their owner makes")
+        tensors = cast("list[torch.Tensor]", source.tensors)
+        unchanged = Unchanged([spec.name for spec in source.specs], tensors)
+        streams = StreamsOf(tensors)
+
+        def publish() -> Publication:
+            with self._publishing(), streams.followed():
+                at = self._writer.next_version(version)
+                published = self._send_source(source, at, checked, progress, unchanged)
+            return Publication.of(at, published.footer.layout, started, published.delta_bytes)
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "dbuffer-send")
+        self._pending = PendingPublication(self._thread.submit(publish))
+        return self._pending
+
+    def send_patches(
+        self,
+        patches: Iterable[SparsePatch],
+        *,
+        version: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Publication:
+        """Publish the version that this sender sent last, with other values in some places.
+
+        It costs what the patches change, not the model. Patches that change nothing make a version
+        all the same; bits are taken as they are, also those of a NaN.
+
+        Args:
+            patches: one a tensor at most.
+            version: as for `send`.
+            metadata: as for `send`.
+
+        Raises:
+            OptionError: this sender was made without ``delta=True``.
+            WeightsMismatchError: a patch names a tensor or a place that there is not, or has
+                another shape, or a dtype that is not cast.
+            InvalidWeightsError: a patch names a place twice, or has more indices than values.
+            VersionError: nothing was published before, or the last `send` failed.
+            StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
+        """
+        started = time.monotonic()
+        self._settle()
+        with self._publishing():
+            if self._deltas is None:
+                options.refuse("delta", False, "True, for a sender of patches")
+            at = self._writer.next_version(version)
+            wanted = Wanted(at, checked_metadata(metadata))
+            published = self._deltas.publish_patches(patches, wanted)
+        return Publication.of(at, published.footer.layout, started, published.delta_bytes)
+
+    def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
+        """Let each step of an optimizer wait for what ``send(wait=False)`` is publishing.
+
+        What went wrong with it is raised by the step, which is not taken then.
+
+        Returns:
+            What takes the guard off again, by ``remove()``.
+        """
+        return optimizer.register_step_pre_hook(lambda *_: self._settle())
+
+    def _settle(self) -> None:
+        """Wait for what was sent and not waited for, and raise what nobody has been told of."""
+        if self._pending is not None:
+            self._pending.settle()
+
+    def close(self) -> None:
+        """Give the store up, after what is being published. The last version stays published.
+
+        Raises:
+            DBufferError: what went wrong with a version that was not waited for.
+        """
+        try:
+            self._settle()
+        finally:
+            super().close()
+
+    def _close(self) -> None:
+        super()._close()
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.shutdown(wait=False)
 
     def _send(
         self,
@@ -192,14 +308,35 @@ class WeightSender(LocalSender):
         version: int | None,
         metadata: Mapping[str, Any] | None,
         progress: Progress | None,
-    ) -> tuple[int, Layout]:
+    ) -> tuple[int, Published]:
         version = self._writer.next_version(version)
         checked = checked_metadata(metadata)
         if sources.is_stream(weights):
+            if self._deltas is not None:
+                raise InvalidWeightsError(
+                    "a sender with delta=True compares weights that lie in memory whole, and an "
+                    "iterator gives them one by one: make a dictionary of them"
+                )
             stream = self._describer.stream(weights)
             return version, self._send_stream(stream, version, checked, progress)
         source = self._describer.describe(weights)
+        return version, self._send_source(source, version, checked, progress)
+
+    def _send_source(
+        self,
+        source: Source,
+        version: int,
+        metadata: dict[str, Any],
+        progress: Progress | None,
+        unchanged: Unchanged | None = None,
+    ) -> Published:
         footer = self._drafts.footer_of(source.specs, source.aliases)
+        wanted = Wanted(version, metadata)
+        if unchanged is not None:
+            wanted = Wanted(version, metadata, unchanged.require)
+        if self._deltas is not None:
+            fetched = list(map(sources.fetch, source.tensors))
+            return self._deltas.publish(footer, fetched, wanted)
         with self._drafts.begin(version, footer, hashed=self._checksum) as draft:
             if source.is_lazy:
                 # One at a time: what was gathered or read is dropped before the next.
@@ -208,8 +345,9 @@ class WeightSender(LocalSender):
                 draft.fill_one_by_one(tensors, self._copier, count)
             else:
                 draft.fill(cast("list[torch.Tensor]", source.tensors), self._copier)
-            draft.commit(checked)
-        return version, footer.layout
+            wanted.check()
+            draft.commit(metadata)
+        return Published(footer, None)
 
     def _send_stream(
         self,
@@ -217,7 +355,7 @@ class WeightSender(LocalSender):
         version: int,
         metadata: dict[str, Any],
         progress: Progress | None,
-    ) -> Layout:
+    ) -> Published:
         """Append tensors to a new file as they come; the layout is known when all have."""
         count = counter(progress, 0)
         with self._drafts.begin(version, None, hashed=self._checksum) as draft:
@@ -226,7 +364,7 @@ class WeightSender(LocalSender):
                 if count is not None:
                     count(spec.num_bytes)
             draft.commit(metadata)
-        return draft.layout
+        return Published(draft.footer, None)
 
 
 def counter(progress: Progress | None, total: int) -> OnBytes | None:

@@ -26,8 +26,8 @@ from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import split_evenly
 from dbuffer.publish import shards
 from dbuffer.publish.draft import Draft, Drafts, checked_metadata
+from dbuffer.publish.publication import Publication
 from dbuffer.publish.rank_output import Claimed, OwnFile, RankOutput, SharedFile, check_parts
-from dbuffer.publish.sender import Publication
 from dbuffer.publish.shards import Boxes, Plan
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options

@@ -15,7 +15,8 @@ _POLL_MAX_S = 0.05
 
 _LAST_WORD_S = 1.0
 """How long the last word of a process that has ended may take to arrive: it acknowledged and ended
-between our look at its record and our look at it, or a mirror or a network still carries it."""
+between our look at its record and our look at it, or a network still carries it. A mirror carries
+the end and the last word together."""
 
 
 def wait_applied(

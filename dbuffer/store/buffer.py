@@ -38,6 +38,7 @@ from dbuffer.errors import (
 from dbuffer.format.layout import KeptLayouts, Layout, digest
 from dbuffer.format.manifest import (
     BUFFERS,
+    DELTAS_DIRECTORY,
     MANIFEST_FILE,
     MAX_RECORD_BYTES,
     POINTER_FILE,
@@ -50,6 +51,7 @@ from dbuffer.format.manifest import (
     RecordT,
     WriterRecord,
     decode,
+    delta_file,
 )
 from dbuffer.runtime import options
 from dbuffer.store import filesystem
@@ -133,6 +135,19 @@ class Held:
         """The table of checksums, not yet compared with the manifest's digest of it."""
         return self._read_at(self.manifest.checksums_offset, 8 * self.manifest.num_tensors)
 
+    def open_delta(self, identity: str) -> tuple[Path, Descriptor]:
+        """The delta that leads to the version of this identity, one of its chain.
+
+        Raises:
+            StoreNotFoundError: it was removed meanwhile.
+            StoreCorruptError, StoreInsecureError, StoreAccessError: it cannot be read.
+        """
+        path = self.store.root / DELTAS_DIRECTORY / delta_file(identity)
+        with os_errors("read", path):
+            filesystem.refresh(path.parent)
+            file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
+        return path, Descriptor(file)
+
     def _read_at(self, offset: int, num_bytes: int) -> bytes:
         with os_errors("read", self.path):
             return filesystem.read_at(self.file.number, offset, num_bytes)
@@ -177,7 +192,7 @@ class DoubleBuffer:
             raise StoreNotFoundError(f"there is no store at {self.root}")
         if not self.allow_shared_store:
             filesystem.check_trust(self.root)
-            for name in (*BUFFERS, SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
+            for name in (*BUFFERS, DELTAS_DIRECTORY, SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
                 with contextlib.suppress(StoreNotFoundError):  # a sender is making them
                     filesystem.check_trust(self.root / name)
 
@@ -269,6 +284,15 @@ class DoubleBuffer:
         """What a buffer holds; None if it never held anything."""
         return self._read(Manifest, self.root / buffer / MANIFEST_FILE)
 
+    def delta_bytes(self, manifest: Manifest) -> int:
+        """Size of the deltas that a manifest names, as far as they are there."""
+        paths = [self.root / DELTAS_DIRECTORY / delta_file(name) for name in manifest.chain[1:]]
+        num_bytes = 0
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += path.stat().st_size
+        return num_bytes
+
     def writer(self) -> WriterRecord | None:
         """Who writes the store, or wrote it last."""
         return self._read(WriterRecord, self.root / WRITER_FILE)
@@ -332,12 +356,20 @@ class DoubleBuffer:
         as it locks its record, on a local mount; and on a network mount, where no lock can be
         trusted by all, until it has not touched its record for
         :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. Of a writer there is no such sign.
+
+        A mirror that carries a record says when its process has ended, and its last word with it:
+        who only looked at the process could miss what is still on its way.
         """
         process = Process.of(record)
-        if process.can_be_seen:
-            return not process.has_ended()
         if isinstance(record, WriterRecord):
-            return True
+            return not process.has_ended()
+        if record.carried == "ended":
+            return False
+        if process.can_be_seen:
+            if not process.has_ended():
+                return True
+            if record.carried is None:
+                return False
         path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
         return self.medium.shows_life(path, is_locked=bool(record.boot))
 
@@ -422,7 +454,7 @@ class DoubleBuffer:
         self.medium.check_readable(manifest)
         if announce is not None:
             announce(pointer.version)
-        path = self.root / pointer.buffer / manifest.file
+        path = self.root / (manifest.anchor_buffer or pointer.buffer) / manifest.file
         try:
             with os_errors("read", path):
                 filesystem.refresh(path.parent)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
@@ -51,6 +51,7 @@ class LocalMedium(Medium):
     has_events = True
     is_seen_when_flushed = False
     has_checksums = False
+    keeps_buffers_whole = True
     pointer_may_be_away = False
 
     @property
@@ -204,7 +205,13 @@ class _RewrittenFiles(WeightsFiles):
             if record.held_version == version
         )
 
-    def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:  # noqa: ARG002
+    def put_away(
+        self,
+        buffer: str,
+        old: Manifest | None,  # noqa: ARG002
+        *,
+        keep: Collection[Path],
+    ) -> None:
         """Unlink them, which leaves the bytes to those who still map them."""
         self.clear_away(buffer, keep=keep)
 
@@ -214,11 +221,10 @@ class _RewrittenFiles(WeightsFiles):
         if num_bytes:
             filesystem.allocate(file.number, num_bytes, path)
 
-    def clear_away(self, buffer: str, *, keep: str | None) -> None:
-        """Remove them: nobody looks for one that no manifest names."""
-        kept = self.parts_of(buffer, keep)
-        for path in self.all_in(buffer):
-            if path not in kept:
+    def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
+        """Remove it: nobody looks for what no manifest names."""
+        for path in self.all_in(directory):
+            if path not in keep:
                 self.let_go(path)
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()

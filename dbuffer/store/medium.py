@@ -9,11 +9,19 @@ each of the three classes here, or of an existing medium's, and a row in `media`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from dbuffer.format.manifest import Manifest, ReceiverRecord, is_part_of, is_weights_file
+from dbuffer.format.manifest import (
+    DELTAS_DIRECTORY,
+    Manifest,
+    ReceiverRecord,
+    delta_file,
+    is_delta_file,
+    is_part_of,
+    is_weights_file,
+)
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, OpenFiles
 
@@ -47,6 +55,9 @@ class Medium(ABC):
     """Whether others see what was flushed, and nothing else: then every publish is flushed."""
     has_checksums: ClassVar[bool]
     """Whether a sender that is not told otherwise writes checksums."""
+    keeps_buffers_whole: ClassVar[bool]
+    """Whether each buffer's file holds its version whole, also where a delta tells what changed.
+    Else a version may be a file of an earlier one and the deltas since."""
     pointer_may_be_away: ClassVar[bool]
     """Whether the pointer may not be there for a moment, while it is replaced."""
 
@@ -150,6 +161,7 @@ class WeightsFiles(ABC):
         self.records = records
         self.reader_timeout_s = reader_timeout_s
         self.open: dict[Path, Descriptor] = {}
+        self.made_for: dict[Path, int] = {}
 
     def reuse(
         self,
@@ -165,8 +177,8 @@ class WeightsFiles(ABC):
         return None
 
     @abstractmethod
-    def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
-        """See to a buffer's old files, which no manifest names now; ``keep`` is to be made."""
+    def put_away(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
+        """See to what ``old`` named, and the buffer's other files, but for those to ``keep``."""
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
         """A new weights file, with room for ``num_bytes`` where that can be had beforehand.
@@ -190,12 +202,16 @@ class WeightsFiles(ABC):
         """Refuse a file for which there is no room."""
 
     @abstractmethod
-    def clear_away(self, buffer: str, *, keep: str | None) -> None:
-        """See to what dead writers left in a buffer."""
+    def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
+        """See to what no manifest names in a buffer, or among the deltas."""
 
     @abstractmethod
     def note_published(self, read_back: Callable[[], None]) -> None:
         """A version was published just now; ``read_back`` compares what is there with it."""
+
+    def note_version(self, path: Path, version: int) -> None:
+        """Remember for which version a file is made; it may serve later ones, too."""
+        self.made_for[path] = version
 
     def forget(self, file: Descriptor) -> None:
         self.open = {path: known for path, known in self.open.items() if known is not file}
@@ -203,6 +219,7 @@ class WeightsFiles(ABC):
 
     def let_go(self, path: Path) -> None:
         """Close what is at ``path``, just before it is removed; see `OpenFiles`."""
+        self.made_for.pop(path, None)
         if (file := self.open.get(path)) is not None:
             self.forget(file)
 
@@ -211,17 +228,25 @@ class WeightsFiles(ABC):
             file.close()
         self.open.clear()
 
-    def all_in(self, buffer: str) -> list[Path]:
-        """The files in a buffer that a writer may have made; what else lies there is not ours."""
+    def all_in(self, directory: str) -> list[Path]:
+        """The files that a writer may have made there; what else lies there is not ours."""
+        is_ours = is_delta_file if directory == DELTAS_DIRECTORY else is_weights_file
         return [
             path
-            for path in (self.records.root / buffer).glob("weights-*.td")
-            if is_weights_file(path.name) and (path.is_symlink() or not path.is_dir())
+            for path in (self.records.root / directory).glob("*")
+            if is_ours(path.name) and (path.is_symlink() or not path.is_dir())
         ]
 
-    def parts_of(self, buffer: str, file: str | None) -> list[Path]:
-        if file is None:
-            return []
+    def named_by(self, buffer: str, manifest: Manifest) -> list[Path]:
+        """All files that a buffer's manifest names: weights, parts of them, deltas."""
+        deltas = self.records.root / DELTAS_DIRECTORY
+        return [
+            *self.parts_of(manifest.anchor_buffer or buffer, manifest.file),
+            *(deltas / delta_file(identity) for identity in manifest.chain[1:]),
+        ]
+
+    def parts_of(self, buffer: str, file: str) -> list[Path]:
+        """The weights file of this name, and its parts."""
         directory = self.records.root / buffer
         parts = [path for path in directory.glob("weights-*.td") if is_part_of(path.name, file)]
         return [directory / file, *parts]

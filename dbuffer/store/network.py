@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.manifest import (
     BUFFERS,
+    DELTAS_DIRECTORY,
     MANIFEST_FILE,
     SCRATCH_DIRECTORY,
     WRITER_FILE,
@@ -43,6 +44,7 @@ class NetworkMedium(Medium):
     has_events = False
     is_seen_when_flushed = True
     has_checksums = True
+    keeps_buffers_whole = False
     pointer_may_be_away = True
 
     def __init__(self, root: Path, filesystem_name: str) -> None:
@@ -146,14 +148,16 @@ class _NewFiles(WeightsFiles):
             records.readers, reader_timeout_s, self.let_go, self._named_versions
         )
 
-    def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
+    def put_away(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
         if old is not None:
-            for path in self.parts_of(buffer, old.file):
+            for path in self.named_by(buffer, old):
+                if path in keep:
+                    continue
                 if _was_never_published(old):
                     self.let_go(path)
                     path.unlink(missing_ok=True)
                 else:
-                    self._retired.add(path, old.version)
+                    self._retired.add(path, self._versions_of(path, old))
         # And what a publish left that failed between its mark and this.
         self.clear_away(buffer, keep=keep)
         self._retired.remove_unneeded()
@@ -162,12 +166,19 @@ class _NewFiles(WeightsFiles):
         # It has no size yet: what is allocated over a network may not be there.
         filesystem.check_room(path, num_bytes)
 
-    def clear_away(self, buffer: str, *, keep: str | None) -> None:
-        kept = self.parts_of(buffer, keep)
-        found = self.all_in(buffer)
-        left = [path for path in found if path not in kept and not self._retired.knows(path)]
+    def _versions_of(self, path: Path, old: Manifest) -> range | None:
+        """Those that a file was needed for, up to the one of a manifest that named it."""
+        is_its_own = not old.chain
+        first = self.made_for.get(path, old.version if is_its_own else None)
+        return None if first is None else range(first, old.version + 1)
+
+    def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
+        found = self.all_in(directory)
+        left = [path for path in found if path not in keep and not self._retired.knows(path)]
         if left:
-            ages_s = self._ages_s(buffer, found)
+            # With deltas a file may have been named from the other buffer, until just now.
+            has_deltas = bool(self.all_in(DELTAS_DIRECTORY))
+            ages_s = {} if has_deltas else self._ages_s(directory, found)
             for path in left:
                 self._retired.add(path, None, age_s=ages_s.get(version_file(path.name), 0.0))
 

@@ -23,8 +23,8 @@ KEEP_AT_LEAST_S = 2.0
 
 
 class _Retired(NamedTuple):
-    version: int | None
-    """None: a dead writer's, of which only its age is known."""
+    versions: range | None
+    """Those that it was needed for. None: a dead writer's, of which only its age is known."""
     since: float
     """When it was no longer named."""
     superseded_at: float
@@ -66,13 +66,16 @@ class RetiredFiles:
     def knows(self, path: Path) -> bool:
         return path in self._files
 
-    def add(self, path: Path, version: int | None, *, age_s: float = 0.0) -> None:
-        """No manifest names this file any more, and none has for ``age_s``."""
+    def add(self, path: Path, versions: range | None, *, age_s: float = 0.0) -> None:
+        """No manifest names this file any more, and none has for ``age_s``.
+
+        Whoever reads one of ``versions`` may need it; None: whoever reads one that is not named.
+        """
         since = time.monotonic() - age_s
         superseded_at = since
-        if version is not None and self._newest_since is not None:
+        if versions is not None and self._newest_since is not None:
             superseded_at = self._newest_since
-        self._files.setdefault(path, _Retired(version, since, superseded_at))
+        self._files.setdefault(path, _Retired(versions, since, superseded_at))
 
     def remove_unneeded(self) -> None:
         """Remove what nobody needs. Call it after the manifest was replaced, never before."""
@@ -90,8 +93,9 @@ class RetiredFiles:
             logger.warning("cannot see who reads old versions, keeping them: %s", error)
             return
         for path, retired in list(self._files.items()):
-            held = retired.version if retired.version is not None else min(unnamed, default=None)
-            if not self._is_needed(path, retired, readers.get(held) if held is not None else None):
+            versions = unnamed if retired.versions is None else retired.versions
+            reader = next((readers[held] for held in sorted(readers) if held in versions), None)
+            if not self._is_needed(path, retired, reader):
                 self._let_go(path)
                 try:
                     path.unlink(missing_ok=True)
@@ -106,10 +110,17 @@ class RetiredFiles:
             return reader is not None or is_fresh
         if reader is not None:
             logger.warning(
-                "removing %s, version %s, which %s has read for more than %g s",
+                "removing %s of %s, which %s has read for more than %g s",
                 path,
-                retired.version,
+                _name_of(retired.versions),
                 reader,
                 self._reader_timeout_s,
             )
         return False
+
+
+def _name_of(versions: range | None) -> str:
+    if versions is None:
+        return "an unknown version"
+    first, last = versions[0], versions[-1]
+    return f"version {last}" if first == last else f"versions {first} to {last}"

@@ -14,8 +14,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.manifest import (
     BUFFERS,
+    DELTAS_DIRECTORY,
     MANIFEST_FILE,
     MAX_INTEGER,
     POINTER_FILE,
@@ -41,6 +42,7 @@ from dbuffer.format.manifest import (
     Pointer,
     Record,
     WriterRecord,
+    delta_file,
     encode,
 )
 from dbuffer.runtime import options
@@ -69,8 +71,24 @@ class Claim:
 
     buffer: str
     path: Path
-    file: Descriptor
+    file: Descriptor | None
+    """Its weights file. None: it gets none, and builds upon that of an earlier version."""
     marked: Manifest
+    held_before: str | None
+    """Identity of the version that the file holds, whole, until it is written; None: none."""
+    deltas: dict[Path, int] = field(default_factory=dict)
+    """Those that were written for it, and their sizes."""
+
+    @property
+    def weights(self) -> Descriptor:
+        """Its weights file, for who claimed it with one."""
+        assert self.file is not None  # noqa: S101
+        return self.file
+
+    @property
+    def identity(self) -> str:
+        """That of the version which it is to become, unless that is another store's."""
+        return f"{self.marked.run}-{self.marked.generation + 1}"
 
 
 class _Found(NamedTuple):
@@ -88,9 +106,13 @@ class _Found(NamedTuple):
     def last_generation(self) -> int:
         return max((record.generation for record in self.all), default=0)
 
-    def version_in(self, buffer: str) -> int:
+    def complete(self, buffer: str) -> Manifest | None:
         manifest = self.manifests[buffer]
-        return manifest.version if manifest and manifest.state == "complete" else 0
+        return manifest if manifest is not None and manifest.state == "complete" else None
+
+    def version_in(self, buffer: str) -> int:
+        manifest = self.complete(buffer)
+        return manifest.version if manifest else 0
 
 
 class BufferWriter:
@@ -126,6 +148,7 @@ class BufferWriter:
         self._open_files = self.medium.open_files()
         self._files = self.medium.weights_files(self.store, self._reader_timeout_s)
         self._generation = 0
+        self._has_deltas = (self.root / DELTAS_DIRECTORY).is_dir()
         self._forgot_at = time.monotonic()
         lock = filesystem.take_lock(self.root / WRITER_LOCK_FILE, "writer's", may_lack_locks=True)
         if lock is None:
@@ -174,11 +197,14 @@ class BufferWriter:
             )
         return version
 
-    def claim(self, version: int, *, layout_xxh3: str | None, file_bytes: int) -> Claim:
+    def claim(
+        self, version: int, *, layout_xxh3: str | None, file_bytes: int, with_file: bool = True
+    ) -> Claim:
         """Lock the idle buffer and mark it as being written.
 
         The buffer's file is rewritten if the medium can do that, it has this layout already and
-        nobody reads it; otherwise a new one for ``file_bytes`` is made (0: not known yet).
+        nobody reads it; otherwise a new one for ``file_bytes`` is made (0: not known yet), or none
+        for a version that is to build upon the file of an earlier one.
 
         Raises:
             StoreFullError: there is no room for a new file.
@@ -189,12 +215,14 @@ class BufferWriter:
         found = self._look()
         buffer = self._idle_buffer(found)
         old = found.manifests[buffer]
-        file = self._reuse(buffer, old, layout_xxh3, file_bytes)
+        file = None
+        if with_file:
+            file = self._reuse(buffer, old, layout_xxh3, file_bytes)
         # Counted on from our own last one too: the record that held it may be damaged by now.
         self._generation = generation = max(self._generation, found.last_generation) + 2
-        name = f"weights-{self.record.run}-{generation}.td"
+        name, held_before = f"weights-{self.record.run}-{generation}.td", None
         if file is not None and old is not None:
-            name = old.file
+            name, held_before = old.file, old.identity
         marked = Manifest(
             state="writing",
             version=version,
@@ -205,10 +233,68 @@ class BufferWriter:
         )
         self._put(self.root / buffer / MANIFEST_FILE, marked)
         path = self.root / buffer / name
+        keep = self._files_of(found, other_buffer(buffer)) | {path}
         if file is None:
-            self._files.put_away(buffer, old, keep=name)
+            self._files.put_away(buffer, old, keep=keep)
+        if self._has_deltas:
+            self._files.clear_away(DELTAS_DIRECTORY, keep=keep)
+        if file is None and with_file:
             file = self._files.make(path, file_bytes)
-        return Claim(buffer, path, file, marked)
+            self._files.note_version(path, version)
+        return Claim(buffer, path, file, marked, held_before)
+
+    def _files_of(self, found: _Found, *buffers: str) -> set[Path]:
+        """What the manifests of these buffers name."""
+        manifests = [(buffer, found.manifests[buffer]) for buffer in buffers]
+        return {
+            path
+            for buffer, manifest in manifests
+            if manifest is not None
+            for path in self._files.named_by(buffer, manifest)
+        }
+
+    def add_delta(self, claim: Claim, identity: str, pieces: Iterable[bytes]) -> int:
+        """Write the delta that leads to the version of this identity; its size.
+
+        Raises:
+            StoreFullError, StoreAccessError: it cannot be written.
+        """
+        self._check_open()
+        directory = self.root / DELTAS_DIRECTORY
+        filesystem.make_directory(directory, durable=self._sync)
+        self._has_deltas = True
+        path = directory / delta_file(identity)
+        path.unlink(missing_ok=True)  # of a writer that died before any manifest named it
+        self._files.note_version(path, claim.marked.version)
+        num_bytes = 0
+        with filesystem.make_file(path, os.O_WRONLY) as file:
+            claim.deltas[path] = num_bytes
+            with os_errors("write a delta", path):
+                for piece in pieces:
+                    filesystem.write_at(file.number, num_bytes, piece)
+                    num_bytes += len(piece)
+            if self._sync:
+                filesystem.sync_file(file.number, path)
+        claim.deltas[path] = num_bytes
+        if self._sync:
+            with os_errors("flush", directory):
+                filesystem.sync_directory(directory)
+        return num_bytes
+
+    def delta_files(self) -> set[str]:
+        """Names of the deltas that are there."""
+        directory = self.root / DELTAS_DIRECTORY
+        with contextlib.suppress(StoreNotFoundError), os_errors("list", directory):
+            filesystem.refresh(directory)
+            return {path.name for path in directory.iterdir()}
+        return set()
+
+    def has_weights(self, buffer: str, manifest: Manifest) -> bool:
+        """Whether the weights file that a manifest names is there, and as long as it says."""
+        path = self.root / (manifest.anchor_buffer or buffer) / manifest.file
+        with contextlib.suppress(StoreNotFoundError), os_errors("look at", path):
+            return path.stat().st_size == manifest.file_bytes
+        return False
 
     def _reuse(
         self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
@@ -223,10 +309,13 @@ class BufferWriter:
             raise
         return file
 
-    def commit(self, claim: Claim, **described: Any) -> None:
+    def commit(self, claim: Claim, **described: Any) -> Manifest:
         """Make the claimed buffer the newest version, in the one step of moving the pointer.
 
         ``described``: the manifest's fields that tell what was written into the file.
+
+        Returns:
+            The manifest, as it was published.
 
         Raises:
             WriterSupersededError: another writer took the store over. Nothing was published.
@@ -234,7 +323,7 @@ class BufferWriter:
             ClosedError: this writer was closed meanwhile. Nothing was published.
         """
         self._check_open()
-        if self._sync:
+        if self._sync and claim.file is not None:
             filesystem.sync_file(claim.file.number, claim.path)
         complete = dataclasses.replace(
             claim.marked,
@@ -252,18 +341,24 @@ class BufferWriter:
         self._check_not_superseded()
         pointer = pointer_to(claim.buffer, complete)
         # Unlocked first: a receiver that is woken by the pointer finds the file free.
-        filesystem.unlock(claim.file.number)
+        if claim.file is not None:
+            filesystem.unlock(claim.file.number)
         self._put(self.root / POINTER_FILE, pointer)
-        self._files.note_published(lambda: self._read_back(pointer, complete, claim.path))
+        weights = self.root / (complete.anchor_buffer or claim.buffer) / complete.file
+        sizes = {weights: complete.file_bytes, **claim.deltas}
+        self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
         self._forget_now_and_then()
+        return complete
 
-    def _read_back(self, pointer: Pointer, complete: Manifest, path: Path) -> None:
+    def _read_back(self, pointer: Pointer, complete: Manifest, sizes: dict[Path, int]) -> None:
         """See what other hosts see: caches and successors may have it otherwise."""
         self._check_not_superseded()
-        with os_errors("read back", path):
-            size = path.stat().st_size
-        found = self.store.pointer(), self.store.manifest(pointer.buffer), size
-        if found != (pointer, complete, complete.file_bytes):
+        found_sizes = {}
+        for path in sizes:
+            with os_errors("read back", path):
+                found_sizes[path] = path.stat().st_size
+        found = self.store.pointer(), self.store.manifest(pointer.buffer), found_sizes
+        if found != (pointer, complete, sizes):
             raise StoreAccessError(
                 f"{self.root} does not give back version {pointer.version} as it was written: "
                 f"{found!r:.400}; is it a mount that all hosts see alike?"
@@ -271,12 +366,13 @@ class BufferWriter:
 
     def abandon(self, claim: Claim) -> None:
         """Drop a claim that failed. Its buffer stays marked, and is started over next time."""
-        self._files.forget(claim.file)
+        if claim.file is not None:
+            self._files.forget(claim.file)
         # Half a version takes room and is of no use. One that failed in the commit is whole, and
         # may be published already.
         with contextlib.suppress(DBufferError, OSError):
             if self.store.manifest(claim.buffer) == claim.marked:
-                for path in self._files.parts_of(claim.buffer, claim.path.name):
+                for path in (*self._files.parts_of(claim.buffer, claim.path.name), *claim.deltas):
                     path.unlink(missing_ok=True)
 
     def _recover(self, history: str | None) -> WriterRecord:
@@ -294,11 +390,11 @@ class BufferWriter:
         )
         self._put(self.root / WRITER_FILE, record)
         filesystem.remove_stale_temporaries(self.root / SCRATCH_DIRECTORY)
-        for buffer in BUFFERS:
-            # Of dead writers; what the manifest names may be the newest version, and one that is
-            # not dead may have published it since we looked: now it knows that it is superseded.
-            manifest = self.store.undamaged_manifest(buffer)
-            self._files.clear_away(buffer, keep=manifest.file if manifest else None)
+        # Of dead writers; what a manifest names may be the newest version, and one that is not dead
+        # may have published it since we looked: now it knows that it is superseded.
+        keep = self._files_of(self._look(), *BUFFERS)
+        for directory in (*BUFFERS, DELTAS_DIRECTORY) if self._has_deltas else BUFFERS:
+            self._files.clear_away(directory, keep=keep)
         self._forget_dead_receivers()
         return record
 

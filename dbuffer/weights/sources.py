@@ -143,7 +143,7 @@ class Describer:
             return self._describe_pairs(*self._collect(weights))
         if self._known is not None and self._known[0].fits(named):
             tensors = list(named.values())
-            addresses = {tensor.data_ptr() for tensor in tensors}
+            addresses = set(map(torch.Tensor.data_ptr, tensors))
             if 0 not in addresses and len(addresses) == len(tensors):  # nothing empty, nor tied
                 return Source(self._known[1], tensors, {}, is_lazy=False)
         source = self._describe_pairs(*self._checked_pairs(named.items()))

@@ -121,7 +121,7 @@ class Matcher:
         is_all = len(named) == len(order)
         is_plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in named.values())
         if is_plain and not match.aliases and not match.ties and (is_all or partial):
-            addresses = [tensor.data_ptr() for tensor in named.values()]
+            addresses = list(map(torch.Tensor.data_ptr, named.values()))
             self._known = _Known(layout, Outline.of(named), addresses, order, is_all)
         return match
 
@@ -136,12 +136,16 @@ class Matcher:
         if not known.outline.fits(named):
             return None
         tensors = list(named.values())
-        if not all(tensor.is_contiguous() and not tensor.is_meta for tensor in tensors):
+        if not all(map(torch.Tensor.is_contiguous, tensors)):
             return None
         # At the same addresses they overlap as little as before, and are as much the target's own.
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
         if addresses != known.addresses:
-            if _may_overlap(addresses, tensors) or _not_kept(target, named):
+            if (
+                any(tensor.is_meta for tensor in tensors)
+                or _may_overlap(addresses, tensors)
+                or _not_kept(target, named)
+            ):
                 return None
             self._known = replace(known, addresses=addresses)
         return [tensors[index] for index in known.order]

@@ -1,0 +1,99 @@
+"""`SparsePatch`: what a trainer says has changed, in its own terms; checked, and in a layout's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
+from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.io.changes import Change, change_at
+from dbuffer.io.tensors import DTYPES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparsePatch:
+    """New values at some places of one tensor.
+
+    Args:
+        name: the tensor's, as it was published.
+        indices: flat positions in the tensor, integers, each at most once; any order.
+        values: one for each. They are what will stand there, not what is added. In the tensor's
+            dtype, or in another floating-point one that is cast to it (none of eight bits is).
+        shape: of the whole tensor, as it was published; checked where it is given.
+    """
+
+    name: str
+    indices: torch.Tensor
+    values: torch.Tensor
+    shape: tuple[int, ...] | None = None
+
+
+def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Change]:
+    """The patches in the layout's terms, checked.
+
+    Raises:
+        InvalidWeightsError: a patch is none, or says two things of one place.
+        WeightsMismatchError: it is of a tensor, a shape, a place or a dtype that there is not.
+    """
+    indices = {spec.name: index for index, spec in enumerate(layout.specs)}
+    found: dict[int, Change] = {}
+    for patch in patches:
+        name = layout.aliases.get(patch.name, patch.name)
+        if name not in indices:
+            raise WeightsMismatchError(f"a patch of {patch.name!r:.200}, which was not published")
+        index = indices[name]
+        if index in found:
+            raise InvalidWeightsError(f"two patches of {patch.name!r}, or of a tensor tied to it")
+        spec = layout.specs[index]
+        found[index] = _change_of(_cast(patch, DTYPES[spec.dtype]), index, spec)
+    return [found[index] for index in sorted(found) if len(found[index].values)]
+
+
+def _cast(patch: SparsePatch, dtype: torch.dtype) -> SparsePatch:
+    """With values in this dtype, where they are floating-point numbers of another width.
+
+    Not to or from eight bits: those have scales, which a patch of other numbers does not know.
+    """
+    pair = (patch.values.dtype, dtype)
+    if pair[0] is dtype or not all(one.is_floating_point and one.itemsize > 1 for one in pair):
+        return patch
+    return replace(patch, values=patch.values.detach().to(dtype))
+
+
+def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> Change:
+    what, dtype, count = f"the patch of {patch.name!r}", DTYPES[spec.dtype], math.prod(spec.shape)
+    if patch.shape is not None and tuple(patch.shape) != spec.shape:
+        raise WeightsMismatchError(
+            f"{what} is for the shape {list(patch.shape)}, and {list(spec.shape)} was published"
+        )
+    if patch.indices.is_floating_point() or patch.indices.dtype is torch.bool:
+        raise InvalidWeightsError(f"{what}: indices are integers, not {patch.indices.dtype}")
+    if patch.indices.numel() != patch.values.numel():
+        raise InvalidWeightsError(
+            f"{what} has {patch.indices.numel()} indices and {patch.values.numel()} values"
+        )
+    if patch.values.dtype is not dtype:
+        raise WeightsMismatchError(f"{what} holds {patch.values.dtype}, and the tensor {dtype}")
+    # Copies, here and below: what changed is written into the other buffer by the next publish.
+    positions = patch.indices.detach().reshape(-1).to("cpu", torch.int64, copy=True)
+    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < count:
+        raise WeightsMismatchError(f"{what} has indices outside of 0 to {count - 1}")
+    places: npt.NDArray[np.int64] = positions.numpy()
+    values = patch.values.detach().reshape(-1).cpu().resolve_conj().resolve_neg().contiguous()
+    if not (places[1:] > places[:-1]).all():  # who has found them in order need not wait for this
+        order = np.argsort(places)
+        places = places[order]
+        if (places[1:] == places[:-1]).any():
+            raise InvalidWeightsError(f"{what} names one place twice")
+        # Their bytes: neither torch nor numpy can pick elements of each dtype.
+        rows = values.view(torch.uint8).reshape(len(places), dtype.itemsize)
+        values = rows[torch.from_numpy(order)].reshape(-1).view(dtype)
+    else:
+        values = values.clone()
+    return change_at(index, places, values)

@@ -1,0 +1,141 @@
+"""`Publication`, and `PendingPublication`: a version that is published while the trainer goes on.
+
+The tensors of a pending one are read meanwhile, so nobody may write into them: a forward and a
+backward pass do not, an optimizer's step does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from dbuffer.errors import VersionTimeoutError, WeightsChangedError
+from dbuffer.format.layout import Layout
+from dbuffer.runtime import options
+
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """What a `send` has published."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors."""
+    duration_s: float
+    """From the call of `send` to its return, waiting for slow readers included."""
+    delta_bytes: int | None = None
+    """Bytes of the delta that tells what changed since the version before; None: there is none."""
+
+    @classmethod
+    def of(
+        cls, version: int, layout: Layout, started: float, delta_bytes: int | None = None
+    ) -> Self:
+        return cls(
+            version=version,
+            num_tensors=len(layout.specs),
+            num_bytes=layout.num_bytes,
+            duration_s=time.monotonic() - started,
+            delta_bytes=delta_bytes,
+        )
+
+
+class PendingPublication:
+    """What ``send(wait=False)`` returns: weights that are being published.
+
+    They must stay as they are until :meth:`wait` has returned. The sender's next ``send`` and its
+    ``close`` wait for it too, and so does an optimizer that ``guard`` was called with.
+    """
+
+    def __init__(self, future: Future[Publication]) -> None:
+        self._future = future
+        self._pid = os.getpid()
+        self._is_told = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> Publication:
+        """Wait until every receiver can see it; the weights may be changed then.
+
+        Args:
+            timeout_s: for how long. None: for as long as it takes.
+
+        Raises:
+            VersionTimeoutError: it is still going on.
+            WeightsChangedError: weights were changed meanwhile; nothing was published.
+            OptionError: ``timeout_s`` is not what it may be.
+            DBufferError: as ``send``; nothing was published.
+        """
+        if timeout_s is not None:
+            options.seconds("timeout_s", timeout_s)
+        if not wait([self._future], timeout_s).done:
+            raise VersionTimeoutError(
+                f"weights were not published within {timeout_s:g} s, and still are being read"
+            )
+        self._is_told = True
+        return self._future.result()
+
+    def settle(self) -> None:
+        """Wait for it; what went wrong is raised, unless :meth:`wait` has done so."""
+        if self._pid == os.getpid() and not self._is_told:  # in a forked child nobody does it
+            self.wait()
+
+
+class Unchanged:
+    """Tells whether tensors were written into, by the count that autograd keeps of that.
+
+    It does not see what goes past autograd (``tensor.data``, NumPy, another process), nor a write
+    that is under way, and inference tensors are not counted.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        self._watched = [
+            (name, tensor, tensor._version)  # noqa: SLF001 - what autograd itself goes by
+            for name, tensor in zip(names, tensors, strict=True)
+            if not tensor.is_inference()
+        ]
+
+    def require(self) -> None:
+        """Raise :class:`WeightsChangedError` if one was."""
+        changed = [name for name, tensor, at in self._watched if tensor._version != at]  # noqa: SLF001
+        if changed:
+            more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
+            raise WeightsChangedError(
+                f"{', '.join(changed[:_MAX_NAMED])}{more} changed while they were being published, "
+                "so nothing was: call wait() on what send(wait=False) returned before "
+                "optimizer.step(), or sender.guard(optimizer) once"
+            )
+
+
+class StreamsOf:
+    """Lets another thread go on where this one's CUDA streams are now, on streams of its own.
+
+    Written from CUDA's rules; not run on a GPU yet.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        self._events = {
+            device: torch.cuda.current_stream(device).record_event() for device in devices
+        }
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, event in self._events.items():
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
