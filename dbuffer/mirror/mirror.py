@@ -24,6 +24,7 @@ from dbuffer.errors import (
     ClosedError,
     DBufferError,
     OptionError,
+    StoreCorruptError,
     StoreMismatchError,
     StoreNotFoundError,
     StoreReplacedError,
@@ -41,9 +42,12 @@ from dbuffer.format.manifest import (
 )
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
+from dbuffer.io.transfer import pieces_of
 from dbuffer.mirror.relay import AcknowledgementRelay
-from dbuffer.publish.draft import Drafts
-from dbuffer.publish.sender import Progress, Publication, counter
+from dbuffer.publish.deltas import Link, names_in, trimmed
+from dbuffer.publish.draft import Draft, Drafts
+from dbuffer.publish.publication import Publication
+from dbuffer.publish.sender import Progress, counter
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
 from dbuffer.store import filesystem
@@ -132,6 +136,7 @@ class Mirror:
         self._progress = progress
         self._copier = Copier(num_threads)
         self._known: _Described | None = None
+        self._chain: list[Link] = []
         self._have: int | None = None
         self._begins_anew = False
         self._told: int | None = None
@@ -456,7 +461,10 @@ class Mirror:
         known, manifest = self._describe(held), held.manifest
         layout = known.footer.layout
         hashed = manifest.checksums_xxh3 is not None
-        with drafts.begin(manifest.version, known.footer, hashed=hashed) as draft:
+        with (
+            receiver.telling_if_unreadable(held),
+            drafts.begin(manifest.version, known.footer, hashed=hashed) as draft,
+        ):
             on_bytes = counter(self._progress, layout.checksums_offset)
             draft.fill_from(held, known.remote, self._copier, on_bytes)
             checksums = draft.checksums
@@ -464,10 +472,35 @@ class Mirror:
                 return None
             if not held.is_unchanged():
                 return None
+            chain = self._pass_on(held, draft, known)
+            before, self._chain = self._chain, []
             draft.commit(
-                manifest.metadata, published_at=manifest.published_at, origin=manifest.identity
+                manifest.metadata,
+                published_at=manifest.published_at,
+                origin=manifest.identity,
+                chain=names_in(chain),
             )
-        return Copied.of(manifest.version, layout, started)
+            passed = [link.delta_bytes for link in chain[1:] if link not in before]
+            self._chain = chain
+        return Copied.of(manifest.version, layout, started, sum(passed) if passed else None)
+
+    def _pass_on(self, held: Held, draft: Draft, known: _Described) -> list[Link]:
+        """Copy the deltas that lead from the version copied last; the chain that this gives."""
+        manifest, chain = held.manifest, self._chain
+        leads_here = chain and chain[-1].identity in manifest.chain
+        if not leads_here or known.footer.layout_xxh3 != known.remote_xxh3:
+            return [Link(manifest.identity, 0)]
+        try:
+            for identity in manifest.deltas_after(chain[-1].identity):
+                path, file = held.open_delta(identity)
+                with file:
+                    num_bytes = draft.add_delta(pieces_of(file, path), identity)
+                chain = [*chain, Link(identity, num_bytes)]
+        except (StoreNotFoundError, StoreCorruptError) as error:
+            # The version itself is here, whole.
+            logger.warning("not passing on what changed since the version before: %s", error)
+            return [Link(manifest.identity, 0)]
+        return trimmed(chain, known.footer.layout, None)
 
     def _describe(self, held: Held) -> _Described:
         """The layouts there and here; those of the last version, where nothing has changed."""

@@ -2,7 +2,8 @@
 
 A sender waits for receivers in its own store's records; those of a mirror's readers are in the
 mirror's. Relays chain as mirrors do: one of the next store finds these records again. A relay
-stands behind what it carries for as long as the receiver itself may live.
+stands behind what it carries for as long as the receiver itself may live, and then carries its
+last word together with the word that it was the last.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 
 from dbuffer.errors import DBufferError, ReceiverActiveError, StoreNotFoundError
 from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.liveness import HEARTBEAT_S
+from dbuffer.store.liveness import HEARTBEAT_S, Process
 from dbuffer.store.records import KeptFile
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ class AcknowledgementRelay:
         self._local = local
         self._remote = remote
         self._token = secrets.token_hex(4)
+        self._found: list[ReceiverRecord] = []
         self._relayed: dict[str, ReceiverRecord] = {}
         self._kept: dict[str, KeptFile] = {}
         self._names: dict[str, str] = {}
@@ -66,7 +70,10 @@ class AcknowledgementRelay:
                 self._problem = str(error)
 
     def _relay(self) -> None:
-        records = {record.receiver: _without_details(record) for record in self._local.receivers()}
+        # Looked at before records are read: what is read after its end is a process's last word.
+        ended = {Process.of(record) for record in self._found if not self._local.may_live(record)}
+        self._found = self._local.receivers()
+        records = {record.receiver: _carried(record, ended) for record in self._found}
         for name in self._relayed.keys() - records.keys():
             self._kept.pop(name).remove()
             del self._relayed[name]
@@ -79,7 +86,9 @@ class AcknowledgementRelay:
                 self._write(name, record)
         if time.monotonic() - self._touched_at > HEARTBEAT_S:
             self._touched_at = time.monotonic()
-            self._stand_behind_the_living()
+            for name, record in self._relayed.items():
+                if record.carried == "living":
+                    self._kept[name].sign.touch()
 
     def _write(self, name: str, record: ReceiverRecord) -> None:
         try:
@@ -93,6 +102,8 @@ class AcknowledgementRelay:
             del self._kept[name]
             self._put(name, record)
         self._relayed[name] = record
+        if record.carried == "ended":
+            self._kept[name].sign.close()
 
     def _put(self, name: str, record: ReceiverRecord) -> None:
         there = self._names.get(name, name)
@@ -100,15 +111,8 @@ class AcknowledgementRelay:
         part_of = record.part_of and self._names.get(record.part_of, record.part_of)
         kept.write(dataclasses.replace(record, receiver=there, part_of=part_of))
 
-    def _stand_behind_the_living(self) -> None:
-        for name, record in self._relayed.items():
-            sign = self._kept[name].sign
-            if self._local.may_live(record):
-                sign.touch()
-            else:
-                sign.close()
 
-
-def _without_details(record: ReceiverRecord) -> ReceiverRecord:
+def _carried(record: ReceiverRecord, ended: Collection[Process]) -> ReceiverRecord:
     """What concerns the sender. A version that is held is held in the mirror, and nowhere else."""
-    return dataclasses.replace(record, held_version=None, stats={})
+    life: Literal["living", "ended"] = "ended" if Process.of(record) in ended else "living"
+    return dataclasses.replace(record, held_version=None, stats={}, carried=life)

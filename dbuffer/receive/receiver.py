@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -20,6 +20,7 @@ from dbuffer.errors import (
     ChecksumError,
     ClosedError,
     SnapshotEvictedError,
+    StoreCorruptError,
     StoreNotFoundError,
     VersionError,
     VersionTimeoutError,
@@ -32,6 +33,7 @@ from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, copy_on
 from dbuffer.receive.snapshot import (
     Snapshot,
     SnapshotTensors,
+    bring_up_to_date,
     map_privately,
     read_whole,
     wrong_tensors,
@@ -50,6 +52,15 @@ Target: TypeAlias = (
     | MutableMapping[str, torch.Tensor]
     | Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 )
+
+
+class _InMemory(NamedTuple):
+    """A version that was read over a network, and of which nobody else has the memory."""
+
+    identity: str
+    layout_xxh3: str | None
+    tensors: FileTensors
+
 
 _STOP_CHECK_S = 0.1
 """How often a wait looks at its stop event."""
@@ -110,7 +121,8 @@ class WeightReceiver:
         self._seen: Pointer | None = None
         self._loaded: int | None = None
         self._kept = KeptMappings()
-        self._memory: torch.Tensor | None = None
+        self._in_memory: _InMemory | None = None
+        self._known_checksums: dict[str, list[int]] = {}
         self._patience = Patience()
         self._matcher = Matcher()
         self._loaded_names = LoadedNames()
@@ -148,7 +160,8 @@ class WeightReceiver:
             OptionError: one of these is not what it may be.
             VersionTimeoutError: no such version came in time.
             VersionError: ``version`` is no longer in the store.
-            StoreReplacedError: the store was started over; its versions are another run's.
+            VersionRegressedError: the store was emptied; StoreReplacedError, which is one: and
+                started over. On leaving, too: what was read in the block must not be used.
             SnapshotEvictedError: on leaving: the block took longer than the sender waits, and
                 what was read in it must not be used.
             StoreCorruptError, ChecksumError, StoreInsecureError: nothing was read.
@@ -197,8 +210,12 @@ class WeightReceiver:
                 if tensors is None:  # a writer was faster
                     continue
                 verify = self._is_verified_in_place(held)
-                yield Snapshot(held, tensors, self._copier, verify=verify)
+                try:
+                    yield Snapshot(held, tensors, self._copier, verify=verify)
+                finally:
+                    self._keep_to_go_on_from(held, tensors)
                 if not held.is_unchanged():
+                    self._store.newest_pointer(self._seen)  # raises if the store was emptied
                     raise SnapshotEvictedError(
                         f"version {held.manifest.version} of {self.store} was held for longer than "
                         "the sender waits, and its buffer was taken; open the newest and start over"
@@ -361,7 +378,7 @@ class WeightReceiver:
         self.record.close()
         self._copier.close()
         self._kept.clear()
-        self._memory = None
+        self._in_memory = None
 
     def __enter__(self) -> Self:
         return self
@@ -456,24 +473,86 @@ class WeightReceiver:
                 checksums = self._copier.checksums(mapped)
                 return mapped if self.checksums_match(held, mapped.layout, checksums) else None
             return mapped
-        tensors = self._read(held, self._memory if keep else None)
+        tensors = self._read(held)
         if keep and tensors is not None:
-            self._memory = tensors.data
+            self._note_in_memory(held, tensors)
         return tensors
 
-    def _read(self, held: Held, memory: torch.Tensor | None) -> FileTensors | None:
-        """Read a version over the network; None if its file was removed, or its bytes changed."""
-        must_verify = self._must_verify(held)
+    @contextlib.contextmanager
+    def telling_if_unreadable(self, held: Held) -> Iterator[None]:
+        """Say so in the record, if a version cannot be read that stands on an anchor and deltas.
+
+        Its sender publishes the next one whole then: nobody can go on from this one.
+        """
         try:
-            tensors, checksums = read_whole(held, self._copier, memory, hashed=must_verify)
-            if must_verify and not self.checksums_match(held, tensors.layout, checksums):
+            yield
+        except StoreCorruptError:
+            if held.manifest.anchor is not None:
+                self.record.write(unreadable_version=held.manifest.version)
+            raise
+        self.record.set(unreadable_version=None)
+
+    def _keep_to_go_on_from(self, held: Held, tensors: FileTensors) -> None:
+        """Keep the memory of a snapshot that was left, where what changed since may come alone.
+
+        Its user may have written into it, which checksums show; without, it is not gone on from.
+        """
+        if held.manifest.chain and not self._store.medium.maps_files and self._must_verify(held):
+            self._note_in_memory(held, tensors)
+
+    def _note_in_memory(self, held: Held, tensors: FileTensors) -> None:
+        self._in_memory = _InMemory(held.manifest.identity, held.manifest.layout_xxh3, tensors)
+
+    def _read(self, held: Held) -> FileTensors | None:
+        """Read a version over the network; None if its file was removed, or its bytes changed."""
+        before, self._in_memory = self._in_memory, None
+        try:
+            with self.telling_if_unreadable(held):
+                tensors = None if before is None else self._go_on_from(before, held)
+                if tensors is None:
+                    memory = None if before is None else before.tensors.data
+                    tensors = self._read_from_file(held, memory)
+            if tensors is None:
                 return None
         except StoreNotFoundError as error:
-            held.wait_after_loss(error, self._patience)
+            with self.telling_if_unreadable(held):
+                held.wait_after_loss(error, self._patience)
             return None
         self._patience = Patience()
         # It is in memory, and nobody need keep the file for us.
         self.record.write(held_version=None)
+        return tensors
+
+    def _read_from_file(self, held: Held, memory: torch.Tensor | None) -> FileTensors | None:
+        must_verify = self._must_verify(held)
+        tensors, checksums = read_whole(held, self._copier, memory, hashed=must_verify)
+        if must_verify and not self.checksums_match(held, tensors.layout, checksums):
+            return None
+        return tensors
+
+    def _go_on_from(self, before: _InMemory, held: Held) -> FileTensors | None:
+        """Apply what changed since to what is in memory; None where that is not what it was."""
+        manifest = held.manifest
+        if before.identity not in manifest.chain or not self._must_verify(held):
+            return None
+        if before.layout_xxh3 != manifest.layout_xxh3:
+            return None
+        tensors = before.tensors
+        try:
+            checksums = bring_up_to_date(held, tensors, before.identity, self._copier)
+            wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
+        except (StoreCorruptError, StoreNotFoundError) as error:
+            logger.warning("reading version %d whole: %s", manifest.version, error)
+            return None
+        if wrong:
+            logger.warning(
+                "reading version %d of %s whole: %s is not what was published, since the version "
+                "before it was changed in memory",
+                manifest.version,
+                self.store,
+                ", ".join(wrong[:5]),
+            )
+            return None
         return tensors
 
     def _map_kept(self, held: Held) -> MappedTensors:
@@ -542,7 +621,7 @@ class WeightReceiver:
         Raises:
             ChecksumError: they differ, or there are none, and it was no writer.
         """
-        wrong = wrong_tensors(held, layout, checksums)
+        wrong = wrong_tensors(held, layout, checksums, self._known_checksums)
         if not wrong:
             return True
         # A writer marks the buffer before its first byte: one that is not marked was damaged.

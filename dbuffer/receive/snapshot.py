@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from dbuffer.errors import ChecksumError, StoreAccessError
-from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.errors import ChecksumError, DBufferError, StoreAccessError
+from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import (
@@ -20,7 +24,6 @@ from dbuffer.io.tensors import (
     MappedTensors,
     as_bytes,
     copy_one,
-    unpack_checksums,
     view_tensor,
 )
 from dbuffer.io.transfer import read_tensors
@@ -28,6 +31,8 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
 from dbuffer.store.filesystem import os_errors
 from dbuffer.weights.targets import Match
+
+logger = logging.getLogger(__name__)
 
 
 class SnapshotTensors(Mapping[str, torch.Tensor]):
@@ -88,7 +93,11 @@ class Snapshot:
 
     @property
     def path(self) -> Path:
-        """The weights file, which ``TensorDict.from_consolidated`` opens as well."""
+        """The weights file, which ``TensorDict.from_consolidated`` opens as well.
+
+        On a network mount it may hold an earlier version, upon which deltas make this one:
+        :meth:`as_file` gives a file of this version.
+        """
         return self._held.path
 
     @property
@@ -133,6 +142,17 @@ class Snapshot:
         self._check_copied(self._copier.read_hashed(self._contents, list(tensors.values())))
         return tensors
 
+    def copy_parts(self, targets: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+        """Copy views of its tensors, cast where dtypes differ.
+
+        Raises:
+            ChecksumError: tensors were damaged since this snapshot was opened and verified; all
+                of them are looked at, as checksums are those of whole tensors.
+        """
+        self._copier.copy_tensors(targets, parts)
+        if self._verify:
+            self._check_copied(self._copier.checksums(self._contents))
+
     def copy(self) -> SnapshotTensors:
         """Copy all tensors into new memory, which outlives this snapshot.
 
@@ -140,6 +160,25 @@ class Snapshot:
             ChecksumError: they were damaged since this snapshot was opened and verified.
         """
         return self.copy_into(torch.empty(self.data_bytes, dtype=torch.uint8))
+
+    def changed_since(self, identity: str) -> dict[str, npt.NDArray[np.int64] | None] | None:
+        """Where it differs from an earlier version: flat positions, ascending, by tensor's name.
+
+        A tensor that is not named is the same; None in place of positions: it may differ anywhere.
+
+        Returns:
+            None where nobody knows: no deltas lead here from that version, or they are lost.
+        """
+        if identity not in self._held.manifest.chain:
+            return None
+        layout = self._contents.layout
+        try:
+            with Chain(self._held, layout) as chain:
+                found = chain.changed_since(identity, self._copier)
+        except DBufferError as error:  # what unpacks deltas may be missing, too
+            logger.warning("%s: taking it whole: %s", self.path, error)
+            return None
+        return {layout.specs[index].name: positions for index, positions in found.items()}
 
     @contextlib.contextmanager
     def as_file(self) -> Iterator[Path]:
@@ -199,10 +238,10 @@ class Snapshot:
 def map_privately(held: Held) -> MappedTensors:
     """Map a version; whoever writes into the mapping spoils no other."""
     layout = held.read_layout()
-    if layout.is_in_parts:
+    if layout.is_in_parts or held.manifest.anchor is not None:
         raise StoreAccessError(
-            f"{held.path} was written in parts over a network, and looks like a local file here: "
-            "set DBUFFER_MOUNT=network to read it as it was written"
+            f"{held.path} was written in parts, or with deltas, over a network, and looks like a "
+            "local file here: set DBUFFER_MOUNT=network to read it as it was written"
         )
     return MappedTensors(held.file.number, held.manifest.file_bytes, layout, shared=False)
 
@@ -221,24 +260,56 @@ def read_whole(
     if memory is None or memory.numel() != num_bytes:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
     tensors = FileTensors(memory, layout)
-    file, path = held.file.number, held.path
-    return tensors, read_tensors(file, path, layout, tensors, copier, hashed=hashed)
+    if held.manifest.anchor is None:
+        file, path = held.file.number, held.path
+        return tensors, read_tensors(file, path, layout, tensors, copier, hashed=hashed)
+    with Chain(held, layout) as chain:
+        chain.read(tensors, copier)
+    return tensors, copier.checksums(tensors) if hashed else []
 
 
-def wrong_tensors(held: Held, layout: Layout, checksums: list[int]) -> list[str]:
-    """Names of the tensors whose checksums are not those that were published."""
+def bring_up_to_date(held: Held, tensors: FileTensors, identity: str, copier: Copier) -> list[int]:
+    """Apply to ``tensors``, which hold the version ``identity``, what leads to the one held.
+
+    Returns:
+        The checksums of all tensors as they are then.
+
+    Raises:
+        StoreNotFoundError: a delta was removed meanwhile. The tensors are of no use any more.
+        StoreCorruptError, ChecksumError, StoreAccessError: one cannot be read; nor are they then.
+    """
+    with Chain(held, tensors.layout) as chain:
+        chain.read(tensors, copier, since=identity)
+    return copier.checksums(tensors)
+
+
+def wrong_tensors(
+    held: Held,
+    layout: Layout,
+    checksums: list[int],
+    known: MutableMapping[str, list[int]] | None = None,
+) -> list[str]:
+    """Names of the tensors whose checksums are not those that were published.
+
+    ``known``: checksums of earlier versions that were found right, by identity; these are added.
+    """
     manifest = held.manifest
     if manifest.checksums_xxh3 is None:
         raise ChecksumError(
             f"{held.path}: version {manifest.version} was published without checksums, so it "
             "cannot be verified; make the sender with checksum=True"
         )
-    table = held.read_checksums()
-    if digest(table) != manifest.checksums_xxh3:
+    known = {} if known is None else known
+    with Chain(held, layout) as chain:
+        expected = chain.expected(known)
+    if expected is None:
         return ["the table of checksums"]
-    expected = unpack_checksums(table)
-    return [
+    wrong = [
         spec.name
         for spec, found, right in zip(layout.specs, checksums, expected, strict=True)
         if found != right
     ]
+    if not wrong:
+        known.clear()  # what leads to a later one begins here
+        known[manifest.identity] = checksums
+    return wrong

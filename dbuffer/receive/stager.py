@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -26,6 +26,7 @@ from dbuffer.errors import (
     DBufferError,
     SnapshotEvictedError,
     StoreReplacedError,
+    VersionRegressedError,
     VersionTimeoutError,
     WeightsMismatchError,
 )
@@ -54,6 +55,39 @@ NewHistory = Literal["follow", "refuse"]
 NEW_HISTORIES = ("follow", "refuse")
 
 
+class Prepared(Protocol):
+    """What somebody needs of a version, where that is not all of its tensors as they are."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether the tensors themselves are not needed too, this time."""
+        ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+        """The same of other tensors, which hold what those hold that it was made of."""
+        ...
+
+    @property
+    def staging_bytes(self) -> int:
+        """What :meth:`copied_into` needs."""
+        ...
+
+    def copied_into(
+        self, memory: torch.Tensor, copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]
+    ) -> Prepared:
+        """The same in ``memory``, flat bytes, with nothing left in the snapshot that it was of.
+
+        ``copy`` copies views of the snapshot's tensors, the second, into the first.
+        """
+        ...
+
+
+Prepare = Callable[[Snapshot], Prepared | None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
     """A version that is ready."""
@@ -62,8 +96,10 @@ class Staged:
     history: str | None
     """Which run of versions it is of; None: it was published in format 1, which does not say."""
     layout: Layout
-    tensors: Mapping[str, torch.Tensor]
-    """In main memory; valid until it is given back."""
+    tensors: Mapping[str, torch.Tensor] | None
+    """In main memory; valid until it is given back. None: only what was prepared was staged."""
+    prepared: Prepared | None
+    """What :class:`Stager`'s ``prepare`` made of it."""
     num_bytes: int
     identity: str
     """Tells versions of one number in two stores apart."""
@@ -78,9 +114,19 @@ class _Request:
     exactly: int | None
     at_least: int
     history: str | None
+    is_whole: bool
 
     def is_met_by(self, version: int) -> bool:
         return version == self.exactly if self.exactly is not None else version >= self.at_least
+
+
+class _BroughtIn(NamedTuple):
+    """What is kept of a snapshot; its bytes are this receiver's, or it is held."""
+
+    tensors: Mapping[str, torch.Tensor] | None
+    prepared: Prepared | None
+    num_bytes: int
+    is_held: bool
 
 
 class StagingMemory:
@@ -120,8 +166,11 @@ class Stager:
         spare: the name to take if another living receiver has this one.
         check: called with a version whenever its layout is another one than before, in the
             stager's thread. What it raises makes the version unusable, and reaches who takes it.
-        copy: copy into memory of its own. ``"auto"``: if ``pin_memory``. On a network mount a
-            version is read into memory of its own in any case.
+        prepare: called with each version, in the stager's thread. What it makes of it is staged
+            too; or alone, where versions are copied and that is enough. None: it made nothing.
+        copy: copy into memory of its own. ``"auto"``: if ``pin_memory``, and what there is to copy
+            will not be less later. On a network mount a version is read into memory of its own in
+            any case.
         pin_memory: that memory is page-locked, for a device to copy from.
         store, receiver_id, poll_interval_s, verify, num_threads, allow_shared_store: as for a
             `WeightReceiver`.
@@ -141,6 +190,7 @@ class Stager:
         instance: str | None = None,
         spare: Spare | None = None,
         check: Check | None = None,
+        prepare: Prepare | None = None,
         copy: bool | Literal["auto"] = "auto",
         pin_memory: bool = False,
         poll_interval_s: float = 1.0,
@@ -162,13 +212,14 @@ class Stager:
         )
         self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
         self._check = check
+        self._prepare = prepare
         self._checked: Layout | None = None
         self._copy = copy
         self._pin_memory = pin_memory
         self._poll_interval_s = poll_interval_s
         self._memory: StagingMemory | None = None
         self._hold = contextlib.ExitStack()
-        self._spent: Mapping[str, torch.Tensor] | None = None
+        self._spent: Staged | None = None
         self._pid = os.getpid()
         # All that follows is guarded by the condition.
         self._condition = threading.Condition()
@@ -199,6 +250,11 @@ class Stager:
     def store(self) -> Path:
         return self._receiver.store
 
+    @property
+    def maps_files(self) -> bool:
+        """Whether it reads versions where they lie, and not over a network."""
+        return self._store.medium.maps_files
+
     def newest(self) -> int | None:
         """The store's newest version; None if there is no store, or nothing in it."""
         pointer = self.newest_pointer()
@@ -219,6 +275,7 @@ class Stager:
         *,
         at_least: int | None = None,
         history: str | None = None,
+        whole: bool = False,
         timeout_s: float,
     ) -> Staged:
         """Wait until a version is ready, and keep it. Nothing else is staged before it comes back.
@@ -228,6 +285,7 @@ class Stager:
             at_least: or this one or a later one, whichever is ready. Default: the one that is the
                 newest now, or was the newest when the store could last be read.
             history: of this run of versions. Default: of that whose versions are there now.
+            whole: with all its tensors.
             timeout_s: how long to wait.
 
         Raises:
@@ -256,7 +314,7 @@ class Stager:
             self._problem = None  # what was wrong may have been mended since
             if self._after is not None and self._after >= at_least:
                 self._after = at_least - 1  # it was applied before, and is wanted again
-            self._request = _Request(version, at_least, history)
+            self._request = _Request(version, at_least, history, whole)
             try:
                 self._wake()
                 self._condition.wait_for(lambda: self._is_closed or self._is_answered(), timeout_s)
@@ -287,7 +345,7 @@ class Stager:
                 self._after = applied
                 if self._staged is not None and self._staged.version <= applied:
                     # Unmapping it takes 17 ms a GB, for which the engine need not wait.
-                    self._spent = self._staged.tensors
+                    self._spent = self._staged
                     self._drop()
                     self._receiver.record.write()
             self._condition.notify_all()
@@ -316,6 +374,8 @@ class Stager:
         if self._problem is not None:
             return request.is_met_by(self._problem[0] or request.at_least)
         if staged is None or are_apart(request.history, staged.history):
+            return False
+        if request.is_whole and staged.tensors is None:
             return False
         return request.is_met_by(staged.version)
 
@@ -423,8 +483,8 @@ class Stager:
         self._receiver.record.set(staged_version=None)
         try:
             self._hold.close()
-        except SnapshotEvictedError:
-            # Held for longer than the sender waits: its bytes are whole, and nobody needs them.
+        except (SnapshotEvictedError, VersionRegressedError):
+            # Held for longer than the sender waits, or than there was a store: nobody needs it.
             self._stats["evictions"] += 1
             self._receiver.record.set(stats=dict(self._stats))
         except (DBufferError, OSError) as error:
@@ -444,16 +504,17 @@ class Stager:
             if self._check is not None and snapshot.layout != self._checked:
                 self._check(snapshot)
                 self._checked = snapshot.layout
-            tensors = self._bring_in(snapshot)
-            if tensors is not snapshot.tensors:
+            brought = self._bring_in(snapshot)
+            if not brought.is_held:
                 hold.close()  # it was read: if it was overwritten meanwhile, this says so
             kept = hold.pop_all()
         staged = Staged(
             version=snapshot.version,
             history=snapshot.history,
             layout=snapshot.layout,
-            tensors=tensors,
-            num_bytes=sum(spec.num_bytes for spec in snapshot.specs),
+            tensors=brought.tensors,
+            prepared=brought.prepared,
+            num_bytes=brought.num_bytes,
             identity=snapshot.identity,
             duration_s=time.monotonic() - started,
         )
@@ -472,20 +533,38 @@ class Stager:
             self._condition.notify_all()
         self._receiver.record.write()
 
-    def _bring_in(self, snapshot: Snapshot) -> Mapping[str, torch.Tensor]:
-        if not self._must_copy():
+    def _bring_in(self, snapshot: Snapshot) -> _BroughtIn:
+        prepared = self._prepare(snapshot) if self._prepare is not None else None
+        is_enough = prepared is not None and prepared.is_enough and not self._is_wanted_whole()
+        num_bytes = snapshot.layout.num_bytes
+        if prepared is not None and is_enough:
+            num_bytes = prepared.num_bytes
+        if not self._must_copy(is_less_later=prepared is not None and not is_enough):
             snapshot.read_ahead()
-            return snapshot.tensors
-        if self._memory is None or self._memory.bytes.numel() != snapshot.data_bytes:
+            return _BroughtIn(snapshot.tensors, prepared, num_bytes, is_held=True)
+        if prepared is not None and is_enough:
+            memory = self._memory_of(prepared.staging_bytes)
+            copied = prepared.copied_into(memory, snapshot.copy_parts)
+            return _BroughtIn(None, copied, num_bytes, is_held=False)
+        tensors = snapshot.copy_into(self._memory_of(snapshot.data_bytes))
+        prepared = None if prepared is None else prepared.of(tensors)
+        return _BroughtIn(tensors, prepared, num_bytes, is_held=False)
+
+    def _is_wanted_whole(self) -> bool:
+        with self._condition:
+            return self._request is not None and self._request.is_whole
+
+    def _memory_of(self, num_bytes: int) -> torch.Tensor:
+        if self._memory is None or self._memory.bytes.numel() != num_bytes:
             if self._memory is not None:
                 self._memory.free()  # before the new one is made: never two versions at once
-            self._memory = StagingMemory(snapshot.data_bytes, pinned=self._pin_memory)
-        return snapshot.copy_into(self._memory.bytes)
+            self._memory = StagingMemory(num_bytes, pinned=self._pin_memory)
+        return self._memory.bytes
 
-    def _must_copy(self) -> bool:
-        if not self._store.medium.maps_files:  # a snapshot is in memory of its own already
+    def _must_copy(self, *, is_less_later: bool) -> bool:
+        if not self.maps_files:  # a snapshot is in memory of its own already
             return self._pin_memory
-        return self._pin_memory if self._copy == "auto" else self._copy
+        return self._pin_memory and not is_less_later if self._copy == "auto" else self._copy
 
     def _count(self, what: str) -> None:
         with self._condition:
