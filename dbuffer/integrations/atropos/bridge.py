@@ -95,6 +95,8 @@ class VLLMWeightBridge:
         store: the store's directory. Default: see :func:`default_store`.
         rank_timeout_s: with several processes, how long they wait for one that does not come; and
             for one that hangs, after an update's ``timeout_seconds``.
+        delta: publish what changed, as for `WeightSender`; for a trainer of one process. The model
+            of :meth:`get_trainable_model` is an ordinary one then.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be.
@@ -106,8 +108,12 @@ class VLLMWeightBridge:
         *,
         store: str | os.PathLike[str] | None = None,
         rank_timeout_s: float = 300.0,
+        delta: bool = False,
     ) -> None:
         self.config = config
+        if checks.flag("delta", delta) and config.world_size > 1:
+            checks.refuse("delta", delta, "False for a trainer of several processes")
+        self._delta = delta
         self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
         self.store = Path(store).absolute() if store is not None else default_store(config)
         """The store's directory; what servers that follow by themselves are to be given."""
@@ -377,7 +383,7 @@ class VLLMWeightBridge:
 
     def _open_sender(self) -> WeightSender | ShardedWeightSender:
         if self.config.world_size == 1:
-            return WeightSender(self.store, rename=self._rename)
+            return WeightSender(self.store, delta=self._delta, rename=self._rename)
         wait_s = self._rank_patience_s
         return ShardedWeightSender(self.store, rename=self._rename, rank_timeout_s=wait_s)
 
@@ -406,6 +412,8 @@ class VLLMWeightBridge:
     def _reason_not_to_reside(self) -> str | None:
         if self.config.world_size > 1:
             return f"the trainer has {self.config.world_size} processes"
+        if self._delta:
+            return "delta=True compares it with what was published"
         if self.shared_state_dict:
             return "its parameters are tensors that were attached"
         if self._mapping is not None and self._mapping.permuted:

@@ -79,8 +79,9 @@ class EngineOptions:
     """The engine's name among the store's receivers. Default: one from what
     the engine calls itself, or from its address."""
     staging: Literal["auto", "map", "copy"] = "auto"
-    """Hold a version mapped, or copied into memory (pinned, with a GPU). ``"auto"``: map without
-    a GPU on a local mount, copy else."""
+    """Hold a version mapped, or copied into memory (pinned, with a GPU); only what this rank needs
+    of it, where that is known. ``"auto"``: map without a GPU on a local mount, copy else, and with
+    a GPU on a local mount only when it is known whether less than all will do."""
     verify: bool | Literal["auto"] = "auto"
     """Check every tensor against its checksum. ``"auto"``: on network mounts."""
     poll_interval_s: float = 1.0
@@ -101,6 +102,9 @@ class EngineOptions:
     plan: bool = True
     """Switch by copies of bytes alone, once a switch through the engine's own reload has proven
     that it does no more than that. Off: every switch is such a reload."""
+    images: bool = True
+    """Pack layers that pack their weights while the engine serves, and switch to the outcome. Takes
+    the memory of those layers once more. Off: a model that has such layers is reloaded."""
     instance_id: str | None = None
     """What tells this start of the engine from all others; its follower sets it. Default: what the
     worker knows, which vLLM changes in some processes once the engine is started."""
@@ -123,6 +127,7 @@ class EngineOptions:
         checks.flag("partial", self.partial)
         checks.choice("new_history", self.new_history, NEW_HISTORIES)
         checks.flag("plan", self.plan)
+        checks.flag("images", self.images)
         is_text = isinstance(self.instance_id, str) and self.instance_id != ""
         _require(self, "instance_id", self.instance_id is None or is_text)
 
@@ -172,7 +177,8 @@ class UpdateRequest:
     history: str | None = None
     """Of this run of versions. Default: of that whose versions are in the store now."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
-    """Whole tensors, or patches to them, in vLLM's words."""
+    """How the version came, in vLLM's words: as whole tensors, or by patches. It is in the store
+    either way, and is switched to in one way."""
     attempt: str | None = None
     """What the engine's record is to name as the cause of what it says, when this has been done or
     has failed: who asked knows by that which weights the engine has."""
@@ -186,10 +192,6 @@ class UpdateRequest:
         is_attempt = isinstance(self.attempt, str) and ATTEMPT.fullmatch(self.attempt) is not None
         _require(self, "attempt", self.attempt is None or is_attempt)
         checks.choice("update_kind", self.update_kind, ("dense", "sparse_flat"))
-        if self.update_kind == "sparse_flat":
-            raise OptionError(
-                "update_kind is 'sparse_flat': a store holds whole tensors so far; use 'dense'"
-            )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

@@ -24,11 +24,14 @@ from dbuffer.errors import (
     VersionError,
 )
 from dbuffer.format.layout import Layout
-from dbuffer.integrations.engine.copy_plan import PlannedLoads
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.plan.copy_plan import Switch
+from dbuffer.integrations.engine.plan.patches import Changed
+from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
+from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
-from dbuffer.integrations.engine.recording import Recording
 from dbuffer.integrations.engine.serving import EngineRank, Served, Serving
+from dbuffer.io.copier import Copier
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
@@ -63,8 +66,18 @@ class RankReceiver:
         self._attempt: str | None = None
         self._fits = rank.make_check(partial=options.partial)
         self._recorded: tuple[Layout, Recording] | None = None
+        self._copier = Copier(options.num_threads)
         self._planned = (
-            PlannedLoads(rank.module, without=rank.not_weights) if options.plan else None
+            PlannedLoads(
+                rank.module,
+                self._copier,
+                partial=options.partial,
+                without=rank.not_weights,
+                packing=rank.packing if options.images else None,
+                load=self._fits.loaded,
+            )
+            if options.plan
+            else None
         )
         self.engine_id = engine_id
         instance_id = options.instance_id or rank.instance_id
@@ -79,6 +92,7 @@ class RankReceiver:
             instance=names.instance,
             spare=names.spare(name),
             check=self._check,
+            prepare=self._prepare_switch if self._planned is not None else None,
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
             pin_memory=rank.on_device and options.staging != "map",
             poll_interval_s=options.poll_interval_s,
@@ -87,6 +101,7 @@ class RankReceiver:
             allow_shared_store=options.allow_shared_store,
             new_history=options.new_history,
         )
+        self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id, spare=names.spare(engine_id))
         self._record.set(instance=names.instance, is_made_up=instance_id in engine_id)
@@ -149,9 +164,20 @@ class RankReceiver:
     def close(self) -> None:
         """Stop following. What the engine acknowledged stays in the store."""
         self._stager.close()
+        self._copier.close()
         self._record.close()
         if self._mirror is not None:
             self._mirror.close()
+
+    def _advise_a_local_copy(self) -> None:
+        if self.ranks.size > 1 and self.ranks.rank == 0 and not self._stager.maps_files:
+            logger.info(
+                "%s is on a network mount, and each of %d ranks reads all of each version, which "
+                "NFS fetches once if there is memory to keep it in; with local_store=... one "
+                "process of the node reads it for all of them",
+                self.options.read_store,
+                self.ranks.size,
+            )
 
     def _check(self, snapshot: Snapshot) -> None:
         """Refuse what cannot be loaded; in the stager's thread, while the engine serves."""
@@ -175,18 +201,49 @@ class RankReceiver:
         if self.options.partial:
             yield from ((alias, stored[name]) for alias, name in layout.aliases.items())
 
+    def _prepare_switch(self, snapshot: Snapshot) -> Switch | None:
+        """In the stager's thread, while the engine serves."""
+        recorded, recording = self._recorded or (None, None)
+        if self._planned is None or recorded != snapshot.layout:
+            return None
+        tensors = dict(self._under_all_names(snapshot.tensors, snapshot.layout))
+
+        def changed_since(identity: str) -> Changed | None:
+            changed = snapshot.changed_since(identity)
+            if changed is None:
+                return None
+            aliases = snapshot.layout.aliases.items()
+            return changed | {alias: changed[name] for alias, name in aliases if name in changed}
+
+        return self._planned.prepare(tensors, recording, changed_since)
+
     def _load(self, staged: Staged) -> None:
         self._loaded_names.add(staged.layout.all_names, staged.version)
+        switch = staged.prepared if isinstance(staged.prepared, Switch) else None
+        if (
+            self._planned is not None
+            and switch is not None
+            and self._planned.apply(switch, staged.identity)
+        ):
+            return
+        if staged.tensors is None:
+            staged = self._take_whole(staged.version, staged.history)
+            switch = staged.prepared if isinstance(staged.prepared, Switch) else None
+        assert staged.tensors is not None  # noqa: S101 - it was asked for
         tensors = dict(self._under_all_names(staged.tensors, staged.layout))
 
         def reload() -> None:
             self._model.load(tensors.items(), partial=self.options.partial)
 
-        layout, recording = self._recorded or (None, None)
-        if self._planned is None or recording is None or layout != staged.layout:
-            reload()  # it was checked before what is staged now was
+        if self._planned is None:
+            reload()
         else:
-            self._planned.load(tensors, recording, reload)
+            self._planned.reload(reload, switch, staged.identity)
+
+    def _take_whole(self, version: int, history: str | None) -> Staged:
+        self._stager.give_back()
+        timeout_s = self.options.timeout_s
+        return self._stager.take(version, history=history, whole=True, timeout_s=timeout_s)
 
     def _problem_of_mirror(self, mirror: Mirror) -> str | None:
         try:
@@ -320,15 +377,12 @@ class RankReceiver:
         return self._broken
 
     def _load_again(self, wanted: Served | None) -> None:
-        self._stager.give_back()
         if wanted is None or self.options.partial:
             # A partial version does not tell what a later one has overwritten in addition.
             self._model.load_checkpoint()
             self._loaded_names.forget()
         if wanted is not None:
-            version, history = wanted
-            timeout_s = self.options.timeout_s
-            self._load(self._stager.take(version, history=history, timeout_s=timeout_s))
+            self._load(self._take_whole(wanted.version, wanted.history))
 
     def _is_whole_again(self) -> None:
         self._broken = None

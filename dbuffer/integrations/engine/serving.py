@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.plan.images import Packing
+from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.ranks import Ranks
-from dbuffer.integrations.engine.recording import Recording
 from dbuffer.store.buffer import are_apart
 from dbuffer.weights.targets import LoadedNames
 
@@ -55,6 +56,22 @@ class ServingModel(Protocol):
         ...
 
 
+class FitCheck(Protocol):
+    """Whether weights fit a model, and what its loaders do with them."""
+
+    def __call__(self, specs: Sequence[TensorSpec], /) -> Recording:
+        """Refuse tensors that do not fit.
+
+        Raises:
+            WeightsMismatchError: a name or a shape is not the model's, or a tensor is missing.
+        """
+        ...
+
+    def loaded(self, name: str, tensors: Mapping[str, torch.Tensor], /) -> torch.Tensor:
+        """What the loaders make of some tensors with data, in the parameter of this name."""
+        ...
+
+
 class EngineRank(Protocol):
     """What a receiver needs to know of the rank that it is in."""
 
@@ -71,6 +88,11 @@ class EngineRank(Protocol):
     @property
     def not_weights(self) -> Collection[str]:
         """Attributes of its layers that change while it serves: its caches, and what is ours."""
+        ...
+
+    @property
+    def packing(self) -> Packing | None:
+        """How its layers pack their weights, as far as that is known."""
         ...
 
     @property
@@ -91,7 +113,7 @@ class EngineRank(Protocol):
         """The model, to swap weights in; ``before`` is what an earlier receiver swapped them in."""
         ...
 
-    def make_check(self, *, partial: bool) -> Callable[[Sequence[TensorSpec]], Recording]:
+    def make_check(self, *, partial: bool) -> FitCheck:
         """What tells, while the model serves, whether weights fit it, all or a part of them.
 
         And what the model's loaders do with them.

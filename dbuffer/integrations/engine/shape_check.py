@@ -7,6 +7,7 @@ cannot tell that one of the parts is missing.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.recording import LoadRecorder, Recording
+from dbuffer.integrations.engine.plan.recording import LoadRecorder, Recording, tables_of
 from dbuffer.io.tensors import DTYPES
 from dbuffer.weights.names import NameMap, renamed
 
@@ -95,6 +96,8 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def watched(*args: Any, **kwargs: Any) -> Any:
             # All take the parameter and what is loaded first, some by name.
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
+            if not param.is_meta:  # with data, what was counted without is done once more
+                return loader(*args, **kwargs)
             # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
             if loaded.is_floating_point() != param.is_floating_point():
                 raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
@@ -181,3 +184,39 @@ class ShapeCheck:
             raise WeightsMismatchError(message) from error
         self._watched.require_complete(tensors)
         return self._watched.recorder.end()
+
+    def loaded(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """What the model's loaders make of some tensors with data, in the parameter of this name.
+
+        For the same thread as the check. What the loaders raise is raised.
+        """
+        model = self._watched.model
+        with _with_data(model, name) as real:
+            model.load_weights((renamed(n, self._names), tensor) for n, tensor in tensors.items())
+        return real
+
+
+@contextlib.contextmanager
+def _with_data(model: torch.nn.Module, name: str) -> Iterator[torch.Tensor]:
+    """Let a parameter or buffer of a copy without data have some meanwhile."""
+    path, _, own = name.rpartition(".")
+    tables = tables_of(model.get_submodule(path))
+    without = next(table[own] for table in tables if own in table)
+    data = torch.empty_strided(without.shape, without.stride(), dtype=without.dtype, device="cpu")
+    made = torch.Tensor._make_subclass(type(without), data.zero_(), False)  # noqa: SLF001
+    made.__dict__.update(without.__dict__)
+    # A tied one is in several layers.
+    places = [
+        (table, key)
+        for layer in model.modules()
+        for table in tables_of(layer)
+        for key, tensor in table.items()
+        if tensor is without
+    ]
+    for table, key in places:
+        table[key] = made
+    try:
+        yield data
+    finally:
+        for table, key in places:
+            table[key] = without

@@ -12,7 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.integrations.peft.saved import config_of
-from dbuffer.publish.sender import Publication, WeightSender
+from dbuffer.publish.publication import Publication
+from dbuffer.publish.sender import WeightSender
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.weights.targets import ADAPTER_KEY
 

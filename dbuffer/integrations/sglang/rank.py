@@ -26,6 +26,7 @@ class SchedulerRank:
     """One rank; see :class:`~dbuffer.integrations.engine.serving.EngineRank`."""
 
     not_weights = (KEPT_AS,)
+    packing = None
 
     def __init__(self, model: Any, command: Command) -> None:
         self.module: torch.nn.Module = model

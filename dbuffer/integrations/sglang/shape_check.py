@@ -16,7 +16,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch.utils._pytree import tree_leaves
 
 from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
-from dbuffer.integrations.engine.recording import storage_of
+from dbuffer.integrations.engine.plan.recording import storage_of
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.integrations.sglang.model import dtype_of
 from dbuffer.weights.names import NameMap

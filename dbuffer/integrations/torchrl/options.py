@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import torch
 
 from dbuffer.errors import OptionError
+from dbuffer.format.delta import require_compression
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.sender import WeightSender
@@ -19,7 +20,7 @@ from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer
 
 _SHARED = ("num_threads", "allow_shared_store")
-_SENDER = (*_SHARED, "durable", "checksum", "dtype", "rename", "reader_timeout_s")
+_SENDER = (*_SHARED, "durable", "checksum", "delta", "dtype", "rename", "reader_timeout_s")
 _RECEIVER = (*_SHARED, "verify", "poll_interval_s")
 _MIRROR = (*_SHARED, "reader_timeout_s", "poll_interval_s")
 
@@ -35,6 +36,7 @@ class TransportOptions:
     """Threads that copy, on either side."""
     durable: bool = False
     checksum: bool | Literal["auto"] = "auto"
+    delta: bool = False
     dtype: torch.dtype | None = None
     rename: Rename | None = None
     reader_timeout_s: float = 60.0
@@ -47,6 +49,8 @@ class TransportOptions:
         checks.whole_number("num_threads", self.num_threads)
         checks.flag("durable", self.durable)
         checks.choice("checksum", self.checksum, (True, False, "auto"))
+        if checks.flag("delta", self.delta):
+            require_compression()
         Describer(dtype=self.dtype, rename=self.rename)
         checks.seconds("reader_timeout_s", self.reader_timeout_s)
         checks.choice("verify", self.verify, (True, False, "auto"))

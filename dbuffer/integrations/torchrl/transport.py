@@ -13,7 +13,8 @@ from dbuffer.integrations.torchrl.addresses import Addresses
 from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.mirror.mirror import Mirror
-from dbuffer.publish.sender import Publication, WeightSender
+from dbuffer.publish.publication import Publication
+from dbuffer.publish.sender import WeightSender
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.store.buffer import DoubleBuffer

@@ -32,7 +32,7 @@ from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
 from dbuffer.integrations.vllm.engines import vllm_engine_of
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
-from dbuffer.publish.sender import Publication
+from dbuffer.publish.publication import Publication
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
 
@@ -78,9 +78,9 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         num_threads: threads that copy, on either side.
         strategy: how TorchRL extracts weights, ``"tensordict"`` or ``"state_dict"``; the latter
             merges LoRA adapters.
-        **options: of the sender (``durable``, ``checksum``, ``dtype``, ``rename``,
-            ``reader_timeout_s``), of the receivers (``verify``, ``poll_interval_s``), and
-            ``allow_shared_store``.
+        **options: of the sender (``durable``, ``checksum``, ``delta``, ``dtype``,
+            ``rename``, ``reader_timeout_s``), of the receivers (``verify``, ``poll_interval_s``),
+            and ``allow_shared_store``.
 
     Raises:
         OptionError: (a ``ValueError``) there is no such option.

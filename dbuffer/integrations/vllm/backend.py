@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import (
@@ -15,6 +16,7 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.messages import BeginRequest
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.config import options_of
+from dbuffer.integrations.vllm.patches import trainer_send_sparse_weights
 from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
 
 
@@ -39,6 +41,9 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     init_info_cls = DBufferInitInfo
     update_info_cls = DBufferUpdateInfo
     supports_draft_weight_update = False
+
+    # The trainer's half, where releases that know `receive_sparse_weights` look for it.
+    trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
@@ -78,6 +83,18 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._update(DBufferUpdateInfo.parse_or_error(update_info))
 
     def receive_weights(self, update_info: DBufferUpdateInfo) -> None:
+        self._update(update_info)
+
+    def receive_sparse_weights(
+        self,
+        update_info: DBufferUpdateInfo,
+        apply_patches: Callable[[list[Any]], None],  # noqa: ARG002 - as vLLM calls it
+    ) -> None:
+        """Switch to a version that came by patches, as to any other.
+
+        Some of vLLM's releases call this, with what writes patches into parameters in place. It is
+        not called: a version in a store is whole, and its names are a checkpoint's.
+        """
         self._update(update_info)
 
     def shutdown(self) -> None:

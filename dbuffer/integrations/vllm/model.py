@@ -31,6 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import EngineBrokenError, EngineUnsupportedError
+from dbuffer.integrations.engine.plan.recording import tables_of
 
 _Tensors = tuple[torch.nn.Module, list[dict[str, Any]]]
 """A module, and its own parameters and buffers."""
@@ -121,11 +122,6 @@ class VllmModel:
 
 def _own_tensors(module: Any) -> list[dict[str, Any]]:
     return [dict(table) for table in tables_of(module)]
-
-
-def tables_of(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its parameters and buffers; to register them again keeps no order."""
-    return module._parameters, module._buffers  # noqa: SLF001
 
 
 def _put_back(before: list[_Tensors]) -> None:

@@ -16,6 +16,7 @@ from dbuffer.integrations.engine.serving import KEPT_AS, ServingModel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched
 from dbuffer.integrations.vllm.model import VllmModel
+from dbuffer.integrations.vllm.packing import CpuPacking
 from dbuffer.integrations.vllm.shape_check import vllm_shape_check
 
 
@@ -50,6 +51,10 @@ class WorkerRank:
     def make_model(self, before: ServingModel | None) -> ServingModel:
         """The model, to swap weights in: the same as before, which knows whether it may serve."""
         return before or VllmModel(self._vllm_config, self.module, self._device)
+
+    @property
+    def packing(self) -> CpuPacking | None:
+        return None if self.on_device else CpuPacking()
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         return vllm_shape_check(self._vllm_config, partial=partial)

@@ -16,8 +16,9 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import WeightsMismatchError
+from dbuffer.integrations.engine.plan.recording import tables_of
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
-from dbuffer.integrations.vllm.model import has_optional_scales, tables_of
+from dbuffer.integrations.vllm.model import has_optional_scales
 
 
 def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:

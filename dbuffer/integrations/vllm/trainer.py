@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.vllm.config import BACKEND
+from dbuffer.integrations.vllm.patches import publish_patches, trainer_send_sparse_weights
 from dbuffer.integrations.vllm.plugin import register
 from dbuffer.publish.sender import WeightSender
 
@@ -40,10 +41,16 @@ class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """More of :class:`EngineOptions` for the engine, ``store`` for one if it sees another path."""
     sender: dict[str, Any] = field(default_factory=dict)
     """Options of the :class:`~dbuffer.WeightSender`."""
+    sparse: bool = False
+    """Let patches be sent, by a sender of ``delta=True``; so it is in any case without a source.
+    A source is gathered whole then, in main memory where it is not there already."""
+    checkpoint: str | None = None
+    """For a trainer that has patches and no source, as vLLM's own: the HuggingFace checkpoint that
+    the first of them follow. It is published whole in ``trainer_init``."""
 
 
 class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Publishes a source's weights, then lets the engine switch to exactly that version.
+    """Publishes a source's weights, or patches, then lets the engine switch to that version.
 
     The engine's weight version becomes the store's. Pausing it and resetting its prefix cache are
     the caller's, as with vLLM's own backends.
@@ -51,9 +58,15 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
     init_info_cls = DBufferTrainerInitInfo
 
-    def __init__(self, *, client: Any, source: Any, sender: WeightSender | None) -> None:
+    # For trainers of releases before this interface, which look for it on the workers' half.
+    trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
+
+    def __init__(
+        self, *, client: Any, source: Any, sender: WeightSender | None, delta: bool = False
+    ) -> None:
         super().__init__(client=client, source=source, is_sender=sender is not None)
         self._sender = sender
+        self._delta = delta
 
     @classmethod
     def trainer_init(
@@ -62,35 +75,58 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         """Open the store, and let the engine's workers follow it. Called on every rank.
 
         Raises:
-            OptionError: (a ``ValueError``) there is no source, or an option is wrong.
+            OptionError: (a ``ValueError``) there is neither a source nor a checkpoint, or there are
+                both, or an option is wrong.
             WriterActiveError: another sender has this store.
+            DBufferError: the checkpoint could not be published.
         """
-        if source is None:
-            raise OptionError("dbuffer publishes whole weights: trainer_init needs a WeightSource")
+        if (source is None) == (init_info.checkpoint is None):
+            raise OptionError(
+                "a first version is published whole, also of a trainer that sends patches then: "
+                "trainer_init needs a WeightSource, or its init info a checkpoint, and not both"
+            )
         if not init_info.is_sender:
             return cls(client=client, source=source, sender=None)
         options = {"store": str(Path(init_info.store).absolute())} | init_info.engine
         EngineOptions.parse(options)
-        sender = WeightSender(init_info.store, **init_info.sender)
+        how = dict(init_info.sender)
+        if init_info.sparse or source is None:
+            how["delta"] = True
+        sender = WeightSender(init_info.store, **how)
         try:
+            if init_info.checkpoint is not None:
+                sender.send(Path(init_info.checkpoint))
             client.init_weight_transfer_engine(options)
         except BaseException:
             sender.close()
             raise
-        return cls(client=client, source=source, sender=sender)
+        return cls(client=client, source=source, sender=sender, delta=how.get("delta", False))
 
-    def send_weights(self) -> None:
+    def send_weights(self, patches: Iterable[Any] | None = None) -> None:
         """Publish, and switch the engine. Called on every rank.
 
+        Args:
+            patches: vLLM's ``SparseWeightPatch``, for a version of which only this differs from
+                the one that this trainer published last; see :func:`.patches.patches_of`. They are
+                the sender's affair: other ranks' are not looked at. An empty list does nothing.
+                None: the source, whole; nothing if there is none.
+
         Raises:
-            DBufferError: the weights could not be published; the engine was not asked to switch.
+            VersionError: patches before the first version of this trainer, or after one that could
+                not be published: whatever the store holds, send the source whole once.
+            WeightsMismatchError: a patch does not fit what was published.
+            InvalidWeightsError: a patch is malformed, or brings a NaN.
+            OptionError: patches, and ``sparse`` is not set.
+            DBufferError: the weights could not be published. As with all of these, the engine was
+                not asked to switch.
             Exception: what the client raised; the engine is ready for the next update.
         """
-        if self._sender is None:
-            for _ in _pairs(self.source):
-                pass  # gathering is a collective, in which every rank takes part
+        if patches is not None or self.source is None:
+            version = self._publish_patches(patches)
+        else:
+            version = self._publish_source()
+        if version is None:
             return
-        version = self._sender.send(_weights(self.source)).version
         self.client.start_weight_update()
         try:
             self.client.update_weights({"version": version})
@@ -101,6 +137,41 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
                 self.client.finish_weight_update()
             raise
         self.client.finish_weight_update(str(version))
+
+    def send_weight_chunk(self, patches: Iterable[Any] | None = None) -> int | None:
+        """Publish patches and switch, between the caller's own start and finish of an update.
+
+        Each chunk is a version, which the engine has when this returns, as with vLLM's own backend.
+        An engine that is not paused from start to finish serves each of them, and so does whoever
+        else follows the store: what is to be seen as one goes into one call.
+
+        Returns:
+            The version, to be told to the client's ``finish_weight_update(str(version))``; None if
+            there are no patches, or this rank is not the sender.
+
+        Raises:
+            As :meth:`send_weights`; finishing is the caller's, also then.
+        """
+        version = self._publish_patches(patches)
+        if version is not None:
+            self.client.update_weights({"version": version})
+        return version
+
+    def _publish_source(self) -> int | None:
+        if self._sender is None:
+            for _ in _pairs(self.source):
+                pass  # gathering is a collective, in which every rank takes part
+            return None
+        weights = _weights(self.source)
+        if self._delta and not isinstance(weights, dict):
+            # Away from the device, and from what a source may use again for its next tensor.
+            weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
+        return self._sender.send(weights).version
+
+    def _publish_patches(self, patches: Iterable[Any] | None) -> int | None:
+        if self._sender is None:
+            return None
+        return publish_patches(self._sender, patches)
 
     def shutdown(self) -> None:
         """Give the store up. The last version stays published."""

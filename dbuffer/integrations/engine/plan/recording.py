@@ -88,6 +88,16 @@ class Recording:
     refused: Mapping[str, str]
     """Parameters that are written otherwise, and how."""
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Of what published tensors give parameters, in the parameters' dtypes."""
+        return sum(
+            step.to.num_elements * self.places[name].dtype.itemsize
+            for name, steps in self.steps.items()
+            for step in steps
+            if step.source is not None
+        )
+
 
 class LoadRecorder:
     """Notes what operations do to the tensors of a model without data.
@@ -168,6 +178,11 @@ def storage_of(tensor: torch.Tensor) -> int:
     """By which a tensor and its views are known."""
     address: int = tensor.untyped_storage()._cdata  # noqa: SLF001
     return address
+
+
+def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its parameters and buffers; to register them again keeps no order."""
+    return layer.__dict__["_parameters"], layer.__dict__["_buffers"]
 
 
 def _changes_values(view: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+import torch.distributed
 import xxhash
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum)
@@ -40,6 +41,7 @@ _NOT_LOOKED_INTO = (
     type(threading.Lock()),
     type(threading.RLock()),
     torch.Generator,
+    torch.distributed.ProcessGroup,
     type(torch.ops.aten.copy_),
     type(torch.ops.aten.copy_.default),
 )
@@ -64,6 +66,8 @@ class State:
         model: where to begin.
         without: attributes that are not followed: caches, which serving fills.
         undigested: addresses of the storages whose bytes are not to be compared.
+        replaced: attributes that are not followed either, each of one object: its identity, and
+            their name.
     """
 
     def __init__(
@@ -72,9 +76,11 @@ class State:
         *,
         without: Collection[str] = (),
         undigested: Collection[int] = (),
+        replaced: Collection[tuple[int, str]] = (),
     ) -> None:
         self._without = frozenset(without)
         self._undigested = frozenset(undigested)
+        self._replaced = frozenset(replaced)
         self._found: dict[str, Any] = {}
         self._digests: dict[int, str] = {}
         # Alive as long as this: what comes later cannot have the identity of any of these.
@@ -162,7 +168,7 @@ class State:
         elif isinstance(thing, functools.partial):
             yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
         for name, value in sorted(self._attributes(thing), key=_name_of):
-            if name not in self._without:
+            if name not in self._without and (id(thing), name) not in self._replaced:
                 yield f".{name}", value
 
     def _attributes(self, thing: Any) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,142 @@
+"""`Patches`: what of a switch is left where only some places of some tensors changed.
+
+Positions in published tensors become positions in parameters, while the engine serves; in the pause
+they are scattered. A tensor of which too much changed, or nobody knows what, is copied whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dbuffer.integrations.engine.plan.recording import View
+
+Positions = npt.NDArray[np.int64]
+
+Changed = Mapping[str, Positions | None]
+"""Where published tensors may differ from those of an earlier version: flat positions, ascending,
+by name; None: anywhere. A tensor that is not named is as it was."""
+
+MAX_SHARE = 0.05
+"""Of a part's elements. Writing 3 % of 50 million bfloat16 one by one took 0.6 of the time that
+copying all of them took, and 10 % more than twice as long (measured on one CPU)."""
+
+_PIECE = 1 << 16
+"""Positions; about a tenth of a millisecond."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Copy(NamedTuple):
+    """What is copied in a switch."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+
+
+class Patch(NamedTuple):
+    """New values in some places of a parameter."""
+
+    target: torch.Tensor
+    """All its memory, flat, as integers of its elements' size."""
+    positions: torch.Tensor
+    values: torch.Tensor
+
+    def apply(self) -> None:
+        """Put them there."""
+        self.target.index_copy_(0, self.positions, self.values)
+
+    def pieces(self) -> Iterator[Patch]:
+        """The same in pieces of which several threads can take some each."""
+        for first in range(0, len(self.positions), _PIECE):
+            piece = slice(first, first + _PIECE)
+            yield Patch(self.target, self.positions[piece], self.values[piece])
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """What leads from the version that a model holds to another."""
+
+    base: str
+    """Identity of the version that it must hold."""
+    patches: Sequence[Patch]
+    copies: Sequence[Copy]
+    """Of what is not patched."""
+
+
+def patch_or_copy(
+    parameter: torch.Tensor,
+    to: View,
+    part: View,
+    source: torch.Tensor,
+    changed: Positions | None,
+) -> Patch | Copy | None:
+    """What brings a part of a published tensor into its place in a parameter.
+
+    None: nothing of it changed.
+
+    Args:
+        parameter: that.
+        to: its place.
+        part: which part.
+        source: the published tensor, contiguous.
+        changed: where that may differ from what the parameter holds; None: anywhere.
+    """
+    whole = Copy(to.in_(parameter), part.in_(source))
+    if changed is None or len(changed) > MAX_SHARE * source.numel() or not _is_nested(part):
+        return whole
+    sources, targets = places_in(part, to, changed)
+    if not len(sources):
+        return None
+    if len(sources) > MAX_SHARE * part.num_elements:
+        return whole
+    values = source.reshape(-1)[torch.from_numpy(sources)].to(parameter.dtype)
+    positions = torch.from_numpy(targets).to(parameter.device)
+    return Patch(flat(parameter), positions, as_integers(values).to(parameter.device))
+
+
+def _is_nested(part: View) -> bool:
+    """Whether each element is there once, and its place tells which it is."""
+    reach = 0
+    for stride, extent in sorted(zip(part.stride, part.shape, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                return False
+            reach += (extent - 1) * stride
+    return True
+
+
+def places_in(part: View, to: View, changed: Positions) -> tuple[Positions, Positions]:
+    """Which of these positions are in a part, and where each is in what the part is copied to."""
+    is_dense = part.num_elements == part.end - part.offset
+    if is_dense and part.stride == to.stride:
+        first, end = np.searchsorted(changed, [part.offset, part.end])
+        return changed[first:end], changed[first:end] + (to.offset - part.offset)
+    rest = changed - part.offset
+    inside = rest >= 0
+    targets = np.full(len(changed), to.offset, np.int64)
+    # From the longest stride to the shortest: what is left over of a position is in the next.
+    for axis in sorted(range(len(part.shape)), key=lambda axis: -part.stride[axis]):
+        if part.shape[axis] == 1:
+            continue
+        index, rest = np.divmod(rest, part.stride[axis])
+        inside &= index < part.shape[axis]
+        targets += index * to.stride[axis]
+    inside &= rest == 0
+    return changed[inside], targets[inside]
+
+
+def flat(parameter: torch.Tensor) -> torch.Tensor:
+    """The memory of a parameter that has one of its own, as integers of its elements' size."""
+    plain = parameter.detach()
+    return as_integers(plain.as_strided((plain.numel(),), (1,), plain.storage_offset()))
+
+
+def as_integers(values: torch.Tensor) -> torch.Tensor:
+    """Their bits, as integers of the elements' size."""
+    return values.view(_INTEGERS[values.itemsize])

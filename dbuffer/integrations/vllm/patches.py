@@ -1,0 +1,147 @@
+"""vLLM's sparse patches, published by a sender.
+
+vLLM's releases have had two classes of the name ``SparseWeightPatch``, in two modules, and this
+backend needs neither: a patch is known by its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from dbuffer.errors import InvalidWeightsError, OptionError, WeightsMismatchError
+from dbuffer.publish.patches import SparsePatch
+from dbuffer.publish.sender import WeightSender
+from dbuffer.weights.sources import is_made_of_others
+
+
+def publish_patches(sender: WeightSender, patches: Iterable[Any] | None) -> int | None:
+    """Publish the last version with these patches, as :meth:`WeightSender.send_patches` does.
+
+    Args:
+        sender: made with ``delta=True``.
+        patches: vLLM's ``SparseWeightPatch``; see :func:`patches_of`.
+
+    Returns:
+        The version's number; None if there are no patches, and so no version.
+
+    Raises:
+        DBufferError: as of `patches_of` and `send_patches`. Nothing was published.
+    """
+    given = patches_of(patches or ())
+    return sender.send_patches(given).version if given else None
+
+
+def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
+    """Bring vLLM's patches into the sender's terms, checked as far as they tell by themselves.
+
+    Args:
+        patches: each with a ``name`` (of a published tensor), ``indices`` (int32 or int64, flat
+            positions in it), ``values`` (what will stand there) and ``full_shape`` (the whole
+            tensor's; releases that have no such field do without). Tensors are of one dimension,
+            on any device. One name may come several times: where two patches name one place, the
+            later has it.
+
+    Raises:
+        InvalidWeightsError: a patch is not of that form, or brings a NaN.
+        WeightsMismatchError: patches of one name disagree about its shape or dtype.
+    """
+    found: dict[str, SparsePatch] = {}
+    for position, patch in enumerate(patches):
+        checked = _checked(patch, position)
+        before = found.get(checked.name)
+        found[checked.name] = checked if before is None else _merged(before, checked)
+    return list(found.values())
+
+
+def trainer_send_sparse_weights(iterator: Iterable[Any], trainer_args: Any) -> int | None:
+    """Publish patches, for a trainer of a vLLM release whose engines have a method of this name.
+
+    Nobody has to receive meanwhile: call ``update_weights`` when this has returned, with
+    ``{"version": what it returned, "update_kind": "sparse_flat"}``.
+
+    Args:
+        iterator: patches, as of :func:`patches_of`.
+        trainer_args: ``{"sender": WeightSender(store, delta=True)}``.
+
+    Returns:
+        The version's number; None if there are no patches.
+
+    Raises:
+        OptionError: ``trainer_args`` has no sender.
+        DBufferError: as of :func:`publish_patches`.
+    """
+    sender = trainer_args.get("sender") if isinstance(trainer_args, Mapping) else None
+    if not isinstance(sender, WeightSender):
+        raise OptionError(
+            f"trainer_args is {trainer_args!r:.200}: it must be an object with 'sender', a "
+            "WeightSender of delta=True"
+        )
+    return publish_patches(sender, iterator)
+
+
+def _checked(patch: Any, position: int) -> SparsePatch:
+    try:
+        name, indices, values = patch.name, patch.indices, patch.values
+    except AttributeError as error:
+        raise InvalidWeightsError(f"patch {position} is none of vLLM's: {error}") from error
+    what = f"patch {position}, of {name!r:.200},"
+    if not isinstance(name, str):
+        raise InvalidWeightsError(f"{what} has a name that is no text")
+    for field, tensor in (("indices", indices), ("values", values)):
+        if not _is_plain(tensor):
+            raise InvalidWeightsError(
+                f"{what} has {field} that are no plain tensor of one dimension with data: gather "
+                "and flatten them"
+            )
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise InvalidWeightsError(f"{what} has indices of {indices.dtype}, not int32 or int64")
+    if len(indices) != len(values):
+        raise InvalidWeightsError(f"{what} has {len(indices)} indices and {len(values)} values")
+    indices, values = indices.detach().cpu(), values.detach().cpu()
+    if _has_nan(values):
+        raise InvalidWeightsError(f"{what} brings a NaN, which vLLM takes for what stays as it is")
+    return SparsePatch(name, indices, values, _shape_of(patch, what))
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether it is one: no shard, nothing without data, nothing sparse."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not tensor.is_meta
+        and tensor.layout is torch.strided
+        and not is_made_of_others(tensor)
+        and tensor.dim() == 1
+    )
+
+
+def _has_nan(values: torch.Tensor) -> bool:
+    if not values.is_floating_point():
+        return False
+    # Dtypes of eight bits have no isnan of their own.
+    return bool((values if values.itemsize > 1 else values.float()).isnan().any())
+
+
+def _shape_of(patch: Any, what: str) -> tuple[int, ...] | None:
+    if not hasattr(patch, "full_shape"):
+        return None
+    try:
+        return tuple(int(size) for size in patch.full_shape)
+    except (TypeError, ValueError) as error:
+        raise InvalidWeightsError(
+            f"{what} has the full_shape {patch.full_shape!r:.200}: it is the whole tensor's shape"
+        ) from error
+
+
+def _merged(before: SparsePatch, after: SparsePatch) -> SparsePatch:
+    if (before.shape, before.values.dtype) != (after.shape, after.values.dtype):
+        raise WeightsMismatchError(
+            f"two patches of {after.name!r} are of {before.values.dtype} and shape {before.shape}, "
+            f"and of {after.values.dtype} and shape {after.shape}"
+        )
+    stays = ~torch.isin(before.indices, after.indices)
+    indices = torch.cat([before.indices[stays], after.indices])
+    values = torch.cat([before.values[stays], after.values])
+    return SparsePatch(after.name, indices, values, after.shape)
