@@ -42,6 +42,7 @@ from dbuffer.errors import (
     VersionError,
     VersionRegressedError,
     VersionTimeoutError,
+    WeightsChangedError,
     WeightsMismatchError,
     WriterActiveError,
     WriterSupersededError,
@@ -50,8 +51,10 @@ from dbuffer.weights.names import Exact, NameMap, Pattern, Prefix
 
 if typing.TYPE_CHECKING:
     from dbuffer.mirror.mirror import Mirror
+    from dbuffer.publish.patches import SparsePatch
+    from dbuffer.publish.publication import PendingPublication, Publication
     from dbuffer.publish.resident import ResidentModel
-    from dbuffer.publish.sender import Publication, WeightSender
+    from dbuffer.publish.sender import WeightSender
     from dbuffer.publish.sharded import ShardedWeightSender
     from dbuffer.receive.receiver import WeightReceiver
     from dbuffer.receive.snapshot import Snapshot
@@ -60,9 +63,11 @@ else:
     _MODULE_OF = {
         "LazyTensor": "weights.checkpoint",
         "Mirror": "mirror.mirror",
-        "Publication": "publish.sender",
+        "PendingPublication": "publish.publication",
+        "Publication": "publish.publication",
         "ResidentModel": "publish.resident",
         "ShardedWeightSender": "publish.sharded",
+        "SparsePatch": "publish.patches",
         "Snapshot": "receive.snapshot",
         "WeightReceiver": "receive.receiver",
         "WeightSender": "publish.sender",
@@ -102,6 +107,7 @@ __all__ = [
     "NotReadyError",
     "OptionError",
     "Pattern",
+    "PendingPublication",
     "Prefix",
     "Publication",
     "RankFailedError",
@@ -113,6 +119,7 @@ __all__ = [
     "ShardedWeightSender",
     "Snapshot",
     "SnapshotEvictedError",
+    "SparsePatch",
     "StoreAccessError",
     "StoreCorruptError",
     "StoreFormatError",
@@ -128,6 +135,7 @@ __all__ = [
     "VersionTimeoutError",
     "WeightReceiver",
     "WeightSender",
+    "WeightsChangedError",
     "WeightsMismatchError",
     "WriterActiveError",
     "WriterSupersededError",

@@ -181,10 +181,18 @@ def _buffer_row(buffer: BufferStatus) -> tuple[str, ...]:
         buffer.state,
         _or_blank(buffer.version),
         str(buffer.num_tensors),
-        format_bytes(buffer.file_bytes),
+        _size_of(buffer),
         format_age(buffer.age_s),
+        "yes" if buffer.has_checksums else "no",
         ", ".join(buffer.held_by),
     )
+
+
+def _size_of(buffer: BufferStatus) -> str:
+    """What a version takes; one that stands on an anchor, beside that."""
+    if buffer.is_whole:
+        return format_bytes(buffer.file_bytes)
+    return f"{buffer.num_deltas} deltas, {format_bytes(buffer.delta_bytes)}"
 
 
 def _receiver_row(receiver: ReceiverStatus) -> tuple[str, ...]:

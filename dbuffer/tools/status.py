@@ -22,6 +22,11 @@ class BufferStatus:
     file_bytes: int
     age_s: float | None
     has_checksums: bool
+    num_deltas: int
+    """That its manifest names; of a version that stands on an anchor, they are a part of it."""
+    delta_bytes: int
+    is_whole: bool
+    """Whether its weights file holds the version; else that holds an earlier one, the anchor."""
     held_by: list[str]
     """Receivers that say they read it now."""
 
@@ -119,6 +124,9 @@ def _buffer_status(
         file_bytes=manifest.file_bytes if manifest else 0,
         age_s=time.time() - manifest.published_at if manifest and manifest.published_at else None,
         has_checksums=manifest is not None and manifest.checksums_xxh3 is not None,
+        num_deltas=max(0, len(manifest.chain) - 1) if manifest else 0,
+        delta_bytes=store.delta_bytes(manifest) if manifest else 0,
+        is_whole=manifest is None or manifest.anchor is None,
         held_by=[
             record.receiver
             for record in receivers

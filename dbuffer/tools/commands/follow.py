@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import dbuffer
-from dbuffer.errors import DBufferError, StoreReplacedError, VersionTimeoutError
+from dbuffer.errors import (
+    DBufferError,
+    StoreReplacedError,
+    VersionRegressedError,
+    VersionTimeoutError,
+)
 from dbuffer.runtime import options
 from dbuffer.runtime.trouble import Trouble
 from dbuffer.store.filesystem import path_of
@@ -156,8 +161,10 @@ def follow(
     with receiver:
         receiver.wait_for_version(newer_than, 0.0)  # what is wrong from the start is an error
         while count is None or count > 0:
-            with contextlib.ExitStack() as held:
-                snapshot = _hold_next(receiver, held, newer_than, timeout_s, new_history)
+            held = contextlib.ExitStack()
+            snapshot = _hold_next(receiver, held, newer_than, timeout_s, new_history)
+            # That the store was emptied meanwhile is found, and decided on, by the next look.
+            with contextlib.suppress(VersionRegressedError), held:
                 _report(snapshot, as_json=as_json)
                 if command is not None:
                     _execute(command, store, snapshot)

@@ -36,6 +36,9 @@ def publish(
     checksum: Annotated[
         bool, typer.Option(help="Write checksums, so that `dbuffer verify` can check every byte.")
     ] = True,
+    delta: Annotated[
+        bool, typer.Option("--delta", help="Publish what changed since the last version only.")
+    ] = False,
     durable: Annotated[
         bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
     ] = False,
@@ -43,10 +46,14 @@ def publish(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Publish a checkpoint as the store's newest version."""
+    """Publish a checkpoint as the store's newest version.
+
+    With --delta the last version is read back and compared with, and all weights are in memory.
+    """
     sender = dbuffer.WeightSender(
         store,
         checksum=checksum,
+        delta=delta,
         durable=durable,
         dtype=_parse_dtype(dtype),
         rename=None if names is None else NameMap.read(names),

@@ -20,7 +20,7 @@ from dbuffer.tools.render import cell, format_bytes, printable
 
 if TYPE_CHECKING:
     from dbuffer.mirror.mirror import Copied
-    from dbuffer.publish.sender import Publication
+    from dbuffer.publish.publication import Publication
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -81,9 +81,10 @@ def report(result: Any, text: str, *, as_json: bool) -> None:
 def describe_copy(done: Publication | Copied) -> str:
     """A version that was written, for people."""
     speed = done.num_bytes / max(done.duration_s, 1e-9)
+    delta = "" if done.delta_bytes is None else f", {format_bytes(done.delta_bytes)} as a delta"
     return (
-        f"version {done.version}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)} in "
-        f"{done.duration_s:.2f} s ({format_bytes(speed)}/s)"
+        f"version {done.version}: {done.num_tensors} tensors, {format_bytes(done.num_bytes)}"
+        f"{delta} in {done.duration_s:.2f} s ({format_bytes(speed)}/s)"
     )
 
 
