@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +48,7 @@ class CheckedMedium(Medium):
     has_events = False
     is_seen_when_flushed = False
     has_checksums = True
+    keeps_buffers_whole = True
     pointer_may_be_away = False
 
     @property
@@ -94,10 +95,11 @@ class _UnlinkedFiles(WeightsFiles):
         _fail_if_told("reuse")
         return None
 
-    def put_away(self, buffer: str, old: Manifest | None, *, keep: str) -> None:
+    def put_away(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
         marked = DoubleBuffer(self.records.root).manifest(buffer)
         assert marked is not None
-        assert (marked.state, marked.file) == ("writing", keep), "the mark comes first"
+        assert marked.state == "writing", "the mark comes first"
+        assert self.records.root / buffer / marked.file in keep
         _fail_if_told("put_away")
         self.clear_away(buffer, keep=keep)
 
@@ -109,10 +111,9 @@ class _UnlinkedFiles(WeightsFiles):
         if num_bytes:
             filesystem.allocate(file.number, num_bytes, path)
 
-    def clear_away(self, buffer: str, *, keep: str | None) -> None:
-        kept = self.parts_of(buffer, keep)
-        for path in self.all_in(buffer):
-            if path not in kept:
+    def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
+        for path in self.all_in(directory):
+            if path not in keep:
                 self.let_go(path)
                 path.unlink()
 

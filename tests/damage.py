@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,10 +39,14 @@ def copy_of(template: Path) -> Iterator[Path]:
 
 
 _opened: list[str] | None = None
+_others: set[int] = set()
+"""Threads that were there before: those of other tests' engines and servers open what they like."""
 
 
 def _note_opened(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "open" and _opened is not None and not isinstance(arguments[0], int):
+    if event != "open" or _opened is None or isinstance(arguments[0], int):
+        return
+    if threading.get_ident() not in _others:
         _opened.append(os.fsdecode(arguments[0]))
 
 
@@ -50,7 +55,9 @@ sys.addaudithook(_note_opened)
 
 @contextlib.contextmanager
 def opening_only_files_in(store: Path) -> Iterator[None]:
-    global _opened
+    global _opened, _others
+    _others = {thread.ident for thread in threading.enumerate() if thread.ident is not None}
+    _others.discard(threading.get_ident())
     _opened = []
     try:
         yield
@@ -182,6 +189,35 @@ def damaged_bytes(draw: st.DrawFn, good: bytes) -> bytes:
     if kind == "utf-16":
         return good.decode().encode(draw(st.sampled_from(["utf-16", "utf-32", "utf-8-sig"])))
     return json.dumps(draw(damaged_fields(json.loads(good)))).encode()
+
+
+@st.composite
+def damaged_chain(draw: st.DrawFn, good: dict[str, Any]) -> dict[str, Any]:
+    """A manifest whose fields of deltas were changed, and still may look like some."""
+    values = dict(good)
+    chain = values["chain"]
+    names = st.sampled_from([*chain, "0123456789abcdef-3", f"{values['run']}-7"])
+    for _ in range(draw(st.integers(1, 2))):
+        match draw(
+            st.sampled_from(["chain", "cut", "permuted", "anchor", "buffer", "file", "any"])
+        ):
+            case "chain":
+                values["chain"] = draw(st.lists(names, max_size=6))
+            case "cut":
+                first = draw(st.integers(0, len(chain)))
+                values["chain"] = chain[:first] + chain[draw(st.integers(first, len(chain))) :]
+            case "permuted":
+                values["chain"] = draw(st.permutations(chain))
+            case "anchor":
+                values["anchor"] = draw(st.none() | names)
+            case "buffer":
+                values["anchor_buffer"] = draw(st.sampled_from([None, "A", "B", "C", "../A"]))
+            case "file":
+                values["file"] = draw(OUTSIDE)
+            case "any":
+                name = draw(st.sampled_from(["chain", "anchor", "anchor_buffer", "is_final"]))
+                values[name] = draw(VALUES)
+    return values
 
 
 @st.composite

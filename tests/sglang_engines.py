@@ -58,7 +58,6 @@ def environment(**more: str) -> dict[str, str]:
     return {
         **clean,
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(others),

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from dbuffer.store import filesystem
 
 SHARED_MEMORY = Path("/dev/shm")
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 """No child is waited for longer: a test that hangs must fail, and say where."""
 
 _processes = multiprocessing.get_context("forkserver")
@@ -77,8 +78,33 @@ class Pattern:
         return version if all(torch.equal(tensors[name], value) for name, value in pairs) else None
 
 
+class Sparse(Pattern):
+    """A pattern of which each version changes one element in so many: what deltas are for.
+
+    Each tensor tells all versions from one another still.
+    """
+
+    def __init__(self, num_tensors: int = 8, numel: int = 256, one_in: int = 16) -> None:
+        super().__init__(num_tensors, numel)
+        self.names = [f"sparse.{index}.weight" for index in range(num_tensors)]
+        self._one_in = one_in
+        self._position = torch.arange(numel, dtype=torch.int64)
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        changed_at = version - (version - self._position) % self._one_in
+        return dict(zip(self.names, self._base + (changed_at.clamp(min=0) << 44), strict=True))
+
+    def version_of(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
+        if list(tensors) != self.names:
+            return None
+        version = int(tensors[self.names[0]].max()) >> 44
+        right = self.weights(version)
+        return version if all(torch.equal(tensors[name], right[name]) for name in right) else None
+
+
 SMALL = Pattern()
 OTHER = Pattern(num_tensors=5, numel=700)
+SPARSE = Sparse()
 
 
 @contextlib.contextmanager
@@ -113,7 +139,7 @@ def newest(store: Path, *patterns: Pattern, verify: bool = False) -> int | None:
 
         version = receiver.load_into(load)
     if version is not None:
-        pattern = next(p for p in (*patterns, SMALL, OTHER) if p.names == list(loaded))
+        pattern = next(p for p in (*patterns, SMALL, OTHER, SPARSE) if p.names == list(loaded))
         assert pattern.version_of(loaded) == version
     return version
 
@@ -126,12 +152,25 @@ def weights_files(store: Path) -> dict[str, list[str]]:
     }
 
 
+def version_files(store: Path) -> set[Path]:
+    """All weights files, and all deltas."""
+    return {*store.glob("[AB]/weights-*"), *store.glob("deltas/*")}
+
+
+def named_files(store: Path) -> set[Path]:
+    """Those that the manifests name."""
+    double = dbuffer.store.buffer.DoubleBuffer(store)
+    named = set()
+    for buffer in ("A", "B"):
+        if (manifest := double.undamaged_manifest(buffer)) is not None:
+            named.add(store / (manifest.anchor_buffer or buffer) / manifest.file)
+            named |= {store / "deltas" / f"{identity}.delta" for identity in manifest.chain[1:]}
+    return named
+
+
 def assert_tidy(store: Path) -> None:
     """Nothing lies in the store but what it needs."""
-    double = dbuffer.store.buffer.DoubleBuffer(store)
-    for buffer, names in weights_files(store).items():
-        manifest = double.manifest(buffer)
-        assert names in ([manifest.file] if manifest else [], []), f"left over in {buffer}"
+    assert version_files(store) <= named_files(store), "left over"
     assert not list(store.rglob("*.tmp"))
 
 
@@ -184,9 +223,11 @@ class Child:
     def has_sent(self) -> bool:
         """Wait until the child sends something, or ends; whether it sends something."""
         assert self._connection.poll(TIMEOUT_S), "the child neither sends anything nor ends"
-        if self._process.exitcode is None:
-            self._process.join(0.1)  # its end of the connection closes first
-        return self._process.exitcode is None
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as connection:
+            try:
+                return connection.recv(1, socket.MSG_PEEK) != b""
+            except ConnectionResetError:  # it ended before it read what it was sent
+                return False
 
     def send(self, value: Any = None) -> None:
         self._connection.send(value)
@@ -325,6 +366,11 @@ def is_soak() -> bool:
     return "DBUFFER_SOAK" in os.environ
 
 
+def in_soaks_alone(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that takes long, and shows what others show in another way."""
+    return pytest.mark.soak(pytest.mark.skipif(not is_soak(), reason="in a soak alone")(test))
+
+
 def moments() -> frozenset[str] | None:
     """Where to stop whom: before calls of the system, or in a soak before every call of C."""
     return None if is_soak() else MOMENTS
@@ -337,7 +383,7 @@ def numbers(first: int = 1, every: int = 3) -> Iterator[int]:
 
 def patience_s() -> float:
     """For how long to wait for a child that goes through all of them."""
-    return 3600.0 if is_soak() else 4 * TIMEOUT_S
+    return 3600.0 if is_soak() else 2 * TIMEOUT_S
 
 
 def die_before_call(number: int) -> None:

@@ -25,12 +25,11 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import revealing_weights, save_revealing, token_of
-from vllm_engines import EXTENSION, NEEDS_VLLM, engine_arguments, environment, observe
+from vllm_engines import EXTENSION, NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, observe
 
 import dbuffer
 from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
 
-TIMEOUT_S = 600
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 60)]
 
 WAIT_S = 300
@@ -45,7 +44,7 @@ def tokens_of(version: int) -> list[int]:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("atropos")
-    env = environment(processes=True, OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    env = environment(processes=True)
     found: dict[str, Any] = observe(__file__, directory, "observe", timeout_s=TIMEOUT_S, env=env)
     return found
 

@@ -267,6 +267,20 @@ def test_tensors_of_the_trainer_are_published_as_they_are_then(store: Path) -> N
     }
 
 
+def test_bridge_publishes_what_changed(store: Path) -> None:
+    trained = {"a": torch.zeros(10_000)}
+    with VLLMWeightBridge(config_for(), store=store, delta=True) as bridge:
+        bridge.attach_to_vllm_weights(trained)
+        for version in (1, 2):
+            trained["a"][version] = version
+            bridge.broadcast_weights_to_inference()
+        assert len(list((store / "deltas").iterdir())) == 1
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert torch.equal(snapshot.tensors["a"], trained["a"])
+    with pytest.raises(dbuffer.OptionError, match="delta"):
+        VLLMWeightBridge(config_for(world_size=2), store=store, delta=True)
+
+
 def test_model_that_is_made_lives_in_the_store(
     store: Path, checkpoint: Path, caplog: Any, tmp_path: Path
 ) -> None:

@@ -68,6 +68,23 @@ def test_publish_then_read(tmp_path, checkpoint):
         assert torch.equal(tensor, torch.full((4, 8), 2.0, dtype=torch.bfloat16))
 
 
+def test_publish_what_changed(capsys, tmp_path, checkpoint):
+    store = tmp_path / "store"
+    assert call(capsys, "publish", checkpoint, store, "--delta")[0] == 0
+    tensors = {f"layers.{i}.weight": torch.full((4, 8), float(i)) for i in range(3)}
+    tensors["layers.1.weight"][2, 3] = -1
+    save_file(tensors, checkpoint / "model.safetensors")
+    code, out, _ = call(capsys, "publish", checkpoint, store, "--delta")
+    assert code == 0
+    assert "as a delta" in out
+    with dbuffer.WeightReceiver(store, verify=True) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == 2
+        assert torch.equal(snapshot.tensors["layers.1.weight"], tensors["layers.1.weight"])
+        assert torch.equal(snapshot.tensors["layers.2.weight"], tensors["layers.2.weight"])
+    _, out, _ = call(capsys, "publish", checkpoint, store, "--delta", "--json")
+    assert json.loads(out)["delta_bytes"] > 0
+
+
 def test_publish_json_and_versions(capsys, tmp_path, checkpoint):
     store = tmp_path / "store"
     code, out, _ = call(capsys, "publish", checkpoint, store, "--json", "--version", 7)
@@ -322,9 +339,10 @@ def test_follow_sees_versions_as_they_come(store, checkpoint):
 
 
 @pytest.mark.parametrize("new_history", ["follow", "refuse"])
-def test_follow_of_a_store_that_is_begun_anew(store, checkpoint, new_history):
+@pytest.mark.parametrize("command", ["true", "sleep 3"], ids=["before", "while a command runs"])
+def test_follow_of_a_store_that_is_begun_anew(store, checkpoint, new_history, command):
     """The next experiment in the same place, whose number is the one that was seen last."""
-    options = ["--json", "--count", "2", "--new-history", new_history]
+    options = ["--json", "--count", "2", "--new-history", new_history, "--exec", command]
     command = [sys.executable, "-m", "dbuffer", "follow", store, *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as follower:

@@ -29,7 +29,9 @@ import torch
 from support import (
     OTHER,
     SMALL,
+    SPARSE,
     Child,
+    Pattern,
     Record,
     assert_tidy,
     at_call,
@@ -38,13 +40,16 @@ from support import (
     is_soak,
     make_temporaries_old,
     moments,
+    named_files,
     newest,
     patience_s,
     stop,
+    version_files,
 )
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.publish import deltas
 from dbuffer.store import buffer, retirement
 from dbuffer.store.media import medium_of
 
@@ -116,7 +121,11 @@ SITUATIONS = (
     "new layout",
     "in place, durable",
     "first ever, durable",
+    "a delta",
 )
+SLOW = pytest.mark.skipif(not is_soak(), reason="in a soak alone")
+DELTA_SITUATIONS = ("a delta", "an anchor after deltas")
+"""The second one differs where versions stand on deltas."""
 KILLS = "kills at a moment of a publish"
 MIN_MOMENTS = 15
 """Far fewer than a publish has: a test that comes to less has watched something else."""
@@ -126,28 +135,49 @@ def last_before(situation: str) -> int | None:
     return None if situation.startswith("first") else 3
 
 
+def has_deltas(situation: str) -> bool:
+    return situation in DELTA_SITUATIONS
+
+
+def pattern_of(situation: str) -> Pattern:
+    """What is published before the version in question."""
+    return SPARSE if has_deltas(situation) else SMALL
+
+
+def make_sender(store: Path, situation: str) -> dbuffer.WeightSender:
+    return dbuffer.WeightSender(
+        store,
+        durable=situation.endswith("durable"),
+        checksum=True,
+        delta=has_deltas(situation),
+        num_threads=1,
+    )
+
+
 def publish_up_to(store: Path, situation: str, number: int, action: Callable[[], None]) -> None:
     """Publish what the situation asks for; ``action`` at a moment of the last publish."""
-    pattern = OTHER if situation.startswith("new layout") else SMALL
-    durable = situation.endswith("durable")
+    pattern = OTHER if situation.startswith("new layout") else pattern_of(situation)
     version = (last_before(situation) or 0) + 1
-    with dbuffer.WeightSender(store, durable=durable, checksum=True, num_threads=1) as sender:
+    # The two before the last are deltas.
+    deltas.MAX_CHAIN = 2 if situation.startswith("an anchor") else 3
+    with make_sender(store, situation) as sender:
         for earlier in range(1, version):
-            sender.send(SMALL.weights(earlier))
+            sender.send(pattern_of(situation).weights(earlier))
         at_call(number, action, moments())
         sender.send(pattern.weights(version))
         sys.setprofile(None)
 
 
-def assert_recovers(store: Path, expected: int | None) -> None:
+def assert_recovers(store: Path, expected: int | None, situation: str = "in place") -> None:
     """The last version reads whole, the next publishes work, and nothing is left over."""
+    pattern = pattern_of(situation)
     assert newest(store, verify=True) == expected
     make_temporaries_old(store)
     started = time.monotonic()
-    with dbuffer.WeightSender(store, checksum=True, num_threads=1) as sender:
+    with make_sender(store, situation) as sender:
         assert newest(store, verify=True) == expected
         for version in range((expected or 0) + 2, (expected or 0) + 5):
-            publication = sender.send(SMALL.weights(version), version=version)
+            publication = sender.send(pattern.weights(version), version=version)
             assert publication.version == version == newest(store, verify=True)
     assert time.monotonic() - started < SOON_S, "a dead process was waited for"
     assert_tidy(store)
@@ -193,7 +223,7 @@ def kill_at_every_moment(
     connection: Connection,
     directory: Path,
     situation: str,
-    check: Callable[[Path, int | None], None] = assert_recovers,
+    check: Callable[[Path, int | None, str], None] = assert_recovers,
 ) -> None:
     settle_slowly()
     flip = Flip(last_before(situation))
@@ -202,7 +232,7 @@ def kill_at_every_moment(
         if not fork_and_kill(functools.partial(publish_up_to, store, situation, number, die)):
             break
         with noting(number):
-            check(store, flip.check(newest(store, verify=True)))
+            check(store, flip.check(newest(store, verify=True)), situation)
         shutil.rmtree(store)
     flip.check_all()
     connection.send(flip.moments)
@@ -229,7 +259,7 @@ def kill_at_every_moment_of_clearing_up(connection: Connection, directory: Path)
     # As in the middle of the copy into a new file: that file is there, and in no manifest.
     for number in itertools.count(1):
         assert fork_and_kill(functools.partial(publish_up_to, crashed, "new layout", number, die))
-        if weights_in(crashed) - named_in(crashed):
+        if version_files(crashed) - named_files(crashed):
             break
         shutil.rmtree(crashed)
     make_temporaries_old(crashed)
@@ -323,29 +353,36 @@ def read_and_publish(store: Path, at_least: int, *, checksum: bool) -> int:
         publication = sender.send(SMALL.weights(found + 1))
     assert publication.version == found + 1 == newest(store, verify=checksum)
     if not medium_of(store).maps_files:  # what somebody may read stays for a while
-        assert named_in(store) <= weights_in(store)
+        assert named_files(store) <= version_files(store)
     else:
         assert_tidy(store)
     return found + 1
 
 
-def kill_before_every_call(connection: Connection, store: Path, prepares: bool, mount: str) -> None:
+def kill_before_every_call(
+    connection: Connection, store: Path, prepares: int, mount: str, delta: bool
+) -> None:
     """Start a sender and publish, dying one call later each time, until it is through.
 
-    ``prepares``: after a publish of the same layout by the same sender, which is not killed.
+    ``prepares``: after so many publishes of the same layout by the same sender.
     """
     os.environ["DBUFFER_MOUNT"] = mount
+    deltas.MAX_CHAIN = 3
     ledger = Ledger()
     last = number = 0
     was_killed = True
 
     def publish() -> None:
         version, pattern = last + 1, OTHER if number % 2 else SMALL
+        if delta:
+            pattern = SPARSE
         if not prepares:
             die_before_call(number)
-        with dbuffer.WeightSender(store, durable=True, checksum=True, num_threads=1) as sender:
+        with dbuffer.WeightSender(
+            store, durable=True, checksum=True, delta=delta, num_threads=1
+        ) as sender:
             if prepares:
-                for version in (last + 1, last + 2):
+                for version in range(last + 1, last + prepares + 1):
                     sender.send(pattern.weights(version))
                     ledger.write(version)
                 version += 1
@@ -363,12 +400,20 @@ def kill_before_every_call(connection: Connection, store: Path, prepares: bool, 
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-@pytest.mark.parametrize("prepares", [False, True], ids=["from the start", "in place"])
+@pytest.mark.parametrize(
+    ("prepares", "delta"),
+    [
+        pytest.param(0, False, id="from the start"),
+        pytest.param(2, False, id="in place"),
+        pytest.param(3, True, id="a delta", marks=SLOW),
+        pytest.param(4, True, id="an anchor after deltas", marks=SLOW),
+    ],
+)
 def test_killed_before_every_call_that_changes_the_disk(
-    store: Path, prepares: bool, mount: str
+    store: Path, prepares: int, delta: bool, mount: str
 ) -> None:
-    with Child(kill_before_every_call, store, prepares, mount) as child:
-        assert child.receive() > 20
+    with Child(kill_before_every_call, store, prepares, mount, delta) as child:
+        assert child.receive() > 15
 
 
 def kill_at_random_moments(connection: Connection, store: Path, times: int, seed: int) -> None:
@@ -378,24 +423,25 @@ def kill_at_random_moments(connection: Connection, store: Path, times: int, seed
     last = deaths = published = 0
     pace_s = 0.005
 
-    def publish_for_ever(checksum: bool, durable: bool, seed: int) -> None:
+    def publish_for_ever(checksum: bool, durable: bool, delta: bool, seed: int) -> None:
         rng = random.Random(seed)
         version = last
         while True:
             with dbuffer.WeightSender(
-                store, durable=durable, checksum=checksum, num_threads=1
+                store, durable=durable, checksum=checksum, delta=delta, num_threads=1
             ) as sender:
                 for _ in range(rng.choice((1, 5))):
                     version += 1
-                    sender.send(rng.choice((SMALL, SMALL, OTHER)).weights(version))
+                    pattern = SPARSE if delta else rng.choice((SMALL, SMALL, OTHER))
+                    sender.send(pattern.weights(version))
                     ledger.write(version)
 
     for _ in range(times):
         ledger.write(last)
-        checksum, durable = rng.random() < 0.5, rng.random() < 0.3
+        checksum, durable, delta = rng.random() < 0.5, rng.random() < 0.3, rng.random() < 0.5
         # A machine that is busy with other things is slower for the process that dies, too.
         moment_s = rng.uniform(0, 1.5) * pace_s
-        body = functools.partial(publish_for_ever, checksum, durable, rng.randrange(2**32))
+        body = functools.partial(publish_for_ever, checksum, durable, delta, rng.randrange(2**32))
         deaths += fork_and_kill(body, kill_after_s=moment_s)
         published += ledger.read() - last
         started_s = time.monotonic()
@@ -423,7 +469,7 @@ def test_killed_at_random_moments(shm_path: Path, record_property: Record) -> No
 # ---------------------------------------------------------------------------------------------
 # The same as on a network mount, where every publish is to a new file
 
-NETWORK_SITUATIONS = ["in place", "first ever"]
+NETWORK_SITUATIONS = ["in place", "first ever", *DELTA_SITUATIONS]
 
 
 class Clock:
@@ -435,13 +481,16 @@ class Clock:
         return self.now_s
 
 
-def assert_recovers_across_a_network(store: Path, expected: int | None, clock: Clock) -> None:
+def assert_recovers_across_a_network(
+    store: Path, expected: int | None, situation: str, clock: Clock
+) -> None:
     """As above; and what nobody can have read goes at once, what somebody may read in time."""
+    pattern = pattern_of(situation)
     assert newest(store, verify=True) == expected
     make_temporaries_old(store)
-    unnamed = weights_in(store) - named_in(store)
+    unnamed = version_files(store) - named_files(store)
     started = time.monotonic()
-    with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=60) as sender:
+    with make_sender(store, situation) as sender:
         assert newest(store, verify=True) == expected
         # On another host somebody reads a version that has no name any more.
         record = ReceiverRecord(
@@ -454,30 +503,22 @@ def assert_recovers_across_a_network(store: Path, expected: int | None, clock: C
         )
         (store / "receivers" / "far.json").write_bytes(encode(record))
         for version in range((expected or 0) + 2, (expected or 0) + 5):
-            assert unnamed <= weights_in(store), "another host may read it still"
-            publication = sender.send(SMALL.weights(version), version=version)
+            assert unnamed <= version_files(store), "another host may read it still"
+            publication = sender.send(pattern.weights(version), version=version)
             assert publication.version == version == newest(store, verify=True)
         assert time.monotonic() - started < 2 * SOON_S, "a dead process was waited for"
         clock.now_s += 30.0  # beside what the files are old already
-        sender.send(SMALL.weights(100), version=100)
-        assert unnamed <= weights_in(store)
+        sender.send(pattern.weights(100), version=100)
+        assert unnamed <= version_files(store)
         clock.now_s += 30.0
-        sender.send(SMALL.weights(101), version=101)
-        assert not unnamed & weights_in(store)
+        sender.send(pattern.weights(101), version=101)
+        assert not unnamed & version_files(store)
         clock.now_s += 60.0
-        sender.send(SMALL.weights(102), version=102)
-    assert len(weights_in(store) - named_in(store)) <= 1, "just what the last publish put away"
+        sender.send(pattern.weights(102), version=102)
+    assert len(version_files(store) - named_files(store)) <= 1, (
+        "just what the last publish put away"
+    )
     assert not list(store.rglob("*.tmp"))
-
-
-def weights_in(store: Path) -> set[Path]:
-    return set(store.glob("[AB]/weights-*"))
-
-
-def named_in(store: Path) -> set[Path]:
-    double = dbuffer.store.buffer.DoubleBuffer(store)
-    manifests = {buffer: double.manifest(buffer) for buffer in ("A", "B")}
-    return {store / buffer / found.file for buffer, found in manifests.items() if found}
 
 
 def kill_at_every_moment_across_a_network(
@@ -585,7 +626,11 @@ def freeze_at_every_moment(
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
-@pytest.mark.parametrize("situation", ["in place", "new layout", "in place, durable"])
+@pytest.mark.parametrize(
+    "situation",
+    ["in place", "new layout", "in place, durable"]
+    + [pytest.param(situation, marks=SLOW) for situation in DELTA_SITUATIONS],
+)
 def test_a_frozen_sender_delays_no_reader(
     shm_path: Path, situation: str, mount: str, record_property: Record
 ) -> None:

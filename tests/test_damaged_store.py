@@ -28,14 +28,15 @@ from damage import (
     assert_repaired_by_publishing,
     copy_of,
     damaged_bytes,
+    damaged_chain,
     nested,
     opening_only_files_in,
     read,
     weights_file,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import SMALL, newest
+from support import SMALL, SPARSE, is_soak, newest
 
 import dbuffer
 from dbuffer.format.manifest import FORMAT
@@ -80,6 +81,37 @@ def test_pointer_and_manifest_that_lie_together(template: Path, data: st.DataObj
             read(store, verify=data.draw(st.booleans()), pattern=None)
         assert time.monotonic() - started < SOON_S
         assert_repaired_by_publishing(store)
+
+
+@pytest.mark.parametrize("is_idle", [False, True], ids=["newest", "the one before"])
+@settings(max_examples=200 if is_soak() else 20)
+@given(data=st.data())
+def test_manifest_that_names_other_deltas(
+    chain_template: Path, data: st.DataObject, is_idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it names, what is read is that version and no other; or nothing is."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with copy_of(chain_template) as store:
+        pointer = json.loads((store / "CURRENT").read_bytes())
+        buffer = {"A": "B", "B": "A"}[pointer["buffer"]] if is_idle else pointer["buffer"]
+        path = store / buffer / "manifest.json"
+        values = data.draw(damaged_chain(json.loads(path.read_bytes())))
+        path.write_text(json.dumps(values))
+        # One that says of a whole version that it is another one is believed.
+        pattern = None if values["anchor"] is None else SPARSE
+        started = time.monotonic()
+        with opening_only_files_in(store):
+            if is_idle:
+                assert read(store, verify=True, pattern=SPARSE) == 5
+            try:
+                assert read(store, verify=True, pattern=pattern) == 5
+            except dbuffer.DBufferError as error:
+                assert str(store) in str(error), "the message must say where"
+        assert time.monotonic() - started < SOON_S
+        with dbuffer.WeightSender(store, delta=True) as sender:
+            for version in (6, 7, 8):
+                sender.send(SPARSE.weights(version), version=version)
+                assert read(store, verify=True, pattern=SPARSE) == version
 
 
 @pytest.mark.parametrize("place", ["../../aside.td", "../aside.td", "{}/aside.td", "./{}"])

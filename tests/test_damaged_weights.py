@@ -21,9 +21,9 @@ from damage import (
     read,
     weights_file,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import SMALL, Child, newest
+from support import SMALL, SPARSE, Child, is_soak, newest
 
 import dbuffer
 from dbuffer.format.layout import digest
@@ -65,6 +65,53 @@ def test_flipped_bit_in_checksums_or_layout_is_refused(template: Path, data: st.
         with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}.*{said}"):
             read(store, verify=True)
         assert_repaired_by_publishing(store)
+
+
+@settings(max_examples=500 if is_soak() else 40)
+@given(data=st.data(), which=st.integers(1, 4), verify=st.booleans())
+def test_damaged_delta_is_refused_and_the_file_named(
+    chain_template: Path,
+    data: st.DataObject,
+    which: int,
+    verify: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is needed to read the newest version; also by who compares no checksums of tensors."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with copy_of(chain_template) as store:
+        chain = json.loads((store / newest_buffer(store) / "manifest.json").read_bytes())["chain"]
+        path = store / "deltas" / f"{chain[which]}.delta"
+        good = path.read_bytes()
+        match data.draw(st.sampled_from(["random", "cut", "flip", "inserted", "another"])):
+            case "random":
+                bad = data.draw(st.binary(max_size=300))
+            case "cut":
+                bad = good[: data.draw(st.integers(0, len(good) - 1))]
+            case "flip":
+                bit = data.draw(st.integers(0, 8 * len(good) - 1))
+                flipped = bytearray(good)
+                flipped[bit // 8] ^= 1 << bit % 8
+                bad = bytes(flipped)
+            case "inserted":
+                at = data.draw(st.integers(0, len(good) - 1))
+                bad = good[:at] + b"\0" + good[at:]
+            case "another":
+                other = data.draw(st.sampled_from([n for n in (1, 2, 3, 4) if n != which]))
+                bad = (store / "deltas" / f"{chain[other]}.delta").read_bytes()
+        path.write_bytes(bad)
+        with (
+            opening_only_files_in(store),
+            pytest.raises(dbuffer.StoreCorruptError, match=str(path)),
+        ):
+            read(store, verify=verify, pattern=SPARSE)
+        with dbuffer.WeightSender(store, delta=True) as sender:
+            for version in (6, 7):
+                sender.send(SPARSE.weights(version), version=version)
+                assert read(store, verify=True, pattern=SPARSE) == version
+
+
+def newest_buffer(store: Path) -> str:
+    return str(json.loads((store / "CURRENT").read_bytes())["buffer"])
 
 
 def test_flipped_bit_is_seen_by_a_receiver_that_has_loaded_before(damaged: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support import in_soaks_alone
 
 from dbuffer.errors import OptionError
 from dbuffer.tools.demo import engines, loop, process
@@ -108,6 +109,7 @@ class HalfDeafEngine(DeafEngine):
     last_version_heard = 16
 
 
+@in_soaks_alone
 @pytest.mark.slow
 def test_without_weights_in_the_engine_the_demo_fails(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch

@@ -166,6 +166,7 @@ class Rank:
     model: Model = dataclasses.field(default_factory=Model)
     on_device: bool = False
     not_weights: tuple[str, ...] = ()
+    packing: Any = None
 
     @property
     def module(self) -> torch.nn.Module:
@@ -177,11 +178,12 @@ class Rank:
     def make_model(self, before: Any) -> Model:
         return before or self.model
 
-    def make_check(self, *, partial: bool) -> Callable[[Sequence[TensorSpec]], None]:
+    def make_check(self, *, partial: bool) -> Any:
         def check(specs: Sequence[TensorSpec]) -> None:
             if self.ranks.rank == BAD and UNFIT in [spec.name for spec in specs]:
                 raise dbuffer.WeightsMismatchError(f"{UNFIT} does not fit this rank")
 
+        check.loaded = None  # type: ignore[attr-defined] - nothing is recorded
         return check
 
 

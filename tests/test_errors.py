@@ -44,6 +44,7 @@ STANDARD_TYPES = {
     "StoreReplacedError": RuntimeError,
     "VersionRegressedError": RuntimeError,
     "VersionTimeoutError": TimeoutError,
+    "WeightsChangedError": RuntimeError,
     "WeightsMismatchError": ValueError,
     "WriterActiveError": BlockingIOError,
     "WriterSupersededError": RuntimeError,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import OTHER, SMALL, assert_tidy, newest
+from support import OTHER, SMALL, SPARSE, assert_tidy, newest
 
 import dbuffer
 
@@ -48,6 +48,29 @@ def test_evicted_snapshot_stays_whole_and_raises_on_leaving(store: Path) -> None
             leave.close()
         with receiver.open() as snapshot:
             assert OTHER.version_of(snapshot.tensors) == snapshot.version == 6
+        assert_tidy(store)
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_deltas_go_on_past_readers_that_were_evicted(store: Path, checksum: bool) -> None:
+    """The buffer moves to a new file, of which nothing is known: it is written whole."""
+    with (
+        dbuffer.WeightSender(
+            store, delta=True, checksum=checksum, reader_timeout_s=TIMEOUT_S
+        ) as sender,
+        dbuffer.WeightReceiver(store, verify=checksum) as receiver,
+    ):
+        for version in (1, 2, 3):
+            sender.send(SPARSE.weights(version))
+        snapshot, leave = hold(receiver)
+        for version in range(4, 9):
+            assert sender.send(SPARSE.weights(version)).delta_bytes is not None
+            assert newest(store, verify=checksum) == version
+            assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version == 3
+        with pytest.raises(dbuffer.SnapshotEvictedError, match="version 3"):
+            leave.close()
+        with receiver.open() as snapshot:
+            assert SPARSE.version_of(dict(snapshot.tensors)) == snapshot.version == 8
         assert_tidy(store)
 
 

@@ -1,4 +1,8 @@
-"""The examples as their users run them, and with the weights held back: then they must fail."""
+"""The examples as their users run them; in a soak with the weights held back, which must fail.
+
+Those of LightRFT and Atropos are for the soak, too: `test_lightrft` and `test_atropos` run the same
+with engines and servers that are as real.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from vllm_engines import NEEDS_VLLM, kill_group
+from support import in_soaks_alone
+from vllm_engines import NEEDS_VLLM, TIMEOUT_S, kill_group
 
-TIMEOUT_S = 280.0
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 
 
 class Run(NamedTuple):
@@ -58,6 +63,7 @@ def test_cartpole_is_solved_over_the_scheme(shm_path: Path) -> None:
     assert "\nsolved:" in done.text
 
 
+@in_soaks_alone
 @pytest.mark.slow
 def test_cartpole_is_not_solved_by_workers_without_new_weights(shm_path: Path) -> None:
     done = run("cartpole", shm_path, "--broken-sync")
@@ -91,12 +97,14 @@ class TestGRPO:
 class TestLightRFT:
     pytestmark = NEEDS_VLLM
 
+    @in_soaks_alone
     def test_engines_of_all_ranks_follow_the_actor(self, shm_path: Path) -> None:
         done = run("lightrft", shm_path)
         assert done.code == 0, done.text
         assert done.text.count("answers of its engine and a fresh one are equal") == 2
         assert sorted(done.numbers(r"version (\d)")) == [2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]
 
+    @in_soaks_alone
     def test_engines_without_new_weights_are_seen(self, shm_path: Path) -> None:
         done = run("lightrft", shm_path, "--zero3", "--broken-sync")
         assert done.code == 1, done.text
@@ -107,6 +115,7 @@ class TestLightRFT:
 class TestAtropos:
     pytestmark = NEEDS_VLLM
 
+    @in_soaks_alone
     def test_server_answers_with_what_was_trained(self, shm_path: Path) -> None:
         done = run("atropos", shm_path)
         assert done.code == 0, done.text

@@ -13,7 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import SMALL, Child, Pattern, assert_tidy, fill, small_disk
+from support import (
+    SMALL,
+    SPARSE,
+    Child,
+    Pattern,
+    Sparse,
+    assert_tidy,
+    fill,
+    named_files,
+    small_disk,
+    version_files,
+)
 
 import dbuffer
 
@@ -21,6 +32,7 @@ MEGABYTE = 1 << 20
 DISK_BYTES = 8 * MEGABYTE
 BIG = Pattern(num_tensors=12, numel=MEGABYTE // 32)  # 3 MB: the disk holds two, and no third
 WIDE = Pattern(num_tensors=6, numel=MEGABYTE // 16)  # as large, and of another layout
+CHANGING = Sparse(num_tensors=12, numel=MEGABYTE // 32)  # as large as the first
 HUGE = Pattern(num_tensors=32, numel=MEGABYTE // 32)  # 8 MB, and the disk has not even one
 
 
@@ -110,6 +122,59 @@ def test_full_at_any_page(disk: Path) -> None:
         sender.send(SMALL.weights(last + 1))
         assert_serves(disk / "store", last + 1, SMALL)
         assert_tidy(disk / "store")
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_deltas_full_at_any_page(disk: Path, mount: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever file of a delta, or of an anchor after some, comes too late."""
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    monkeypatch.setattr("dbuffer.publish.deltas.MAX_CHAIN", 2)
+    monkeypatch.setattr("dbuffer.store.retirement.KEEP_AT_LEAST_S", 0.0)
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    failures = last = 0
+    with dbuffer.WeightSender(disk / "store", checksum=True, delta=True) as sender:
+        for num_pages in range(14):
+            for _ in range(4):
+                last += 1
+                sender.send(SPARSE.weights(last), version=last)
+            filler = fill(disk, leave_bytes=num_pages * page_bytes)
+            for _ in range(4):
+                try:
+                    sender.send(SPARSE.weights(last + 1), version=last + 1)
+                except dbuffer.StoreFullError:
+                    failures += 1
+                else:
+                    last += 1
+                assert_serves(disk / "store", last, SPARSE)
+            filler.unlink()
+        assert 5 < failures < 50
+        for _ in range(4):
+            last += 1
+            sender.send(SPARSE.weights(last), version=last)
+            assert_serves(disk / "store", last, SPARSE)
+        left = version_files(disk / "store") - named_files(disk / "store")
+        assert len(left) <= (4 if mount == "network" else 0)
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_room_for_two_versions_is_enough_for_deltas(
+    disk: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for the anchors between them, and after an error."""
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    monkeypatch.setattr("dbuffer.publish.deltas.MAX_CHAIN", 2)
+    monkeypatch.setattr("dbuffer.store.retirement.KEEP_AT_LEAST_S", 0.0)
+    with dbuffer.WeightSender(disk / "store", delta=True, checksum=True) as sender:
+        for version in range(1, 10):
+            sender.send(CHANGING.weights(version))
+            assert_serves(disk / "store", version, CHANGING)
+        for version in (10, 12, 14):
+            with pytest.raises(dbuffer.StoreFullError, match=str(disk)):
+                sender.send(HUGE.weights(version))
+            assert_serves(disk / "store", version - 1, CHANGING)
+            for later in (version, version + 1):
+                sender.send(CHANGING.weights(later))
+                assert_serves(disk / "store", later, CHANGING)
 
 
 def test_room_for_two_versions_is_enough_for_a_new_layout(disk: Path) -> None:

@@ -29,10 +29,11 @@ OPTIONAL_PACKAGES = (
         "requests",
         "rich",
     ),
-    *("peft", "safetensors", "sglang", "torchrl", "transformers", "typer", "vllm"),
+    *("peft", "safetensors", "sglang", "torchrl", "transformers", "typer", "vllm", "zstandard"),
 )
 
-MAX_IMPORT_S = 0.3
+MAX_SHARE = 0.15
+"""Of the time that importing tensordict takes, and torch with it."""
 
 ROOMS = (
     "errors",
@@ -56,7 +57,9 @@ BESIDES = {"__init__.py", "__main__.py", "__pycache__", "errors.py", "py.typed"}
 
 PROBE = """
 import json, logging, os, signal, sys, threading, time
+started = time.perf_counter()
 import tensordict
+tensordict_s = time.perf_counter() - started
 
 def state():
     return {
@@ -77,7 +80,7 @@ from dbuffer import *
 import_s = time.perf_counter() - started
 after = state()
 print(json.dumps({
-    "import_s": import_s,
+    "share": import_s / tensordict_s,
     "changed": [name for name in before if before[name] != after[name]],
     "handlers": [repr(handler) for handler in logging.getLogger("dbuffer").handlers],
     "modules": sorted({name.partition(".")[0] for name in set(sys.modules) - loaded}),
@@ -114,7 +117,7 @@ def test_imports_neither_command_line_nor_integrations(probes):
 
 def test_takes_little_longer_than_tensordict(probes):
     # Other work on the machine only ever adds to a measurement, so the least is nearest.
-    assert min(probe["import_s"] for probe in probes) <= MAX_IMPORT_S
+    assert min(probe["share"] for probe in probes) <= MAX_SHARE
 
 
 def test_has_no_side_effects(probes):

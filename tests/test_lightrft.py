@@ -20,12 +20,11 @@ import torch
 from lightrft_parts import TRAINERS, Trainer, by_rank, error_of, expected_dtype, run_ranks
 from support import SHARED_MEMORY
 from torch import distributed
-from vllm_engines import NEEDS_VLLM, engine_arguments, environment, greedy, observe
+from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 
 import dbuffer
 from dbuffer.integrations.lightrft import BroadcastManager
 
-TIMEOUT_S = 280
 RANKS = (0, 1)
 AFTER_TENSORS = 3
 """A rank fails here: parts of a layer's fused tensors have gone in, and others have not."""
@@ -47,7 +46,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    env = environment(processes=False, tp=2, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    env = environment(processes=False, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     directory = tmp_path_factory.mktemp("lightrft")
     yield observe(__file__, directory, timeout_s=TIMEOUT_S, env=env)
     for path in SHARED_MEMORY.glob(f"{shared_memory_name(directory)}*"):
@@ -286,17 +285,33 @@ def failing_write(*, enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def failing_load(llm: Any, *, enabled: bool) -> Iterator[None]:
-    """The next load fails in this rank, when half of a layer has gone in."""
+    """The next load fails in this rank, when a part of it has gone in; so do copies alone."""
+    from dbuffer.integrations.engine.plan.copy_plan import Switch
+
     left = int(enabled)
+    apply: Any = Switch.apply
 
-    def fail(handed_over: int) -> None:
+    def fail() -> None:
         nonlocal left
-        if left and handed_over == AFTER_TENSORS:
-            left -= 1
-            raise RuntimeError(LOAD_ERROR)
+        left -= 1
+        raise RuntimeError(LOAD_ERROR)
 
-    watch_model(llm, fail)
+    def fail_to_reload(handed_over: int) -> None:
+        if left and handed_over == AFTER_TENSORS:
+            fail()
+
+    def fail_to_copy(switch: Switch, *how: Any) -> None:
+        if left:
+            for target, source in next(iter(switch.copies.values())):
+                target.copy_(source)
+            fail()
+        apply(switch, *how)
+
+    watch_model(llm, fail_to_reload)
+    Switch.apply = fail_to_copy
     yield
+    Switch.apply = apply
+    assert not left
 
 
 def watch_model(llm: Any, watch: Callable[[int], None]) -> None:

@@ -16,12 +16,10 @@ import torch
 from lightrft_parts import Trainer, by_rank, error_of, run_ranks
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from vllm_engines import EXTENSION, NEEDS_VLLM, environment, observe
+from vllm_engines import EXTENSION, NEEDS_VLLM, TIMEOUT_S, environment, observe
 
 import dbuffer
 from dbuffer.integrations.lightrft import BroadcastManager
-
-TIMEOUT_S = 280
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 
@@ -29,7 +27,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    env = environment(processes=True, tp=2, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    env = environment(processes=True, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     return observe(__file__, tmp_path_factory.mktemp("engines"), timeout_s=TIMEOUT_S, env=env)
 
 

@@ -27,6 +27,7 @@ from support import (
     COPIES,
     OTHER,
     SMALL,
+    SPARSE,
     Child,
     Pattern,
     Record,
@@ -36,6 +37,7 @@ from support import (
     at_step,
     die,
     fill,
+    is_soak,
     make_temporaries_old,
     newest,
     numbers,
@@ -215,7 +217,8 @@ def test_who_waits_for_a_version_finds_it_told_and_counted(remote: Path, local: 
         assert may_go_on.wait(10)
 
     publish(remote, 1)
-    with quick(remote, local, on_copied=on_copied).start() as one:
+    one = quick(remote, local, on_copied=on_copied)
+    with one.start():
         until("it is copied", one.is_current)
         with pytest.raises(dbuffer.VersionTimeoutError):
             one.wait_until_current(0.2)
@@ -348,6 +351,193 @@ def _open_files(below: Path) -> set[str]:
         with contextlib.suppress(FileNotFoundError):
             found.add(str(link.readlink()))
     return {path for path in found if path.startswith(str(below))}
+
+
+# ---------------------------------------------------------------------------------------------
+# Deltas
+
+
+@pytest.fixture(params=["local", "network"])
+def mount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("DBUFFER_MOUNT", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def changing(
+    remote: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dbuffer.WeightSender]:
+    """A sender whose versions are deltas, for a while upon one anchor."""
+    monkeypatch.setattr("dbuffer.publish.deltas.MAX_CHAIN", 3)
+    with dbuffer.WeightSender(remote, checksum=True, delta=True) as sender:
+        yield sender
+
+
+def chain_in(store: Path) -> list[str]:
+    double = DoubleBuffer(store)
+    return double.manifest(double.pointer().buffer).chain
+
+
+def test_deltas_are_copied_with_whole_versions(
+    remote: Path, local: Path, changing: dbuffer.WeightSender, mount: str
+) -> None:
+    """Each copied version is whole, and says what changed since the one copied before it."""
+    seen: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        seen.append(done)
+
+    with quick(remote, local, progress=progress).start() as one:
+        for version in range(1, 12):
+            changing.send(SPARSE.weights(version))
+            one.wait_until_current(10)
+            assert newest(local, verify=True) == version
+            double = DoubleBuffer(local)
+            found = double.manifest(double.pointer().buffer)
+            assert found.anchor is None
+            assert len(found.chain) == (0 if version == 1 else min(version, 3))
+            for name in found.chain[1:]:
+                there, here = (store / "deltas" / f"{name}.delta" for store in (remote, local))
+                if there.exists():
+                    assert there.read_bytes() == here.read_bytes()
+    if mount == "local":
+        # Two whole copies, one for each buffer; then what changed.
+        assert seen[-1] < SPARSE_BYTES / 2
+        assert_tidy(local)
+
+
+SPARSE_BYTES = 8 * 256 * 8
+
+
+def test_versions_that_were_skipped_have_their_deltas_too(
+    remote: Path, local: Path, changing: dbuffer.WeightSender
+) -> None:
+    with quick(remote, local).start() as one:
+        changing.send(SPARSE.weights(1))
+        one.wait_until_current(10)
+    for version in (2, 3):
+        changing.send(SPARSE.weights(version))
+    with quick(remote, local).start() as one:
+        one.wait_until_current(10)
+        assert newest(local, verify=True) == 3
+        assert chain_in(local) == [], "one that was started again begins a chain"
+        for version in (4, 5):
+            changing.send(SPARSE.weights(version))
+        one.wait_until_current(10)
+        assert chain_in(local)[-1] == chain_in(remote)[-1]
+        assert newest(local, verify=True) == 5
+
+
+def test_layouts_that_change_begin_a_chain(
+    remote: Path, local: Path, changing: dbuffer.WeightSender
+) -> None:
+    with quick(remote, local).start() as one:
+        for version in range(1, 13):
+            pattern = OTHER if version % 4 == 0 else SPARSE
+            changing.send(pattern.weights(version))
+            one.wait_until_current(10)
+            assert newest(local, verify=True) == version
+            assert (chain_in(local) == []) == (version % 4 < 2)
+
+
+@pytest.mark.parametrize("damage", ["lost", "flipped", "emptied"])
+def test_a_damaged_remote_delta(
+    remote: Path,
+    local: Path,
+    changing: dbuffer.WeightSender,
+    damage: str,
+    mount: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it needs is read whole where that is there, or with the next version."""
+    monkeypatch.setattr("dbuffer.store.buffer._SETTLE_S", 0.05)
+    may_go_on = threading.Event()
+
+    def on_copied(copied: Copied) -> None:
+        if copied.version == 2:
+            assert may_go_on.wait(10)
+
+    with quick(remote, local, on_copied=on_copied).start() as one:
+        for version in (1, 2):
+            changing.send(SPARSE.weights(version))
+            until("it is copied", one.is_current)
+        changing.send(SPARSE.weights(3))
+        changing.send(SPARSE.weights(4))
+        path = remote / "deltas" / f"{chain_in(remote)[-2]}.delta"
+        if damage == "lost":
+            path.unlink()
+        elif damage == "emptied":
+            os.truncate(path, 0)
+        else:
+            flip_bit(path, 8 * path.stat().st_size - 100)
+        may_go_on.set()
+        if mount == "local":
+            one.wait_until_current(10)  # the buffer is whole
+            assert newest(local, verify=True) == 4
+        else:
+            until("it is noted", lambda: mirror_record(remote).problem)
+            assert path.name in mirror_record(remote).problem
+            assert newest(local, verify=True) == 2
+        for version in (5, 6, 7):
+            changing.send(SPARSE.weights(version))
+            one.wait_until_current(10)
+            assert newest(local, verify=True) == version
+        until("it is forgotten", lambda: mirror_record(remote).problem is None)
+
+
+def follow_to_a_call(
+    connection: Connection, remote: Path, local: Path, number: int, mount: str
+) -> None:
+    """Copy versions 2 to 4, which are deltas, and die before a call in the last copy."""
+    os.environ["DBUFFER_MOUNT"] = mount
+    end = threading.Event()
+    with dbuffer.WeightSender(remote, checksum=True, delta=True, num_threads=1) as sender:
+        sender.send(SPARSE.weights(1))
+
+        def on_copied(copied: Copied) -> None:
+            sys.setprofile(None)
+            if copied.version == 4:
+                end.set()
+                return
+            sender.send(SPARSE.weights(copied.version + 1))
+            if copied.version == 3:
+                at_call(number, die, COPIES)
+
+        with quick(remote, local, num_threads=1, on_copied=on_copied) as one:
+            one.run(end)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(patience_s())
+def test_killed_at_any_moment_of_a_copy_of_a_delta(
+    shm_path: Path, mount: str, record_property: Record
+) -> None:
+    kills = 0
+    for number in numbers(every=1 if is_soak() else 5):
+        remote, local = shm_path / f"remote-{number}", shm_path / f"local-{number}"
+        with Child(follow_to_a_call, remote, local, number, mount) as child:
+            if (code := child.wait()) == 0:
+                break
+        assert code == -signal.SIGKILL
+        assert newest(local, verify=True) in (3, 4), f"before call {number}"
+        kills += 1
+        make_temporaries_old(local)
+        with (
+            dbuffer.WeightSender(remote, checksum=True, delta=True) as sender,
+            quick(remote, local).start() as one,
+        ):
+            for version in (5, 6, 7):
+                one.wait_until_current(10)
+                assert newest(local, verify=True) == version - 1
+                sender.send(SPARSE.weights(version))
+            one.wait_until_current(10)
+        assert newest(local, verify=True) == 7
+        if mount != "network":
+            assert_tidy(local)
+        shutil.rmtree(remote)
+        shutil.rmtree(local)
+    assert kills > 5
+    record_property("kills of a mirror in the middle of a copy", kills)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -741,6 +931,7 @@ def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote: Path, local
             second.wait_until_current(10)
             started = time.monotonic()
         assert time.monotonic() - started < 1
+        first.wait_until_current(10)  # it has told of it, too
         assert (first.version, second.version) == (2, None)
         assert second.stats["copied"] == 0
 

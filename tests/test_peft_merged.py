@@ -290,7 +290,7 @@ from torch import nn
 import dbuffer
 from dbuffer.integrations.peft import merged_weights
 
-MORE_BYTES = 32 << 20
+MORE_BYTES = 64 << 20
 
 def limit_memory():
     # Private memory only: what is mapped from the store's files does not count.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import OTHER, SMALL, Pattern, newest
+from support import OTHER, SMALL, SPARSE, Pattern, is_soak, newest
 
 import dbuffer
 
@@ -156,7 +156,7 @@ class PowerCuts:
         """Publish in one sender's life; each cut must leave the last version or the next."""
         with watched(self.disk, self.cut):
             with dbuffer.WeightSender(
-                self._store, durable=True, checksum=True, num_threads=1
+                self._store, durable=True, checksum=True, delta=SPARSE in patterns, num_threads=1
             ) as sender:
                 for pattern in patterns:
                     version = sender.send(pattern.weights(self._published + 1)).version
@@ -211,8 +211,9 @@ def check_previous(store: Path, version: int) -> None:
     with dbuffer.WeightReceiver(store, verify=False, num_threads=1) as receiver:
         with contextlib.suppress(dbuffer.VersionError):
             with receiver.open(version=version) as snapshot:
-                pattern = SMALL if len(snapshot.specs) == len(SMALL.names) else OTHER
-                assert pattern.version_of(snapshot.tensors) == version
+                found = dict(snapshot.tensors)
+                pattern = next(p for p in (SMALL, OTHER, SPARSE) if p.names == list(found))
+                assert pattern.version_of(found) == version
 
 
 @contextlib.contextmanager
@@ -232,6 +233,19 @@ def test_whenever_the_power_is_cut_what_was_published_is_there(
     with power_cuts(shm_path) as cuts:
         cuts.publish([SMALL, SMALL, SMALL])
         cuts.publish([SMALL, OTHER])
+    assert cuts.num_images > 50
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_whenever_the_power_is_cut_versions_that_stand_on_deltas_are_there(
+    shm_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first one, a delta or two, and an anchor; then a sender that was started again."""
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    monkeypatch.setattr("dbuffer.publish.deltas.MAX_CHAIN", 2 if is_soak() else 1)
+    with power_cuts(shm_path) as cuts:
+        cuts.publish([SPARSE] * (5 if is_soak() else 3))
+        cuts.publish([SPARSE, SPARSE])
     assert cuts.num_images > 50
 
 

@@ -315,6 +315,23 @@ class TestEviction:
         with receiver.open() as snapshot:
             assert snapshot.version == 5
 
+    @pytest.mark.parametrize("is_begun_anew", [True, False])
+    def test_the_store_goes_in_the_block(self, store, sender, receiver, is_begun_anew):
+        sender.send(weights_of(1))
+        sender.close()
+
+        def hold_beyond_the_stores_end():
+            with receiver.open() as snapshot:
+                shutil.rmtree(store)
+                if is_begun_anew:
+                    with WeightSender(store) as again:
+                        again.send(weights_of(2))
+                assert values_in(snapshot.tensors) == {1.0}
+
+        error = StoreReplacedError if is_begun_anew else VersionRegressedError
+        with pytest.raises(error):
+            hold_beyond_the_stores_end()
+
     def test_an_error_in_the_block_goes_first(self, sender, receiver):
         sender.send(weights_of(1))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -19,6 +21,7 @@ import dbuffer
 from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import RELAY_INTERVAL_S, AcknowledgementRelay
+from dbuffer.store.acknowledgements import _LAST_WORD_S
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 
@@ -117,6 +120,52 @@ def test_a_reader_that_died_is_told_of(remote: Path, local: Path) -> None:
             sender.wait_applied(2, receivers=["rank"], timeout_s=5)
 
 
+def acknowledge_and_end(connection: Connection, store: Path, history: str) -> None:
+    record = RecordFile(store, "rank")
+    record.write(applied_version=1, history=history)
+    connection.send("come")
+    connection.recv()
+    record.write(applied_version=2, history=history)
+    os._exit(0)  # dbuffer's own end would wait for nobody either
+
+
+def test_the_last_word_of_a_reader_comes_before_its_end(
+    relay: AcknowledgementRelay, remote: Path, local: Path
+) -> None:
+    """However late the mirror is with it: the sender waits for it, and not for a second or two."""
+    history = DoubleBuffer(remote).pointer().history
+    with (
+        dbuffer.WeightSender(remote) as sender,
+        Child(acknowledge_and_end, local, history) as reader,
+    ):
+        assert reader.receive() == "come"
+        until("it is carried", lambda: record_of(remote, "rank"))
+        assert record_of(remote, "rank").carried == "living"
+        read = threading.Event()
+        may_go_on = threading.Event()
+        receivers = relay._local.receivers
+
+        def read_and_wait() -> list[ReceiverRecord]:
+            found = receivers()
+            read.set()
+            assert may_go_on.wait(20)
+            return found
+
+        relay._local.receivers = read_and_wait
+        assert read.wait(10)  # and what it has read says version 1
+        reader.send()
+        assert reader.wait() == 0
+        sender.send(SMALL.weights(2))
+        with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+            sender.wait_applied(2, receivers=["rank"], timeout_s=_LAST_WORD_S + 0.5)
+        may_go_on.set()
+        sender.wait_applied(2, receivers=["rank"], timeout_s=5)
+        until("its end is told", lambda: record_of(remote, "rank").carried == "ended")
+        assert record_of(remote, "rank").applied_version == 2
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"has ended, at version 2"):
+            sender.wait_applied(3, receivers=["rank"], timeout_s=5)
+
+
 def test_a_problem_is_carried(relay: AcknowledgementRelay, remote: Path, local: Path) -> None:
     with dbuffer.WeightSender(remote) as sender:
         RecordFile(local, "rank").write(problem="out of memory", problem_version=1)
@@ -179,8 +228,6 @@ def test_the_last_word_is_carried_when_it_is_closed(remote: Path, local: Path) -
 
 
 def _threads() -> list[str]:
-    import threading
-
     return [thread.name for thread in threading.enumerate()]
 
 

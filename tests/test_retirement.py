@@ -98,7 +98,7 @@ class Retiring:
         self._files = RetiredFiles(
             lambda: self.records, READER_TIMEOUT_S, self._note, lambda: named
         )
-        self._files.add(path, version)
+        self._files.add(path, None if version is None else range(version, version + 1))
 
     def _note(self, path: Path) -> None:
         assert path.exists(), "a file is let go of before it is removed"
@@ -140,6 +140,18 @@ def test_no_file_stays_for_longer_than_readers_are_waited_for(
     assert "version 7" in caplog.text
 
 
+def test_a_file_that_served_many_versions_stays_while_one_of_them_is_read(
+    old_file: Path, clock: Clock
+) -> None:
+    retiring = Retiring(old_file, None, clock)
+    retiring._files._files.clear()
+    retiring._files.add(old_file, range(4, 8))
+    retiring.records = [record_of(3, "before"), record_of(5, "one"), record_of(8, "after")]
+    assert retiring.is_there_at(KEEP_AT_LEAST_S)
+    retiring.records = [record_of(3, "before"), record_of(8, "after")]
+    assert not retiring.is_there_at(KEEP_AT_LEAST_S + 0.01)
+
+
 def test_a_file_of_which_nothing_is_known_stays_for_as_long_as_readers_are_waited_for(
     old_file: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -166,7 +178,7 @@ def test_a_file_is_as_old_as_its_first_retirement(old_file: Path, clock: Clock) 
     retiring = Retiring(old_file, 7, clock)
     for age_s in (0.5, 1.0, 1.5):
         assert retiring.is_there_at(age_s)
-        retiring._files.add(old_file, 7)
+        retiring._files.add(old_file, range(7, 8))
     assert not retiring.is_there_at(KEEP_AT_LEAST_S)
 
 

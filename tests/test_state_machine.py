@@ -24,6 +24,7 @@ from unittest import mock
 import pytest
 import torch
 from checked_medium import CheckedMedium, failing_at
+from damage import flip_bit
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -47,7 +48,8 @@ from support import (
 )
 
 import dbuffer
-from dbuffer.store import retirement
+from dbuffer.publish import deltas
+from dbuffer.store import buffer, retirement
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
 preload("hypothesis.stateful", "dbuffer.publish.sender", "dbuffer.receive.receiver")
@@ -55,6 +57,9 @@ preload("hypothesis.stateful", "dbuffer.publish.sender", "dbuffer.receive.receiv
 Tensors = dict[str, torch.Tensor]
 
 READER_TIMEOUT_S = 0.01
+
+OVERTAKEN = (dbuffer.SnapshotEvictedError, dbuffer.VersionRegressedError)
+"""What leaving a snapshot may raise: its buffer was taken, or the whole store was emptied."""
 
 LAYOUTS: tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], ...] = (
     {"weight": (torch.float32, (16, 4)), "bias": (torch.bfloat16, (7,))},
@@ -85,6 +90,28 @@ def copied(pairs: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     return {name: tensor.clone() for name, tensor in pairs}
 
 
+def changed(tensors: Tensors, seed: int) -> Tensors:
+    """The same, with another element or two in most of them."""
+    generator = torch.Generator().manual_seed(seed)
+    result = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in result.values():
+        flat = tensor.view(-1)
+        if flat.numel() and seed % 4:
+            at = torch.randint(0, flat.numel(), (seed % 3,), generator=generator)
+            flat[at] = (flat[at] == 0).to(tensor.dtype)
+    return result
+
+
+def patches_between(before: Tensors, after: Tensors) -> list[dbuffer.SparsePatch]:
+    """What leads from one to the other; of tensors that are the same, too."""
+    patches = []
+    for name, tensor in before.items():
+        old, new = tensor.reshape(-1), after[name].reshape(-1)
+        at = (old != new).nonzero().reshape(-1)
+        patches.append(dbuffer.SparsePatch(name, at.flip(0), new[at].flip(0)))
+    return patches
+
+
 Given = tuple[int, int]
 """Weights: their layout and seed."""
 
@@ -102,7 +129,7 @@ def publish_and_die(
     These are calls of opening a sender and publishing ``last``; or of publishing it alone, with
     a sender that has published ``first`` before.
     """
-    retirement.KEEP_AT_LEAST_S = 0.0
+    set_short_limits()
     if first is None:
         die_before_call(number)
     sender = make_sender(store, options)
@@ -112,6 +139,33 @@ def publish_and_die(
     if last is not None:
         sender.send(tensors_of(*last))
     die()
+
+
+def publish_changes_and_die(
+    connection: Connection,
+    store: Path,
+    options: dict[str, bool],
+    first: Given,
+    seeds: list[int],
+    number: int,
+) -> None:
+    """The same in the last of several versions each of which differs little from the one before."""
+    set_short_limits()
+    sender = make_sender(store, options)
+    tensors = tensors_of(*first)
+    connection.send(sender.send(tensors).version)
+    for index, seed in enumerate(seeds):
+        if index == len(seeds) - 1:
+            die_before_call(number)
+        tensors = changed(tensors, seed)
+        sender.send(tensors)
+    die()
+
+
+def set_short_limits() -> None:
+    retirement.KEEP_AT_LEAST_S = 0.0
+    # The weights are small, and deltas soon as large; chains are to end, and not with each version.
+    deltas.MAX_CHAIN, deltas.MAX_CHAIN_SHARE = 3, 100.0
 
 
 def make_sender(store: Path, options: dict[str, bool]) -> dbuffer.WeightSender:
@@ -155,7 +209,13 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.patches = contextlib.ExitStack()
         self.patches.enter_context(mock.patch.dict(os.environ, DBUFFER_MOUNT=self.mount))
-        self.patches.enter_context(mock.patch.object(retirement, "KEEP_AT_LEAST_S", 0.0))
+        for module, name in (
+            (retirement, "KEEP_AT_LEAST_S"),
+            (deltas, "MAX_CHAIN"),
+            (deltas, "MAX_CHAIN_SHARE"),
+        ):
+            self.patches.enter_context(mock.patch.object(module, name))
+        set_short_limits()
         base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
         self.directory = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=base))
         self.store = self.directory / "store"
@@ -166,9 +226,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.history = 0
         self.held: list[Held] = []
 
-    @initialize(durable=st.booleans(), checksum=st.booleans())
-    def start(self, durable: bool, checksum: bool) -> None:
-        self.options = {"durable": durable, "checksum": checksum}
+    @initialize(durable=st.booleans(), checksum=st.booleans(), delta=st.booleans())
+    def start(self, durable: bool, checksum: bool, delta: bool) -> None:
+        self.options = {"durable": durable, "checksum": checksum, "delta": delta}
         self.sender = self.make_sender()
 
     def make_sender(self) -> dbuffer.WeightSender:
@@ -176,7 +236,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for held in self.held:
-            with contextlib.suppress(dbuffer.SnapshotEvictedError):
+            with contextlib.suppress(*OVERTAKEN):
                 held.leave.close()
         if hasattr(self, "sender"):
             self.sender.close()
@@ -200,6 +260,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(layout=st.integers(0, 3), seed=st.integers(0, 99), as_stream=st.booleans())
     def publish(self, layout: int, seed: int, as_stream: bool) -> None:
         tensors = tensors_of(layout, seed)
+        if as_stream and self.options["delta"]:
+            with pytest.raises(dbuffer.InvalidWeightsError):
+                self.sender.send(iter(tensors.items()))
+            as_stream = False
         self.note_claim()
         publication = self.sender.send(iter(tensors.items()) if as_stream else tensors)
         # A first version that crashed between manifest and pointer may leave its number unused.
@@ -242,9 +306,66 @@ class StoreMachine(RuleBasedStateMachine):
             yield from itertools.islice(tensors_of(layout, 0).items(), after)
             raise KeyError("the trainer's own trouble")
 
+        if self.options["delta"]:
+            return
         self.note_claim()
         with pytest.raises(KeyError, match="trainer"):
             self.sender.send(stream())
+
+    # Deltas
+
+    def has_deltas(self) -> bool:
+        return bool(self.newest) and self.options["delta"]
+
+    @precondition(has_deltas)
+    @rule(seeds=st.lists(st.integers(0, 99), min_size=1, max_size=5), by_patches=st.booleans())
+    def publish_few_changes(self, seeds: list[int], by_patches: bool) -> None:
+        for seed in seeds:
+            before = self.published[self.newest]
+            tensors = changed(before, seed)
+            publication = None
+            self.note_claim()
+            if by_patches:
+                # It has sent nothing yet, or has failed.
+                with contextlib.suppress(dbuffer.VersionError):
+                    publication = self.sender.send_patches(patches_between(before, tensors))
+            if publication is None:
+                publication = self.sender.send(tensors)
+            self.note_publication(publication.version, tensors, {})
+
+    @precondition(has_deltas)
+    @rule(index=st.integers(0, 3))
+    def refuse_patches_that_do_not_fit(self, index: int) -> None:
+        name, tensor = list(self.published[self.newest].items())[index % 2]
+        one = torch.ones(1, dtype=tensor.dtype)
+        patch = dbuffer.SparsePatch(name, torch.tensor([tensor.numel()]), one)
+        with pytest.raises((dbuffer.WeightsMismatchError, dbuffer.VersionError)):
+            self.sender.send_patches([patch])
+
+    @precondition(lambda self: self.options["delta"])
+    @rule(
+        first=given,
+        seeds=st.lists(st.integers(0, 99), min_size=1, max_size=6),
+        number=st.integers(1, 30),
+    )
+    def crash_while_publishing_changes(self, first: Given, seeds: list[int], number: int) -> None:
+        self.sender.close()
+        arguments = (self.store, self.options, first, seeds, number)
+        with Child(publish_changes_and_die, *arguments) as child:
+            self.note_claim()
+            version, tensors = child.receive(), tensors_of(*first)
+            self.note_publication(version, tensors, {})
+            assert child.wait() == -signal.SIGKILL
+        for seed in seeds[:-1]:
+            self.note_claim()
+            tensors = changed(tensors, seed)
+            self.note_publication(self.newest + 1, tensors, {})
+        self.note_claim_if_it_came_to_that()
+        pointer = DoubleBuffer(self.store).pointer()
+        assert pointer is not None
+        if pointer.version > self.newest:
+            self.note_publication(pointer.version, changed(tensors, seeds[-1]), {})
+        self.sender = self.make_sender()
 
     # Senders come and go
 
@@ -363,6 +484,15 @@ class StoreMachine(RuleBasedStateMachine):
         self.held.append(held)
         return multiple(held)
 
+    @precondition(lambda self: self.newest)
+    @rule(reader=readers)
+    def look(self, reader: Reader) -> None:
+        """And go on from there the next time, where that can be."""
+        self.see(reader)
+        with reader.receiver.open(timeout_s=1) as snapshot:
+            assert snapshot.version == self.newest
+            assert are_equal(snapshot.tensors, self.published[self.newest])
+
     @rule(held=snapshots)
     def let_go(self, held: Held) -> None:
         if held not in self.held:
@@ -370,7 +500,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.held.remove(held)
         assert are_equal(held.snapshot.tensors, held.tensors)
         if held.is_evicted:
-            with pytest.raises(dbuffer.SnapshotEvictedError):
+            # The store was begun anew: whether that is the error depends on what was seen since.
+            is_gone = held.version == 0
+            with pytest.raises(OVERTAKEN if is_gone else dbuffer.SnapshotEvictedError):
                 held.leave.close()
         else:
             held.leave.close()
@@ -382,7 +514,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.held.remove(held)
             for tensor in held.snapshot.tensors.values():
                 tensor.zero_()
-            with contextlib.suppress(dbuffer.SnapshotEvictedError):
+            with contextlib.suppress(*OVERTAKEN):
                 held.leave.close()
 
     # Damage to what is not the newest
@@ -397,7 +529,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert pointer is not None
         directory = self.store / other_buffer(pointer.buffer)
         manifest = directory / "manifest.json"
+        newest = store.manifest(pointer.buffer)
+        assert newest is not None
         for file in directory.glob("weights-*"):
+            if file.name == newest.file:
+                continue  # the newest version stands on it
             if damage == "no file":
                 file.unlink()
             elif damage == "cut short":
@@ -453,6 +589,40 @@ class NetworkStoreMachine(StoreMachine):
 
     mount = "network"
     rewrites = goes_at_once = False
+
+    @precondition(lambda self: self.has_deltas())
+    @rule(
+        which=st.integers(0, 5),
+        damage=st.sampled_from(["lost", "cut short", "flipped", "emptied"]),
+        seed=st.integers(0, 99),
+    )
+    def damage_a_delta(self, which: int, damage: str, seed: int) -> None:
+        """Who needs it says so, and the next version is for everybody again."""
+        files = sorted((self.store / "deltas").glob("*.delta"))
+        if not files:
+            return
+        file = files[which % len(files)]
+        size = file.stat().st_size
+        if damage == "lost":
+            file.unlink()
+        elif damage == "flipped":
+            flip_bit(file, 8 * (seed * 7919 % size) + seed % 8)
+        else:
+            os.truncate(file, size // 2 if damage == "cut short" else 0)
+        verify = self.options["checksum"]
+        with (
+            mock.patch.object(buffer, "_SETTLE_S", 0.01),
+            dbuffer.WeightReceiver(
+                self.store, receiver_id="check", verify=verify, num_threads=1
+            ) as receiver,
+        ):
+            try:
+                with receiver.open(timeout_s=1) as snapshot:
+                    assert are_equal(snapshot.tensors, self.published[self.newest])
+            except dbuffer.StoreCorruptError as error:
+                assert file.name in str(error), "the message says which file"
+        tensors = changed(self.published[self.newest], seed)
+        self.note_publication(self.sender.send(tensors).version, tensors, {})
 
     @precondition(lambda self: self.newest)
     @rule(seen=st.booleans())

@@ -170,3 +170,15 @@ def test_options_reach_both_ends(tmp_path: Path) -> None:
     received = transport.receive_weights()
     assert received["b"].dtype is torch.bfloat16
     transport.close()
+
+
+def test_deltas_are_an_option_of_the_sender(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    transport = DoubleBufferTransport(store, options=TransportOptions.parse(1, {"delta": True}))
+    weights = {"a": torch.zeros(10_000)}
+    for version in (1, 2):
+        weights["a"][version] = version
+        transport.send_weights(weights)
+        assert torch.equal(transport.receive_weights()["a"], weights["a"])
+    assert len(list((store / "deltas").iterdir())) == 1
+    transport.close()

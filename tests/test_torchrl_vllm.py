@@ -33,6 +33,7 @@ from tiny_models import make_model, save_model
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
+    TIMEOUT_S,
     engine_arguments,
     environment,
     greedy,
@@ -65,7 +66,6 @@ pytestmark = NEEDS_VLLM
 EXPERIMENTAL = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
 OWN_UPDATER = pytest.mark.filterwarnings("ignore:Creating VanillaWeightUpdater")
 
-TIMEOUT_S = 200
 CLASSES = [
     "VLLMDoubleBufferSyncScheme",
     "VLLMDoubleBufferTransport",

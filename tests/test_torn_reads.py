@@ -31,6 +31,7 @@ from support import (
     Child,
     Pattern,
     Record,
+    Sparse,
     at_call,
     is_soak,
     patience_s,
@@ -40,6 +41,7 @@ from support import (
 import dbuffer
 from dbuffer.format import layout
 from dbuffer.io.copier import Copier
+from dbuffer.publish import deltas
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem, retirement
 from dbuffer.store.buffer import Held
@@ -51,6 +53,10 @@ NUM_READERS = 4
 NUM_THREADS = 3
 """In each process, at once."""
 WEIGHTS = Pattern(num_tensors=64, numel=2048)  # 16 KiB each, 1 MiB in all
+CHANGING = Sparse(num_tensors=64, numel=2048, one_in=64)  # as large
+
+
+SLOW = pytest.mark.skipif(not is_soak(), reason="in a soak alone")
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,12 @@ class Layers:
     checksums: bool
     announces: bool | None = None
     """Across a network: whether readers say what they read."""
+    delta: bool = False
+    """Whether versions differ little, and what differs is published."""
+
+    @property
+    def pattern(self) -> Pattern:
+        return CHANGING if self.delta else WEIGHTS
 
     @property
     def is_network(self) -> bool:
@@ -82,6 +94,10 @@ GENERATIONS = Layers(locks=False, generations=True, checksums=False)
 CHECKSUMS = Layers(locks=False, generations=False, checksums=True)
 NOTHING = Layers(locks=False, generations=False, checksums=False)
 NETWORK = Layers(locks=False, generations=False, checksums=False, announces=True)
+LOCKS_DELTA = Layers(locks=True, generations=True, checksums=False, delta=True)
+GENERATIONS_DELTA = Layers(locks=False, generations=True, checksums=False, delta=True)
+CHECKSUMS_DELTA = Layers(locks=False, generations=False, checksums=True, delta=True)
+NETWORK_DELTA = Layers(locks=False, generations=False, checksums=False, announces=True, delta=True)
 NETWORK_UNANNOUNCED = Layers(locks=False, generations=False, checksums=False, announces=False)
 
 
@@ -141,7 +157,7 @@ def copy_with_pauses(rng: random.Random, longest_s: float) -> None:
         end = max(last for _, last in slices)
         pauses = {}
         if rng.random() < 0.5:
-            pauses = {at: rng.uniform(0, longest_s) for at in rng.sample(range(end), 3)}
+            pauses = {at: rng.uniform(0, longest_s) for at in rng.sample(range(end), min(3, end))}
 
         def work_slowly(first: int, end: int) -> None:
             for index in range(first, end):
@@ -174,12 +190,18 @@ def write(connection: Connection, store: Path, layers: Layers) -> None:
     counts: Counter[str] = Counter()
     switch_off_what_is_not_in(layers)
     count_detections(counts)
-    with dbuffer.WeightSender(store, checksum=layers.checksums, num_threads=NUM_THREADS) as sender:
-        sender.send(WEIGHTS.weights(1))
+    deltas.MAX_CHAIN = 8
+    with dbuffer.WeightSender(
+        store,
+        checksum=layers.checksums or (layers.delta and layers.is_network),
+        delta=layers.delta,
+        num_threads=NUM_THREADS,
+    ) as sender:
+        sender.send(layers.pattern.weights(1))
         connection.send("published")
         connection.recv()
         for version in range(2, layers.num_publishes + 1):
-            sent_s = sender.send(WEIGHTS.weights(version)).duration_s
+            sent_s = sender.send(layers.pattern.weights(version)).duration_s
             if version % 50 == 0:  # so that readers on a busy machine come to an end at times
                 time.sleep(max(0.02, min(10 * sent_s, 0.2)))
     connection.send(counts)
@@ -194,19 +216,20 @@ def read(connection: Connection, store: Path, layers: Layers, seed: int) -> None
     # A writer that respects locks waits for the readers, and all publishes are to end in seconds.
     copy_with_pauses(rng, 0.001 if layers.locks else 0.01)
     longest_delay_s = 0.04 if layers.locks else 0.01
-    target = WEIGHTS.empty()
+    pattern = layers.pattern
+    target = pattern.empty()
     versions: list[int] = []
     connection.send("ready")
-    with dbuffer.WeightReceiver(
-        store, verify=layers.checksums, num_threads=NUM_THREADS
-    ) as receiver:
+    verify = "auto" if layers.delta and layers.is_network else layers.checksums
+    with dbuffer.WeightReceiver(store, verify=verify, num_threads=NUM_THREADS) as receiver:
         while not versions or versions[-1] < layers.num_publishes:
             holds = layers.keeps_snapshots_whole and rng.random() < 0.3
             try:
                 if holds:
-                    found = hold(receiver, rng.uniform(0, 0.001 if layers.locks else 0.02))
+                    pause_s = rng.uniform(0, 0.001 if layers.locks else 0.02)
+                    found = hold(receiver, pause_s, pattern)
                 else:
-                    found = receiver.load_into(target), WEIGHTS.version_of(target)
+                    found = receiver.load_into(target), pattern.version_of(target)
             except dbuffer.SnapshotEvictedError:
                 counts["evicted"] += 1
                 continue
@@ -222,12 +245,12 @@ def read(connection: Connection, store: Path, layers: Layers, seed: int) -> None
     connection.send(counts)
 
 
-def hold(receiver: WeightReceiver, pause_s: float) -> tuple[int, int | None]:
+def hold(receiver: WeightReceiver, pause_s: float, pattern: Pattern) -> tuple[int, int | None]:
     """Look at a snapshot twice, with a pause in between."""
     with receiver.open() as snapshot:
-        first = WEIGHTS.version_of(snapshot.tensors)
+        first = pattern.version_of(snapshot.tensors)
         time.sleep(pause_s)
-        second = WEIGHTS.version_of(snapshot.tensors)
+        second = pattern.version_of(snapshot.tensors)
         return snapshot.version, first if first == second else None
 
 
@@ -258,6 +281,9 @@ def tell(read: list[Counter[str]], layers: Layers, record_property: Record) -> N
         pytest.param(LOCKS, "try_lock", id="locks"),
         pytest.param(GENERATIONS, "is_unchanged", id="generations alone"),
         pytest.param(CHECKSUMS, "checksums_match", id="checksums alone"),
+        pytest.param(LOCKS_DELTA, "try_lock", id="locks, deltas", marks=SLOW),
+        pytest.param(GENERATIONS_DELTA, "is_unchanged", id="generations alone, deltas", marks=SLOW),
+        pytest.param(CHECKSUMS_DELTA, "checksums_match", id="checksums alone, deltas", marks=SLOW),
     ],
 )
 def test_no_reader_mixes_versions_or_goes_back(
@@ -277,11 +303,12 @@ def test_no_reader_mixes_versions_or_goes_back(
 
 @pytest.mark.slow
 @pytest.mark.soak
+@pytest.mark.parametrize("layers", [NETWORK, NETWORK_DELTA], ids=["whole", "deltas"])
 def test_across_a_network_no_reader_mixes_versions_or_loses_its_file(
-    store: Path, record_property: Record
+    store: Path, layers: Layers, record_property: Record
 ) -> None:
-    _, read = run(store, NETWORK)
-    tell(read, NETWORK, record_property)
+    _, read = run(store, layers)
+    tell(read, layers, record_property)
     for counts in read:
         assert counts["mixes"] == 0
         assert counts["steps back"] == 0

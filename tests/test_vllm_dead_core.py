@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import NEEDS_VLLM, engine_arguments, environment, observe
+from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, observe
 
-TIMEOUT_S = 200
 SOON_S = 20.0
 LAST = "set_weight_version"
 

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch
 from test_vllm import error_of, set_packing
-from vllm_engines import NEEDS_VLLM, engine_arguments, environment, greedy, observe
+from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 
 import dbuffer
 
 pytestmark = NEEDS_VLLM
 
-TIMEOUT_S = 280
 # vLLM makes what experts need when its first engine has some, so that one comes first.
 BACKEND = ("qwen3-moe packed", "olmo2 packed", "gpt-neox packed", "starcoder2 packed", "qwen3 live")
 FAMILIES = (*BACKEND, "gpt-j packed")
@@ -33,6 +32,11 @@ INT8 = {
 }
 FUSED = ("tensor", True, "bfloat16")
 """The parts of a fused layer bring more scales than it holds: vLLM's reload miscounts them."""
+HAS_FP8_CACHES = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+needs_fp8_caches = pytest.mark.skipif(
+    not HAS_FP8_CACHES, reason="vLLM keeps no fp8 caches on a CPU without AVX-512 and AMX"
+)
+
 SCALED, PLAIN = "cache with scales", "cache without scales"
 MLP = "model.layers.0.mlp."
 WARNING, LACK_BEGINS = ": Failed to load weights", "now something is missing"
@@ -94,6 +98,7 @@ def test_a_layer_whose_reload_cannot_be_right_is_refused(
     assert tokens == seen["fresh"]
 
 
+@needs_fp8_caches
 def test_scales_that_do_not_come_are_the_defaults(observed: dict[str, Any]) -> None:
     """As in an engine that is started on that checkpoint; not those of the version before."""
     seen = observed["scales"]
@@ -103,6 +108,7 @@ def test_scales_that_do_not_come_are_the_defaults(observed: dict[str, Any]) -> N
     assert all(a != b for a, b in zip(seen[PLAIN], seen[SCALED], strict=True))
 
 
+@needs_fp8_caches
 def test_a_part_leaves_scales_as_they_are(observed: dict[str, Any]) -> None:
     assert observed["scales"]["part"] == observed["scales"][SCALED]
 
@@ -142,7 +148,8 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
         seen[case] = observe_pair(directory / case, pair, engines, mixed, dtype=INT8[case][2])
     observe_int8_failures(directory / "failures", saved["a scale a channel"], engines[first], seen)
     observe_fused(directory / "fused", fused[0], engines, seen)
-    observe_scales(directory / "scales", scaled, plain, engines, seen)
+    if HAS_FP8_CACHES:
+        observe_scales(directory / "scales", scaled, plain, engines, seen)
     print(LACK_BEGINS, flush=True)
     observe_lack(engines[first])
     return seen

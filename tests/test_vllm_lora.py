@@ -15,6 +15,7 @@ from test_vllm import error_of
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
+    TIMEOUT_S,
     engine_arguments,
     environment,
     greedy,
@@ -28,7 +29,6 @@ pytest.importorskip("peft")
 
 pytestmark = NEEDS_VLLM
 
-TIMEOUT_S = 200
 STEPS = (1, 2)
 
 

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from test_vllm import error_of, set_packing
-from vllm_engines import NEEDS_VLLM, engine_arguments, environment, greedy, observe
+from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 
 import dbuffer
 
 pytestmark = NEEDS_VLLM
 
-TIMEOUT_S = 280
 LAYER = "model.layers.{}."
 ATTENTION = [f"{LAYER.format(1)}self_attn.{name}_proj.weight" for name in "qkv"]
 BIASES = [f"{LAYER.format(1)}self_attn.{name}_proj.bias" for name in "qkv"]

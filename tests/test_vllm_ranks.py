@@ -23,12 +23,11 @@ from typing import Any
 
 import pytest
 from support import SHARED_MEMORY
-from vllm_engines import NEEDS_VLLM, engine_arguments, environment, greedy, observe
+from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 
-TIMEOUT_S = 420
 WAIT_S = 60.0
 AFTER_TENSORS = 3
 """A rank fails here: q of a layer's fused q, k and v has gone in, and k and v have not."""
@@ -66,7 +65,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    env = environment(processes=True, tp=2, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    env = environment(processes=True, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     directory = tmp_path_factory.mktemp("ranks")
     # Removed by this process: the program may be killed.
     with tempfile.TemporaryDirectory(prefix="dbuffer-test-", dir=SHARED_MEMORY) as scratch:
@@ -302,7 +301,12 @@ class Engine:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"store": str(self.store), "engine_id": self.name, "timeout_s": WAIT_S}
+        return {
+            "store": str(self.store),
+            "engine_id": self.name,
+            "timeout_s": WAIT_S,
+            "images": False,  # what fails here, fails in a reload
+        }
 
     def init(self, **more: Any) -> None:
         info = self.options | {"verify": True} | more

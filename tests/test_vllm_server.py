@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patch_trainers import all_of
 from tiny_models import make_model, revealing_weights, save_revealing, token_of
-from vllm_engines import BLOCK_TOKENS, EXTENSION, NEEDS_VLLM, environment, observe
+from vllm_engines import BLOCK_TOKENS, EXTENSION, NEEDS_VLLM, TIMEOUT_S, environment, observe
 
 import dbuffer
 
-TIMEOUT_S = 600
 """For each program, on a machine that is busy with other things."""
 
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(2 * TIMEOUT_S + 60)]
@@ -292,9 +292,11 @@ def test_follower_names_what_an_engine_must_be_started_with(outside: dict[str, A
 
 
 def test_trainer_written_for_vllm_publishes_and_switches(outside: dict[str, Any]) -> None:
+    """Twice all weights, then patches."""
     assert outside["trained"]["sent"] == [
         {"tokens": tokens_of(101), "version": "1"},
         {"tokens": tokens_of(102), "version": "2"},
+        {"tokens": tokens_of(103), "version": "3"},
     ]
 
 
@@ -377,7 +379,7 @@ class Server:
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
-                env=environment(processes=True, tp=tp, **more),
+                env=environment(processes=True, **more),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -977,14 +979,14 @@ def train(directory: Path, url: str) -> None:
     load_general_plugins()
     model = make_model("qwen3", 0)
     engine = WeightTransferTrainerFactory.trainer_init(
-        DBufferTrainerInitInfo(store=str(directory / "trained"), rank=0),
+        DBufferTrainerInitInfo(store=str(directory / "trained"), rank=0, sparse=True),
         client=HTTPVLLMWeightSyncClient(url),
         source=ModuleSource(model),
     )
     sent = []
-    for content in (101, 102):
+    for content in (101, 102, 103):
         model.load_state_dict(revealing_weights(content), strict=False)
-        engine.send_weights()
+        engine.send_weights(all_of(model) if content == 103 else None)
         key = {"Authorization": f"Bearer {API_KEY}"}
         answer = requests.post(f"{url}/v1/completions", json=question(5), headers=key).json()
         version = requests.get(f"{url}/weight_info").json()["weight_version"]

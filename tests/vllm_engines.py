@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import is_soak
 
 NEEDS_VLLM = [
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]
+
+TIMEOUT_S = 3600 if is_soak() else 900
+"""Of a program: an engine starts in 20 s, and in two minutes beside others on a slow machine."""
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
@@ -40,15 +44,13 @@ PROMPTS = [
 ]
 
 
-def environment(*, processes: bool, tp: int = 1, **more: str) -> dict[str, str]:
+def environment(*, processes: bool, **more: str) -> dict[str, str]:
     """For a program with engines in it: in its own process, or each in processes of theirs."""
     base = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if processes else "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    if tp > 1:
-        base |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     return os.environ | base | more
 
 

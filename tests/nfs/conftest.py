@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _scenario_of(item) is not None:
             item.add_marker(pytest.mark.nfs)
             # A test waits for those before it in the guest, each of which has its own limit.
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(2400))
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,8 @@ EXPORT = Path("/export")
 _DEVICE = "/dev/mapper/export"
 _CLONE_NEWUTS = 0x04000000
 _ONE_PAGE_CACHE = "1\n"
+_LIMIT_S = 400.0
+"""A scenario that takes longer hangs. Most take 10 s; beside other work, on a slow machine, 100."""
 
 
 class Guest:
@@ -215,7 +217,7 @@ class Running:
         """Whether it is over; then its result is written and its traces are removed."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         took_s = time.monotonic() - self._started
-        is_late = not pid and took_s > self.described["limit_s"]
+        is_late = not pid and took_s > _LIMIT_S
         if not pid and not is_late:
             return False
         if is_late:
@@ -224,7 +226,7 @@ class Running:
         _end_session(self._pid)
         if not pid:
             os.waitpid(self._pid, 0)
-        ended_by = f"took longer than {self.described['limit_s']} s"
+        ended_by = f"took longer than {_LIMIT_S} s"
         if pid:
             ended_by = f"its process ended with {os.waitstatus_to_exitcode(status)}"
         self._report(ended_by, took_s)

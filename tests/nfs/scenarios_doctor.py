@@ -8,6 +8,7 @@ from pathlib import Path
 
 from guest import Guest
 from lab import scenario
+from support import TIMEOUT_S
 
 from dbuffer.tools import doctor
 
@@ -16,17 +17,17 @@ SEEN_LATE_MS = 1500.0
 
 
 def examine(connection: Connection, path: Path) -> None:
-    connection.send(doctor.examine(path, timeout_s=60))
+    connection.send(doctor.examine(path, timeout_s=TIMEOUT_S))
 
 
 def be_the_second_host(connection: Connection, path: Path) -> None:
-    connection.send(doctor.wait_for_host(path, timeout_s=60) is not None)
+    connection.send(doctor.wait_for_host(path, timeout_s=TIMEOUT_S) is not None)
 
 
-@scenario(limit_s=120)
+@scenario()
 def test_two_hosts_examine_their_mount(guest: Guest) -> None:
     with guest.on("r", be_the_second_host) as second, guest.on("w", examine) as first:
-        found: doctor.Examination = first.receive(90)
+        found: doctor.Examination = first.receive(2 * TIMEOUT_S)
         assert second.receive()
     for finding in found.findings:
         print(finding)

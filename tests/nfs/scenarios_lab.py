@@ -133,7 +133,7 @@ def test_a_full_disk_is_full_until_it_is_freed(guest: Guest) -> None:
     write_synced(guest.path("w") / "large", bytes(8 * MB))
 
 
-@scenario(disruptive=True, limit_s=60)
+@scenario(disruptive=True)
 def test_a_server_that_restarts_keeps_open_files_open(guest: Guest) -> None:
     with (guest.path("w") / "file").open("wb") as file:
         file.write(b"before ")
@@ -146,7 +146,7 @@ def test_a_server_that_restarts_keeps_open_files_open(guest: Guest) -> None:
     assert (guest.path("r") / "file").read_bytes() == b"before after"
 
 
-@scenario(disruptive=True, limit_s=60)
+@scenario(disruptive=True)
 def test_a_power_cut_loses_what_was_not_synced_and_nothing_else(guest: Guest) -> None:
     write_synced(guest.path("w") / "from-client", b"1" * MB)
     write_synced(guest.server_path / "synced", b"2" * MB)

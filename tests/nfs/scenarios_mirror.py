@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from guest import Guest
 from lab import scenario
-from support import SHARED_MEMORY, Pattern, Step, at_step, newest
+from support import SHARED_MEMORY, TIMEOUT_S, Pattern, Step, at_step, newest
 
 import dbuffer
 from dbuffer.mirror.mirror import Mirror
@@ -58,7 +58,7 @@ def publish_when_told(connection: Connection, path: Path, pattern: Pattern) -> N
             sender.send(weights)
             published = time.monotonic()
             if receivers:
-                sender.wait_applied(version, receivers=receivers, timeout_s=20)
+                sender.wait_applied(version, receivers=receivers, timeout_s=TIMEOUT_S)
             connection.send((published - started, time.monotonic() - published))
 
 
@@ -90,28 +90,28 @@ def read_all(connection: Connection, path: Path, local: Path, name: str, last: i
     with dbuffer.WeightReceiver(local, receiver_id=name, num_threads=1) as receiver:
         connection.send("ready")
         while version != last:
-            assert receiver.wait_for_version(version, timeout_s=30) is not None
+            assert receiver.wait_for_version(version, timeout_s=TIMEOUT_S) is not None
             version = receiver.load_into(target)
             assert WEIGHTS.version_of(target) == version
     connection.send("all")
 
 
-@scenario(limit_s=60)
-def test_a_version_is_read_once_a_node(guest: Guest) -> None:
-    """And the sender sees what the readers behind the mirrors have applied, by name."""
+def require_each_version_read_once(guest: Guest, stores: dict[str, Path]) -> None:
+    """By each client's kernel, for all readers of its store together.
+
+    And the sender sees what they have applied, by name; also behind a mirror.
+    """
     with contextlib.ExitStack() as stack:
-        locals_ = stack.enter_context(local_stores("r", "r2"))
         writer = stack.enter_context(guest.on("w", publish_when_told, WEIGHTS))
         readers, names = [], []
-        for client, local in zip(("r", "r2"), locals_, strict=True):
-            stack.enter_context(guest.on(client, mirror, local, POLL_INTERVAL_S))
+        for client, store in stores.items():
             for number in range(NUM_READERS):
                 names.append(f"{client}-{number}")
-                arguments = (local, names[-1], NUM_VERSIONS)
+                arguments = (store, names[-1], NUM_VERSIONS)
                 readers.append(stack.enter_context(guest.on(client, read_all, *arguments)))
         for reader in readers:
             assert reader.receive() == "ready"
-        before = {client: guest.nfs_read_bytes(client) for client in ("r", "r2")}
+        before = {client: guest.nfs_read_bytes(client) for client in stores}
         for version in range(1, NUM_VERSIONS + 1):
             writer.send((version, names))
             publish_s, applied_s = writer.receive()
@@ -119,14 +119,29 @@ def test_a_version_is_read_once_a_node(guest: Guest) -> None:
         for reader in readers:
             assert reader.receive() == "all"
         file_bytes = max(file.stat().st_size for file in guest.server_path.rglob("weights-*"))
-        for client in ("r", "r2"):
+        for client in stores:
             read = guest.nfs_read_bytes(client) - before[client]
             print(f"{client} read {read / file_bytes / NUM_VERSIONS:.3f} of each file")
             assert read >= NUM_VERSIONS * WEIGHTS_BYTES
             assert read <= NUM_VERSIONS * file_bytes + MANY_POLLS_BYTES
 
 
-@scenario(limit_s=60, quiet=True)
+@scenario()
+def test_a_version_is_read_once_a_node(guest: Guest) -> None:
+    with contextlib.ExitStack() as stack:
+        stores = dict(zip(("r", "r2"), stack.enter_context(local_stores("r", "r2")), strict=True))
+        for client, local in stores.items():
+            stack.enter_context(guest.on(client, mirror, local, POLL_INTERVAL_S))
+        require_each_version_read_once(guest, stores)
+
+
+@scenario()
+def test_without_a_mirror_a_node_reads_a_version_once_too(guest: Guest) -> None:
+    """Its kernel keeps what one rank has read for the others, where there is memory for that."""
+    require_each_version_read_once(guest, {c: guest.path(c) / "store" for c in ("r", "r2")})
+
+
+@scenario(quiet=True)
 def test_a_store_that_comes_later_is_seen_soon(guest: Guest) -> None:
     """Though the clients have looked before, and have it in mind that there is none."""
     with contextlib.ExitStack() as stack:
@@ -170,7 +185,7 @@ def mirror_with_a_stop(connection: Connection, path: Path, local: Path, step: St
 IN_MID_COPY = Step("c_call", "preadv", nth=2)
 
 
-@scenario(limit_s=60)
+@scenario()
 def test_a_mirror_is_killed_in_mid_copy_and_started_again(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         [local] = stack.enter_context(local_stores("r"))
@@ -192,7 +207,7 @@ def test_a_mirror_is_killed_in_mid_copy_and_started_again(guest: Guest) -> None:
         assert newest(local, WEIGHTS, verify=True) == 4
 
 
-@scenario(limit_s=60)
+@scenario()
 def test_a_mirrors_network_is_cut_in_mid_copy(guest: Guest) -> None:
     """Local readers read on meanwhile, the sender publishes on, and it catches up by itself."""
     with contextlib.ExitStack() as stack:
@@ -239,7 +254,7 @@ def copy_when_told(connection: Connection, path: Path) -> None:
         connection.send(time.monotonic() - started)
 
 
-@scenario(limit_s=120, disruptive=True)
+@scenario(disruptive=True)
 def test_publish_and_mirror_are_as_fast_as_cp(guest: Guest) -> None:
     """At least 0.8 of it: shared memory to the server, and from there to another's memory.
 

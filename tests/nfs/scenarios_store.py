@@ -20,7 +20,7 @@ from typing import Any
 
 from guest import EXPORT, Guest
 from lab import scenario
-from support import Child, Pattern, Step, at_step, newest
+from support import TIMEOUT_S, Child, Pattern, Step, at_step, newest
 
 import dbuffer
 from dbuffer.receive import receiver
@@ -33,7 +33,7 @@ from dbuffer.store.retirement import KEEP_AT_LEAST_S
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 WEIGHTS_BYTES = 12 * 16_384 * 8  # 1.5 MiB
 
-NUM_PUBLISHES = 500
+NUM_PUBLISHES = 150
 POLL_INTERVAL_S = 0.5
 READER_TIMEOUT_S = 9.0
 NOBODY_WAITS_S = 6.0
@@ -77,26 +77,32 @@ def old_files_kept(guest: Guest, *clients: str) -> Iterator[None]:
         assert all(keeper._process.is_alive() for keeper in keepers)
 
 
-def publish_at_full_speed(connection: Connection, path: Path) -> None:
-    with dbuffer.WeightSender(path / "store", num_threads=1) as sender:
-        sender.send(WEIGHTS.weights(1))
+def publish_at_full_speed(
+    connection: Connection, path: Path, last: int, pattern: Pattern, delta: bool
+) -> None:
+    with dbuffer.WeightSender(path / "store", num_threads=1, delta=delta) as sender:
+        sender.send(pattern.weights(1))
         connection.send("published")
         connection.recv()
-        for version in range(2, NUM_PUBLISHES + 1):
-            sender.send(WEIGHTS.weights(version))
+        for version in range(2, last + 1):
+            sender.send(pattern.weights(version))
     connection.send("all")
 
 
-def read_with_delays(connection: Connection, path: Path, seed: int, last: int) -> None:
+def read_with_delays(
+    connection: Connection, path: Path, seed: int, last: int, pattern: Pattern
+) -> None:
     """Read until ``last`` has come, in all the ways that there are; send the versions read."""
     rng = random.Random(seed)
-    target = WEIGHTS.empty()
+    target = pattern.empty()
     versions: list[int] = [0]
     with dbuffer.WeightReceiver(path / "store", poll_interval_s=0.02, num_threads=1) as receiver:
         connection.send("ready")
         while versions[-1] < last:
-            version = receiver.wait_for_version(versions[-1], timeout_s=20)
-            assert version is not None, f"nothing after version {versions[-1]} came in 20 s"
+            version = receiver.wait_for_version(versions[-1], timeout_s=TIMEOUT_S)
+            assert version is not None, (
+                f"nothing after version {versions[-1]} came in {TIMEOUT_S} s"
+            )
             if rng.random() < 0.5:
                 with receiver.open(versions[-1]) as snapshot:
                     time.sleep(rng.uniform(0, 0.3))
@@ -104,34 +110,38 @@ def read_with_delays(connection: Connection, path: Path, seed: int, last: int) -
                     target = {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
             else:
                 version = receiver.load_into(target)
-            assert WEIGHTS.version_of(target) == version, f"a mix was read as version {version}"
+            assert pattern.version_of(target) == version, f"a mix was read as version {version}"
             versions.append(version)
             time.sleep(rng.choice((0, 0, rng.uniform(0, 0.2))))
     connection.send(versions[1:])
 
 
-@scenario(limit_s=200)
+@scenario()
 def test_publishing_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
-    with guest.on("w", publish_at_full_speed) as writer:
+    require_no_mix_at_full_speed(guest, NUM_PUBLISHES, WEIGHTS, delta=False)
+
+
+def require_no_mix_at_full_speed(guest: Guest, last: int, pattern: Pattern, *, delta: bool) -> None:
+    with guest.on("w", publish_at_full_speed, last, pattern, delta) as writer:
         assert writer.receive() == "published"
         started = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.enter_context(old_files_kept(guest, "w", "r2"))
             readers = [
-                stack.enter_context(guest.on(client, read_with_delays, seed, NUM_PUBLISHES))
+                stack.enter_context(guest.on(client, read_with_delays, seed, last, pattern))
                 for seed, client in enumerate(("r", "r2"))
             ]
             for reader in readers:
                 assert reader.receive() == "ready"
             writer.send()
             for reader in readers:
-                versions = reader.receive(180)
-                print(f"{len(versions)} versions of {NUM_PUBLISHES} read")
+                versions = reader.receive(2 * TIMEOUT_S)
+                print(f"{len(versions)} versions of {last} read")
                 assert versions == sorted(set(versions)), "a version came twice, or went back"
-                assert len(versions) > NUM_PUBLISHES / 20
+                assert len(versions) > last / 20
                 assert reader.wait() == 0
             assert writer.receive() == "all"
-        print(f"{NUM_PUBLISHES} publishes in {time.monotonic() - started:.1f} s")
+        print(f"{last} publishes in {time.monotonic() - started:.1f} s")
     left = sum(file.stat().st_size for file in guest.server_path.rglob("weights-*"))
     print(f"{left / 2**20:.0f} MiB are left")
 
@@ -170,7 +180,7 @@ def read_slowly(connection: Connection, path: Path, name: str, announces: bool, 
     with WeightReceiver(path / name, verify=False, num_threads=1) as reader:
         target = WEIGHTS.empty()
         while len(versions) < ENOUGH_READS:
-            reader.wait_for_version(versions[-1] if versions else None, timeout_s=20)
+            reader.wait_for_version(versions[-1] if versions else None, timeout_s=TIMEOUT_S)
             try:
                 version = reader.load_into(target)
             except EOFError:
@@ -182,7 +192,7 @@ def read_slowly(connection: Connection, path: Path, name: str, announces: bool, 
     connection.send((len(versions), len(versions) < ENOUGH_READS))
 
 
-@scenario(limit_s=150)
+@scenario()
 def test_a_file_that_a_reader_has_announced_is_kept_and_another_is_not(guest: Guest) -> None:
     """Nothing else keeps it here: no other process holds it open, no grace, no checksum, no retry.
 
@@ -198,7 +208,7 @@ def test_a_file_that_a_reader_has_announced_is_kept_and_another_is_not(guest: Gu
                 stack.enter_context(guest.on(client, read_slowly, name, announces, seed))
                 for seed, client in enumerate(("r", "r2"))
             ]
-            found = [reader.receive(70) for reader in readers]
+            found = [reader.receive() for reader in readers]
             writer.send("enough")
             assert writer.wait() == 0
         print(f"{name}: {found} (read, lost)")
@@ -210,12 +220,13 @@ def test_a_file_that_a_reader_has_announced_is_kept_and_another_is_not(guest: Gu
 
 
 def publish_when_told(connection: Connection, path: Path) -> None:
-    """Publish the version that is sent; send when that was done, on the machines' one clock."""
+    """Publish what is sent; send when that was done, on the machines' one clock, and its time."""
     with dbuffer.WeightSender(path / "store", num_threads=1) as sender:
         while True:
             version = connection.recv()
+            started = time.monotonic()
             sender.send(WEIGHTS.weights(version))
-            connection.send(time.monotonic())
+            connection.send((time.monotonic(), time.monotonic() - started))
 
 
 def say_when_seen(connection: Connection, path: Path) -> None:
@@ -229,9 +240,13 @@ def say_when_seen(connection: Connection, path: Path) -> None:
             assert receiver.load_into(target) == version == WEIGHTS.version_of(target)
 
 
-@scenario(limit_s=180, quiet=True)
+@scenario(quiet=True)
 def test_a_flip_is_seen_within_a_poll_interval_and_a_second(guest: Guest) -> None:
-    """Also after silence: what a client has cached may be a minute old by then."""
+    """Also after silence: what a client has cached may be a minute old by then.
+
+    And what a publish takes, which waits for the server more often than a look at the pointer: on a
+    machine that does other things as well, everything in the guest comes late.
+    """
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(guest.on("q", publish_when_told))
         writer.send(1)
@@ -243,19 +258,20 @@ def test_a_flip_is_seen_within_a_poll_interval_and_a_second(guest: Guest) -> Non
         for version, silence_s in enumerate((0.7, 3.1, 70.0), start=2):
             time.sleep(silence_s)
             writer.send(version)
-            published_s = writer.receive()
+            published_s, took_s = writer.receive()
             for reader in readers:
                 seen, seen_s = reader.receive()
-                print(f"after {silence_s} s: version {seen} after {seen_s - published_s:.2f} s")
+                late_s = seen_s - published_s
+                print(f"after {silence_s} s: version {seen} after {late_s:.2f} s ({took_s:.2f} s)")
                 assert seen == version
-                assert seen_s - published_s < POLL_INTERVAL_S + 1
+                assert late_s < POLL_INTERVAL_S + 1 + took_s
 
 
 IN_MID_PUBLISH = (
     Step("call", "write_tensors"),  # nothing is written yet
     Step("call", "BufferWriter.commit"),  # all is written, nothing is flushed
-    Step("call", "BufferWriter._put", nth=3),  # before the pointer moves
-    Step("call", "BufferWriter._read_back"),  # it has moved
+    Step("call", "replace_file", nth=3),  # before the pointer moves
+    Step("return", "replace_file", nth=3),  # it has moved
 )
 
 
@@ -357,7 +373,7 @@ def stop_at(child: Child, step: Step) -> None:
     assert child.receive() == "stopped"
 
 
-@scenario(limit_s=150)
+@scenario()
 def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
     """For a moment, and for longer than the 10 s after which a server may forget a client.
 
@@ -370,7 +386,7 @@ def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
             stop_at(trio.writer, step)
             guest.cut("w")
             trio.writer.send()  # go on, and wait for the server
-            has_moved = step.function == "BufferWriter._read_back"
+            has_moved = step.event == "return"
             started = time.monotonic()
             assert trio.read("r", "r2") == {trio.version + has_moved}
             assert time.monotonic() - started < NOBODY_WAITS_S
@@ -381,7 +397,7 @@ def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
         trio.publish()
 
 
-@scenario(limit_s=150, disruptive=True)
+@scenario(disruptive=True)
 def test_the_server_restarts_in_mid_publish(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         trio = Trio(guest, stack)
@@ -394,7 +410,7 @@ def test_the_server_restarts_in_mid_publish(guest: Guest) -> None:
         trio.publish()
 
 
-@scenario(limit_s=150)
+@scenario()
 def test_a_readers_network_is_cut_in_mid_read(guest: Guest) -> None:
     """For less and for longer than the file that it reads is kept for it."""
     with contextlib.ExitStack() as stack:
@@ -422,7 +438,7 @@ def test_a_readers_network_is_cut_in_mid_read(guest: Guest) -> None:
             assert trio.read("r", "r2") == {trio.version}
 
 
-@scenario(limit_s=60, disruptive=True)
+@scenario(disruptive=True)
 def test_the_servers_disk_is_full(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         trio = Trio(guest, stack)
@@ -458,7 +474,7 @@ def receive_all(child: Child) -> list[int]:
     return received
 
 
-@scenario(limit_s=120, disruptive=True)
+@scenario(disruptive=True)
 def test_the_servers_power_is_cut(guest: Guest) -> None:
     """What was published before is whole after it, and whoever is alive goes on."""
     rng = random.Random(guest.version)
@@ -495,7 +511,7 @@ def publish_on_the_servers_disk(
             connection.send(version)
 
 
-@scenario(limit_s=120, disruptive=True)
+@scenario(disruptive=True)
 def test_the_power_of_a_local_disk_is_cut(guest: Guest) -> None:
     """The same without a network: two files, mapped and rewritten in place."""
     directory = EXPORT / "local"

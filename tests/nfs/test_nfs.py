@@ -3,6 +3,7 @@
 import pytest
 
 pytest.register_assert_rewrite(
+    "scenarios_deltas",
     "scenarios_doctor",
     "scenarios_lab",
     "scenarios_mirror",
@@ -10,6 +11,7 @@ pytest.register_assert_rewrite(
     "scenarios_store",
 )
 
+from scenarios_deltas import *  # noqa: E402, F403
 from scenarios_doctor import *  # noqa: E402, F403
 from scenarios_lab import *  # noqa: E402, F403
 from scenarios_mirror import *  # noqa: E402, F403

@@ -1,0 +1,151 @@
+"""What the tests of deltas share: versions in guarded memory, and deltas between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dbuffer.errors import ChecksumError
+from dbuffer.format import delta
+from dbuffer.format.delta import DeltaHeader
+from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.io.changes import cut_work, find_changes
+from dbuffer.io.copier import Copier
+from dbuffer.io.delta import EncodedDelta, encode_delta
+from dbuffer.io.tensors import DTYPES, FileTensors, join_blocks
+
+BASE, IDENTITY = f"{1:016x}-7", f"{2:016x}-8"
+GUARD_BYTES = 4096
+_GUARD = 0xA5
+
+
+class Guarded(FileTensors):
+    """Tensors in memory, with bytes around and between them that nobody may write."""
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        self.all = torch.full((2 * GUARD_BYTES + layout.checksums_offset,), _GUARD).byte()
+        super().__init__(self.all[GUARD_BYTES : len(self.all) - GUARD_BYTES], layout)
+        for index, tensor in enumerate(tensors):
+            self.flat(index).copy_(flat_bytes(tensor))
+
+    def flat(self, index: int) -> torch.Tensor:
+        """One tensor's bytes."""
+        start = self.layout.offsets[index]
+        return self._bytes[start : start + self.layout.sizes[index]]
+
+    def assert_guarded(self) -> None:
+        rest = self.all.clone()
+        for index, size in enumerate(self.layout.sizes):
+            start = GUARD_BYTES + self.layout.offsets[index]
+            rest[start : start + size] = _GUARD
+        assert (rest == _GUARD).all(), "bytes that belong to no tensor were written"
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def random_tensor(dtype: str, numel: int, rng: np.random.Generator) -> torch.Tensor:
+    """Any bits: numbers, NaNs of any payload, denormal ones."""
+    kind = DTYPES[dtype]
+    data = rng.integers(0, 2 if dtype == "bool" else 256, numel * kind.itemsize, np.uint8)
+    return as_tensor(data, kind)
+
+
+def as_tensor(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as a flat tensor, also if there are none."""
+    tensor = torch.empty(data.size, dtype=torch.uint8)
+    return tensor.copy_(torch.from_numpy(data.reshape(-1))).view(dtype)
+
+
+def changed(tensor: torch.Tensor, share: float, rng: np.random.Generator) -> torch.Tensor:
+    """Other bits in about this share of the elements; in at least one, if there is to be any."""
+    data = flat_bytes(tensor).clone().numpy().reshape(tensor.numel(), tensor.dtype.itemsize)
+    which = rng.random(len(data)) < share
+    if share and len(data):
+        which[rng.integers(len(data))] = True
+    data[which, rng.integers(data.shape[1])] ^= 1
+    return as_tensor(data, tensor.dtype)
+
+
+def layout_of(tensors: Sequence[torch.Tensor], dtypes: Sequence[str]) -> Layout:
+    pairs = enumerate(zip(tensors, dtypes, strict=True))
+    return Layout.of([TensorSpec(f"t{i}", d, tuple(t.shape)) for i, (t, d) in pairs])
+
+
+class Step(NamedTuple):
+    """Two versions, and the delta that leads from one to the other."""
+
+    layout: Layout
+    layout_xxh3: str
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    encoded: EncodedDelta
+
+    @property
+    def header(self) -> DeltaHeader:
+        return decoded(self.encoded.header, self)
+
+    def contents(self, *, of_after: bool = False) -> Guarded:
+        return Guarded(self.layout, self.after if of_after else self.before)
+
+
+def decoded(header: bytes, step: Step) -> DeltaHeader:
+    prefix, rest = header[: delta.PREFIX_BYTES], header[delta.PREFIX_BYTES :]
+    num_bytes, xxh3 = delta.decode_prefix(prefix)
+    assert num_bytes >= 0
+    return delta.decode_header(rest, xxh3, step.layout, step.layout_xxh3)
+
+
+def make_step(
+    before: list[torch.Tensor],
+    after: list[torch.Tensor],
+    dtypes: Sequence[str],
+    copier: Copier,
+    *,
+    absolute: bool = False,
+    hashed: bool = True,
+) -> Step:
+    layout = layout_of(before, dtypes)
+    contents = Guarded(layout, before)
+    found = find_changes(contents, after, copier, hashed=hashed)
+    layout_xxh3 = digest(layout.encode())
+    encoded = encode_delta(
+        found,
+        None if absolute else contents,
+        copier,
+        base=BASE,
+        identity=IDENTITY,
+        version=8,
+        layout_xxh3=layout_xxh3,
+    )
+    return Step(layout, layout_xxh3, before, after, encoded)
+
+
+def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) -> None:
+    """Compare the changed tensors with the checksums that the delta gives for them.
+
+    Raises:
+        ChecksumError: a tensor differs, or the delta has no checksums.
+    """
+    wanted = header.checksums
+    if wanted is None:
+        raise ChecksumError("the delta has no checksums: make the sender with checksum=True")
+    blocks = [block for block in contents.blocks if block.tensor in wanted]
+    digests = [0] * len(blocks)
+
+    def work(first: int, end: int) -> None:
+        for index in range(first, end):
+            digests[index] = contents.hash_block(blocks[index])
+
+    copier.in_parallel(work, cut_work([block.num_bytes for block in blocks], copier))
+    found = join_blocks(blocks, digests, len(contents.layout.specs))
+    if wrong := [index for index, checksum in wanted.items() if found[index] != checksum]:
+        names = ", ".join(repr(contents.layout.specs[index].name) for index in wrong[:3])
+        raise ChecksumError(
+            f"{len(wrong)} tensors are not what delta {header.identity} leads to, {names:.300} "
+            "among them; publish again"
+        )

@@ -1,0 +1,1019 @@
+"""Switches by copies alone: planned where a reload does no more, and never anywhere else.
+
+The models here have loaders and layers as engines have them, and every way that is known to do more
+than to copy. Each is switched many times, beside a twin that is only ever reloaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.plan import patches
+from dbuffer.integrations.engine.plan.images import Packing
+from dbuffer.integrations.engine.plan.patches import Changed
+from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
+from dbuffer.integrations.engine.plan.recording import View
+from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import DTYPES
+
+SHAPE = (6, 4)
+NUM_SWITCHES = 6
+COPIER = Copier(1)
+
+Tensors = dict[str, torch.Tensor]
+Loader = Callable[[torch.Tensor, torch.Tensor], None]
+
+_OF_DTYPE = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def copy(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded)
+
+
+class Layer(nn.Module):
+    """One weight, and how it is loaded."""
+
+    def __init__(
+        self,
+        loader: Loader = copy,
+        shape: tuple[int, ...] = SHAPE,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+        self.weight.weight_loader = loader  # type: ignore[attr-defined]
+
+    def begin(self) -> None:
+        """What a layer does before it is loaded."""
+
+    def process(self) -> None:
+        """What a layer does when it is loaded."""
+
+    def compute(self) -> torch.Tensor:
+        """What it makes of some input."""
+        return self.weight.sum()
+
+
+class Model(nn.Module):
+    """Layers by name; a tensor ``NAME.weight`` goes to the layer of that name."""
+
+    def __init__(self, **layers: Layer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            layer, _, part = name.partition(".")
+            weight = self.layers[layer].weight
+            loader = weight.weight_loader
+            if part == "weight":
+                loader(weight, tensor)
+            else:
+                loader(weight, tensor, part)
+
+    def reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for layer in self.layers.values():
+            layer.begin()
+        self.load_weights(iter(tensors.items()))
+        for layer in self.layers.values():
+            layer.process()
+
+    def computed(self) -> list[list[float]]:
+        """What its layers make of some input."""
+        return [layer.compute().tolist() for layer in self.layers.values()]
+
+
+class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
+    def __init__(self, model: Model) -> None:
+        # As if all were padded: what a loader takes of a tensor is not checked here.
+        super().__init__(model, embedding=nn.Module, default_loader=copy, tp_size=1)
+
+    def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """All is well."""
+
+
+def check_of(make: Callable[[], Model]) -> ShapeCheck:
+    with torch.device("meta"):
+        return ShapeCheck(Watched(make()))
+
+
+def specs_of(tensors: Tensors) -> list[TensorSpec]:
+    return [TensorSpec(n, _OF_DTYPE[t.dtype], tuple(t.shape)) for n, t in tensors.items()]
+
+
+def random(shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+class Switched:
+    """A model that is switched, as an engine switches its own, and what came of it."""
+
+    def __init__(
+        self,
+        make: Callable[[], Model],
+        tensors: Tensors,
+        *,
+        staged: bool = False,
+        packing: Packing | None = None,
+    ) -> None:
+        self.model, self.twin = make(), make()
+        self.check = check_of(make)
+        self.recording = self.check(specs_of(tensors))
+        self.loads = PlannedLoads(self.model, COPIER, packing=packing, load=self.check.loaded)
+        self.reloads = 0
+        self.staged = staged
+        """In memory of its own, and not where the version has it."""
+        self.changes: Callable[[Tensors, Tensors], Changed] | None = None
+        """Tells what differs between two versions; None: nobody does."""
+        self.versions: list[Tensors] = []
+        self.patched: list[bool] = []
+
+    def switch(self, tensors: Tensors) -> bool:
+        """Whether it was done by copies alone."""
+        before = self.reloads
+
+        def reload() -> None:
+            self.reloads += 1
+            self.model.reload(tensors)
+
+        self.twin.reload(tensors)
+        self.versions.append({name: tensor.clone() for name, tensor in tensors.items()})
+        identity = str(len(self.versions) - 1)
+        switch = self.loads.prepare(tensors, self.recording, self.changed_since)
+        self.patched.append(switch is not None and switch.patches is not None)
+        if switch is not None and switch.is_enough and self.staged:
+            memory = torch.full((switch.staging_bytes,), 255, dtype=torch.uint8)
+            switch = switch.copied_into(memory, COPIER.copy_tensors)
+            for tensor in tensors.values():  # it needs them no longer
+                tensor.fill_(-1)
+        if switch is None or not self.loads.apply(switch, identity):
+            self.loads.reload(reload, switch, identity)
+        mine, right = self.model.state_dict(), self.twin.state_dict()
+        for name in right:
+            assert torch.equal(mine[name], right[name]), name
+        assert self.model.computed() == self.twin.computed()
+        return self.reloads == before
+
+    def changed_since(self, identity: str) -> Changed | None:
+        if self.changes is None:
+            return None
+        return self.changes(self.versions[int(identity)], self.versions[-1])
+
+    def switch_often(self, make_tensors: Callable[[], Tensors]) -> list[bool]:
+        return [self.switch(make_tensors()) for _ in range(NUM_SWITCHES)]
+
+
+# Models that are only copied to.
+
+
+def fused(parameter: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+    first = {"q": 0, "k": 2, "v": 4}[part]
+    parameter.data.narrow(0, first, 2).copy_(loaded)
+
+
+def padded(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter[: len(loaded)].data.copy_(loaded)
+    parameter[len(loaded) :].data.fill_(0)
+
+
+def expert(parameter: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+    parameter.data[int(part)].copy_(loaded)
+
+
+def sharded(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    """The second of two ranks' columns."""
+    parameter.data.copy_(loaded.narrow(1, 4, 4))
+
+
+def transposed(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded.t())
+
+
+def twice(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded)
+    parameter.data.copy_(loaded)
+
+
+def make_tied() -> Model:
+    model = Model(a=Layer(), b=Layer())
+    model.layers["b"].weight = model.layers["a"].weight
+    return model
+
+
+COPIES: dict[str, tuple[Callable[[], Model], Callable[[], Tensors]]] = {
+    "plain": (
+        lambda: Model(a=Layer(), b=Layer()),
+        lambda: {"a.weight": random(), "b.weight": random()},
+    ),
+    "fused": (
+        lambda: Model(a=Layer(fused)),  # type: ignore[arg-type]
+        lambda: {f"a.{part}": random((2, 4)) for part in "qkv"},
+    ),
+    "padded": (lambda: Model(a=Layer(padded)), lambda: {"a.weight": random((5, 4))}),
+    "experts": (
+        lambda: Model(a=Layer(expert, (3, 6, 4))),  # type: ignore[arg-type]
+        lambda: {f"a.{number}": random() for number in range(3)},
+    ),
+    "a rank's share": (lambda: Model(a=Layer(sharded)), lambda: {"a.weight": random((6, 8))}),
+    "transposed view": (lambda: Model(a=Layer(transposed)), lambda: {"a.weight": random((4, 6))}),
+    "cast": (
+        lambda: Model(a=Layer(dtype=torch.bfloat16)),
+        lambda: {"a.weight": random()},
+    ),
+    "tied": (make_tied, lambda: {"a.weight": random(), "b.weight": random()}),
+    "twice the same": (lambda: Model(a=Layer(twice)), lambda: {"a.weight": random()}),
+    "a scalar": (lambda: Model(a=Layer(shape=())), lambda: {"a.weight": random(())}),
+    "nothing in one": (
+        lambda: Model(a=Layer(), b=Layer(shape=(0, 4))),
+        lambda: {"a.weight": random(), "b.weight": random((0, 4))},
+    ),
+}
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["mapped", "staged"])
+@pytest.mark.parametrize("case", COPIES)
+def test_what_is_only_copied_is_reloaded_once_and_copied_from_then_on(
+    case: str, staged: bool
+) -> None:
+    make, make_tensors = COPIES[case]
+    switched = Switched(make, make_tensors(), staged=staged)
+    assert switched.recording.refused == {}
+    is_planned = switched.switch_often(make_tensors)
+    assert is_planned == [False, *[True] * (NUM_SWITCHES - 1)]
+
+
+def test_parameters_stay_where_they_are() -> None:
+    make, make_tensors = COPIES["plain"]
+    switched = Switched(make, make_tensors())
+    places = [parameter.data_ptr() for parameter in switched.model.parameters()]
+    switched.switch_often(make_tensors)
+    assert places == [parameter.data_ptr() for parameter in switched.model.parameters()]
+
+
+# Loaders that compute.
+
+
+def scaled(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded * 2)
+
+
+def transposed_copy(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded.t().contiguous())
+
+
+def concatenated(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(torch.cat([loaded[3:], loaded[:3]]))
+
+
+def quantised(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded.round())
+
+
+def added(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.zero_()
+    parameter.data.add_(loaded)
+
+
+def through_a_buffer(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    mine = torch.empty_like(parameter)
+    mine.copy_(loaded)
+    parameter.data.copy_(mine)
+
+
+def other_bits(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.view(torch.int32).copy_(loaded.view(torch.int32))
+
+
+def in_part(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data[:3].copy_(loaded[:3])
+
+
+def overlapping(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data[:4].copy_(loaded[:4])
+    parameter.data[2:].copy_(loaded[2:])
+
+
+def depending(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded)
+    parameter.data[0].mul_(3)
+
+
+COMPUTING = [
+    scaled,
+    transposed_copy,
+    concatenated,
+    quantised,
+    added,
+    through_a_buffer,
+    other_bits,
+    in_part,
+    overlapping,
+    depending,
+]
+
+
+@pytest.mark.parametrize("loader", COMPUTING, ids=lambda loader: loader.__name__)
+def test_a_loader_that_does_more_than_to_copy_is_never_planned(
+    loader: Loader, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dbuffer")
+    shape = (4, 6) if loader is transposed_copy else SHAPE
+
+    def make() -> Model:
+        return Model(a=Layer(loader), b=Layer())
+
+    def tensors() -> Tensors:
+        return {"a.weight": random(shape), "b.weight": random()}
+
+    switched = Switched(make, tensors())
+    assert list(switched.recording.refused) == ["layers.a.weight"]
+    assert not any(switched.switch_often(tensors))
+    [message] = caplog.messages  # once
+    assert "layers.a.weight: its " in message
+
+
+# Layers that keep what they derive somewhere else.
+
+
+class Handle:
+    """Of a kernel in another library: what is behind it, nobody sees."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed = [float(weight.sum())]
+        self.handler = ctypes.c_uint64(7)
+
+
+class Kernel:
+    __slots__ = ("packed",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.packed = weight.t().contiguous()
+
+
+class Deriving(Layer):
+    """Loads by copying, and then derives something from its weight."""
+
+    def __init__(self, derive: Callable[[Any], None], *others: nn.Module) -> None:
+        super().__init__()
+        self.derive = derive
+        self.others = others
+        derive(self)
+
+    def process(self) -> None:
+        self.derive(self)
+
+
+def in_an_attribute(layer: Any) -> None:
+    layer.twin = layer.weight * 2
+
+
+def in_place(layer: Any) -> None:
+    if not hasattr(layer, "scale"):
+        layer.scale = torch.zeros(())
+    layer.scale.copy_(layer.weight.sum())
+
+
+def in_a_buffer(layer: Any) -> None:
+    layer.register_buffer("packed", layer.weight.t().contiguous(), persistent=False)
+
+
+def in_another_layer(layer: Any) -> None:
+    layer.others[0].absorbed = layer.weight[0].clone()
+
+
+def in_a_closure(layer: Any) -> None:
+    packed = layer.weight.t().contiguous()
+    layer.linear = lambda x: x @ packed
+
+
+def in_a_default(layer: Any) -> None:
+    def linear(x: torch.Tensor, packed: torch.Tensor) -> Any:
+        return x @ packed
+
+    linear.__defaults__ = (layer.weight.t().contiguous(),)
+    layer.linear = linear
+
+
+def in_a_partial(layer: Any) -> None:
+    layer.linear = functools.partial(torch.matmul, other=layer.weight.t().contiguous())
+
+
+def in_an_object(layer: Any) -> None:
+    layer.kernel = [{"kernel": Kernel(layer.weight)}]
+
+
+def behind_a_handle(layer: Any) -> None:
+    layer.handle = Handle(layer.weight)
+
+
+def in_an_opaque_thing(layer: Any) -> None:
+    layer.handle = ctypes.create_string_buffer(bytes(layer.weight.numpy()))
+
+
+def inside_an_opaque_thing(layer: Any) -> None:
+    if not hasattr(layer, "handle"):
+        layer.handle = memoryview(bytearray(4))
+    layer.handle[:] = bytes(layer.weight.sum().reshape(1).view(torch.uint8).tolist())
+
+
+def in_a_cached_function(layer: Any) -> None:
+    if not hasattr(layer, "packed"):
+        layer.packed = functools.lru_cache(lambda: layer.weight.t().contiguous())
+    layer.packed.cache_clear()
+    layer.packed()
+
+
+def in_a_number(layer: Any) -> None:
+    layer.largest = float(layer.weight.max())
+
+
+def on_the_weight(layer: Any) -> None:
+    layer.weight.packed = layer.weight.t().contiguous()
+
+
+def after_loading(layer: Any) -> None:
+    layer.weight.data = layer.weight.data * 2
+
+
+DERIVING = [
+    in_an_attribute,
+    in_place,
+    in_a_buffer,
+    in_another_layer,
+    in_a_closure,
+    in_a_default,
+    in_a_partial,
+    in_an_object,
+    behind_a_handle,
+    in_an_opaque_thing,
+    inside_an_opaque_thing,
+    in_a_cached_function,
+    in_a_number,
+    on_the_weight,
+    after_loading,
+]
+
+
+@pytest.mark.parametrize("derive", DERIVING, ids=lambda derive: derive.__name__)
+def test_a_model_that_derives_something_is_never_planned(
+    derive: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dbuffer")
+
+    def make() -> Model:
+        other = Layer()
+        return Model(a=DerivingOnData(derive, other), b=other)
+
+    def tensors() -> Tensors:
+        return {"a.weight": random(), "b.weight": random()}
+
+    switched = Switched(make, tensors())
+    assert switched.recording.refused == {}
+    assert not any(switched.switch_often(tensors))
+    [message] = caplog.messages
+    assert message.startswith("switches go through the engine's reload")
+
+
+class DerivingOnData(Deriving):
+    """As `Deriving`, which has nothing to derive from on the meta device."""
+
+    def __init__(self, derive: Callable[[Any], None], *others: nn.Module) -> None:
+        super().__init__(lambda layer: None if layer.weight.is_meta else derive(layer), *others)
+
+
+def test_what_a_parameter_that_never_changed_gives_rise_to_is_derived_when_it_does() -> None:
+    frozen = random()
+
+    def make() -> Model:
+        return Model(a=Layer(), b=DerivingOnData(in_an_attribute))
+
+    switched = Switched(make, {"a.weight": frozen, "b.weight": frozen})
+    switched.model.reload({"a.weight": random(), "b.weight": frozen})
+    planned = [switched.switch({"a.weight": random(), "b.weight": frozen}) for _ in range(4)]
+    # What its attribute is made from has not changed: copies are all that a reload does.
+    assert planned[-1]
+    for _ in range(4):
+        new = random()
+        assert not switched.switch({"a.weight": random(), "b.weight": new})
+        assert torch.equal(switched.model.layers["b"].twin, new * 2)
+
+
+# Layers that pack their weights, and have images.
+
+
+class PackedKernel:
+    """Of another library: what it has packed, only its computing tells."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._packed = weight.t().contiguous().numpy().tobytes()
+        self.handle = ctypes.c_uint64(7)
+
+    def compute(self) -> torch.Tensor:
+        packed = torch.frombuffer(bytearray(self._packed), dtype=torch.float32)
+        return packed * torch.arange(len(packed))
+
+
+class PackingLayer(Layer):
+    """Loads by copying, and then packs its weight, as an engine does at each reload."""
+
+    factor = 1.0
+    """Which its shadow has differently, in a packing that is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unpacked = self.weight
+        if not self.weight.is_meta:
+            self.pack()
+
+    def begin(self) -> None:
+        self.packed_weight = self.weight
+        self.weight = nn.Parameter(torch.zeros(SHAPE), requires_grad=False)
+        self.weight.weight_loader = copy  # type: ignore[attr-defined]
+
+    def process(self) -> None:
+        self.pack()
+        self.keep_place()
+
+    def pack(self) -> None:
+        raise NotImplementedError
+
+    def keep_place(self) -> None:
+        """A reload leaves parameters where they were."""
+        packed = self.weight
+        self.weight = self.packed_weight
+        self.weight.data.copy_(packed)
+        del self.packed_weight
+
+
+class IntoAKernel(PackingLayer):
+    def pack(self) -> None:
+        self.kernel = PackedKernel(self.weight * self.factor)
+        self.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def compute(self) -> torch.Tensor:
+        return self.kernel.compute()
+
+
+class IntoItself(PackingLayer):
+    def pack(self) -> None:
+        packed = self.weight.t().contiguous().view(SHAPE) * self.factor
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+
+class Packer:
+    """What an engine knows of its layers."""
+
+    def packs(self, layer: nn.Module) -> bool:
+        return isinstance(layer, PackingLayer)
+
+    def pack(self, layer: Any) -> None:
+        layer.pack()
+
+    def computed(self, layer: Any) -> torch.Tensor | None:
+        return layer.compute()
+
+
+PACKED = {"into a kernel": IntoAKernel, "into itself": IntoItself}
+
+
+def packed_tensors() -> Tensors:
+    return {"a.weight": random(), "b.weight": random()}
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["mapped", "staged"])
+@pytest.mark.parametrize("kind", PACKED)
+def test_a_layer_that_packs_is_packed_beside_it_and_handed_over(kind: str, staged: bool) -> None:
+    def make() -> Model:
+        return Model(a=PACKED[kind](), b=Layer())
+
+    switched = Switched(make, packed_tensors(), staged=staged, packing=Packer())
+    weight = switched.model.layers["a"].weight
+    planned = switched.switch_often(packed_tensors)
+    assert planned == [False, *[True] * (NUM_SWITCHES - 1)]
+    assert switched.model.layers["a"].weight is weight
+
+
+def test_without_images_a_layer_that_packs_is_reloaded() -> None:
+    for kind in PACKED.values():
+        switched = Switched(lambda kind=kind: Model(a=kind(), b=Layer()), packed_tensors())  # type: ignore[misc]
+        assert not any(switched.switch_often(packed_tensors))
+
+
+class ScalingPacker(Packer):
+    def pack(self, layer: Any) -> None:
+        layer.factor = 2.0
+        layer.pack()
+        del layer.factor
+
+
+class FailingPacker(Packer):
+    def pack(self, layer: Any) -> None:
+        raise MemoryError("no room to pack")
+
+
+class ReshapingPacker(Packer):
+    def pack(self, layer: Any) -> None:
+        layer.pack()
+        layer.weight = nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+
+
+class SilentPacker(Packer):
+    """It cannot tell what a kernel has packed."""
+
+    def computed(self, layer: Any) -> torch.Tensor | None:
+        return None
+
+
+WRONG_PACKERS = [
+    ("into a kernel", ScalingPacker),
+    ("into a kernel", FailingPacker),
+    ("into a kernel", ReshapingPacker),
+    ("into a kernel", SilentPacker),
+    ("into itself", ScalingPacker),
+    ("into itself", FailingPacker),
+    ("into itself", ReshapingPacker),
+]
+
+
+@pytest.mark.parametrize(("kind", "packer"), WRONG_PACKERS)
+def test_an_image_that_is_not_what_a_reload_leaves_is_never_taken(
+    kind: str, packer: type[Packer], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dbuffer")
+
+    def make() -> Model:
+        return Model(a=PACKED[kind](), b=Layer())
+
+    switched = Switched(make, packed_tensors(), packing=packer())
+    assert not any(switched.switch_often(packed_tensors))
+    [message] = caplog.messages
+    assert message.startswith("switches go through the engine's reload")
+
+
+def test_what_is_derived_from_a_packed_layer_that_never_changed_is_derived_when_it_does() -> None:
+    class AlsoDeriving(IntoAKernel):
+        def __init__(self) -> None:
+            self.others = (Layer(),)
+            super().__init__()
+
+        def process(self) -> None:
+            self.others[0].absorbed = self.weight[0].clone()
+            super().process()
+
+    def make() -> Model:
+        return Model(a=AlsoDeriving(), b=Layer())
+
+    frozen = random()
+    switched = Switched(make, {"a.weight": frozen, "b.weight": frozen}, packing=Packer())
+    # As an engine that was started on what is published first.
+    switched.model.reload({"a.weight": frozen, "b.weight": frozen})
+    planned = [switched.switch({"a.weight": frozen, "b.weight": random()}) for _ in range(4)]
+    assert planned[-1]
+    for _ in range(4):
+        new = random()
+        assert not switched.switch({"a.weight": new, "b.weight": random()})
+        assert torch.equal(switched.model.layers["a"].others[0].absorbed, new[0])
+
+
+def test_an_image_is_proven_by_a_version_that_changes_it() -> None:
+    def make() -> Model:
+        return Model(a=IntoAKernel(), b=Layer())
+
+    frozen = random()
+    switched = Switched(make, {"a.weight": frozen, "b.weight": frozen}, packing=Packer())
+    switched.model.reload({"a.weight": frozen, "b.weight": random()})
+    planned = [switched.switch({"a.weight": frozen, "b.weight": random()}) for _ in range(3)]
+    assert planned == [False, True, True]
+    planned = [switched.switch(packed_tensors()) for _ in range(3)]
+    assert planned == [False, True, True]
+
+
+# A plan is proven again.
+
+
+class Moody:
+    """A loader that comes to do something else, which no record on the meta device shows."""
+
+    def __init__(self) -> None:
+        self.scales = False
+        self.calls = 0
+
+    def __call__(self, parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        self.calls += 1
+        if self.scales and not loaded.is_meta:
+            loaded = loaded * 2
+        parameter.data.copy_(loaded)
+
+
+def test_a_loader_that_comes_to_do_something_else_ends_the_plan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    moods = [Moody(), Moody()]
+
+    def make() -> Model:
+        return Model(a=Layer(moods[0]), b=Layer(moods[1]))
+
+    switched = Switched(make, packed_tensors())
+    assert switched.switch_often(packed_tensors) == [False, *[True] * (NUM_SWITCHES - 1)]
+    assert not caplog.messages
+    for mood in moods:
+        mood.scales = True
+    assert not any(switched.switch_often(packed_tensors))
+    [warning] = caplog.messages
+    assert "does something else than when it was recorded" in warning
+
+
+def test_one_parameter_is_asked_for_again_with_each_version() -> None:
+    moods = [Moody(), Moody()]
+
+    def make() -> Model:
+        return Model(a=Layer(moods[0]), b=Layer(moods[1]))
+
+    switched = Switched(make, packed_tensors())
+    switched.switch(packed_tensors())
+    before = sum(mood.calls for mood in moods)
+    for _ in range(30):
+        assert switched.switch(packed_tensors())
+    # Its twin is reloaded with each version, two layers at a time.
+    asked = [mood.calls for mood in moods]
+    assert sum(asked) - before == 3 * 30
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_loaders_do_with_data_what_they_were_recorded_doing(case: str) -> None:
+    make, make_tensors = COPIES[case]
+    check, right = check_of(make), make()
+    tensors = make_tensors()
+    recording = check(specs_of(tensors))
+    right.reload(tensors)
+    for name in recording.steps:
+        assert torch.equal(check.loaded(name, tensors), right.get_parameter(name))
+    assert all(parameter.is_meta for parameter in check._watched.model.parameters())
+
+
+def test_loaders_that_want_all_tensors_are_not_asked_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "dbuffer")
+
+    class Demanding(Model):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+            pairs = list(weights)
+            if len(pairs) < len(self.layers):
+                raise ValueError("a tensor is missing")
+            super().load_weights(iter(pairs))
+
+    def make() -> Model:
+        return Demanding(a=Layer(), b=Layer())
+
+    switched = Switched(make, packed_tensors())
+    assert switched.switch_often(packed_tensors) == [False, *[True] * (NUM_SWITCHES - 1)]
+    assert sum("not proven again" in message for message in caplog.messages) == 1
+
+
+def test_another_layout_is_proven_anew() -> None:
+    make, make_tensors = COPIES["plain"]
+    switched = Switched(make, make_tensors())
+    assert switched.switch_often(make_tensors)[-1]
+    switched.recording = switched.check(specs_of(make_tensors()))
+    assert switched.switch_often(make_tensors) == [False, *[True] * (NUM_SWITCHES - 1)]
+
+
+def test_parameters_that_have_moved_are_reloaded() -> None:
+    make, make_tensors = COPIES["plain"]
+    switched = Switched(make, make_tensors())
+    assert switched.switch_often(make_tensors)[-1]
+    weight = switched.model.layers["a"].weight
+    kept, weight.data = weight.data, weight.data.clone()
+    assert not switched.switch(make_tensors())
+    assert kept is not weight.data
+
+
+def test_a_parameter_in_another_form_than_its_loader_left_is_never_planned() -> None:
+    make, make_tensors = COPIES["plain"]
+    switched = Switched(make, make_tensors())
+    for model in (switched.model, switched.twin):
+        model.layers["a"].weight.data = torch.zeros(4, 6).t()
+    assert not any(switched.switch_often(make_tensors))
+
+
+def test_a_version_that_lacks_a_parameter_is_copied_where_a_part_will_do_alone() -> None:
+    make, make_tensors = COPIES["plain"]
+
+    def part() -> Tensors:
+        return {"a.weight": make_tensors()["a.weight"]}
+
+    switched = Switched(make, part())
+    assert not any(switched.switch_often(part))
+    switched = Switched(make, part())
+    switched.loads = PlannedLoads(switched.model, COPIER, partial=True)
+    assert switched.switch_often(part) == [False, *[True] * (NUM_SWITCHES - 1)]
+
+
+def test_parameters_that_share_memory_are_never_planned() -> None:
+    make, make_tensors = COPIES["plain"]
+    switched = Switched(make, make_tensors())
+    both = torch.zeros(2, *SHAPE)
+    for name, memory in zip("ab", both, strict=True):
+        switched.model.layers[name].weight.data = memory
+    assert not any(switched.switch_often(make_tensors))
+
+
+def test_a_reload_that_fails_is_raised_and_proves_nothing() -> None:
+    make, make_tensors = COPIES["plain"]
+    switched = Switched(make, make_tensors())
+
+    def fail() -> None:
+        raise RuntimeError("no reload")
+
+    for _ in range(2):
+        switch = switched.loads.prepare(make_tensors(), switched.recording)
+        assert switch is not None
+        assert not switched.loads.apply(switch)
+        with pytest.raises(RuntimeError, match="no reload"):
+            switched.loads.reload(fail, switch)
+    assert switched.switch_often(make_tensors) == [False, *[True] * (NUM_SWITCHES - 1)]
+
+
+class Unlookable:
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("do not look")
+
+
+def test_a_model_that_cannot_be_looked_at_is_reloaded(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "dbuffer")
+    make, make_tensors = COPIES["plain"]
+    switched = Switched(make, make_tensors())
+    switched.model.layers["a"].odd = Unlookable()
+    assert not any(switched.switch_often(make_tensors))
+    assert "do not look" in caplog.text
+
+
+def test_nothing_is_planned_without_a_record() -> None:
+    make, make_tensors = COPIES["plain"]
+    switched = Switched(make, make_tensors())
+    switched.recording = None  # type: ignore[assignment]
+    assert not any(switched.switch_often(make_tensors))
+
+
+def test_values_that_are_no_numbers_are_compared_by_their_bytes() -> None:
+    make, _ = COPIES["plain"]
+
+    def tensors() -> Tensors:
+        strange = torch.tensor([float("nan"), -0.0, float("inf"), 1.0]) * random((1,)).sign()
+        return {"a.weight": strange.repeat(6, 1), "b.weight": random()}
+
+    switched = Switched(make, tensors())
+    for _ in range(3):
+        version = tensors()
+        switch = switched.loads.prepare(version, switched.recording)
+        assert switch is not None
+        if not switched.loads.apply(switch):
+            switched.loads.reload(functools.partial(switched.model.reload, version), switch)
+        mine = switched.model.layers["a"].weight.view(torch.int32)
+        assert torch.equal(mine, version["a.weight"].view(torch.int32))
+
+
+# What changed alone.
+
+
+def differences(before: Tensors, after: Tensors) -> Changed:
+    return {
+        name: np.flatnonzero((before[name] != tensor).numpy()) for name, tensor in after.items()
+    }
+
+
+def changed_a_little(tensors: Tensors) -> Tensors:
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in changed.values():
+        if tensor.numel():
+            places = torch.randint(0, tensor.numel(), (2,))
+            tensor.view(-1)[places] = random((2,))
+    return changed
+
+
+def patched_often(switched: Switched, tensors: Tensors) -> None:
+    for _ in range(NUM_SWITCHES):
+        tensors = changed_a_little(tensors)
+        switched.switch({name: tensor.clone() for name, tensor in tensors.items()})
+
+
+@pytest.fixture
+def any_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensors of a few elements be patched, too."""
+    monkeypatch.setattr(patches, "MAX_SHARE", 1.0)
+
+
+@pytest.mark.usefixtures("any_share")
+@pytest.mark.parametrize("staged", [False, True], ids=["mapped", "staged"])
+@pytest.mark.parametrize("case", COPIES)
+def test_what_changed_is_patched_where_somebody_tells(case: str, staged: bool) -> None:
+    make, make_tensors = COPIES[case]
+    tensors = make_tensors()
+    switched = Switched(make, tensors, staged=staged)
+    switched.changes = differences
+    patched_often(switched, tensors)
+    assert switched.patched == [False, *[True] * (NUM_SWITCHES - 1)]
+
+
+@pytest.mark.usefixtures("any_share")
+def test_a_patch_reaches_every_rank_s_share_and_no_other() -> None:
+    """By comparison with a copy, for places in random views of random tensors."""
+    for _ in range(200):
+        shape = [int(extent) for extent in torch.randint(1, 5, (3,))]
+        source = random(tuple(shape))
+        axis = int(torch.randint(0, 3, ()))
+        start = int(torch.randint(0, shape[axis], ()))
+        view = source.narrow(axis, start, shape[axis] - start)
+        view = view.permute(*torch.randperm(3).tolist())
+        parameter = torch.zeros(view.shape)
+        part, to = View.of(view, source), View.of(parameter, parameter)
+        places = np.flatnonzero(np.random.default_rng().random(source.numel()) < 0.5)
+        patch = patches.patch_or_copy(parameter, to, part, source, places)
+        wanted = torch.zeros(source.shape)
+        wanted.view(-1)[torch.from_numpy(places)] = source.view(-1)[torch.from_numpy(places)]
+        if patch is None:
+            assert not part.in_(wanted).any()
+            continue
+        assert isinstance(patch, patches.Patch)
+        patch.apply()
+        assert torch.equal(parameter, part.in_(wanted))
+
+
+@pytest.mark.usefixtures("any_share")
+def test_a_view_with_an_element_twice_is_copied() -> None:
+    source = random((1, 4))
+    view = source.expand(3, 4)
+    parameter = torch.zeros(3, 4)
+    part, to = View.of(view, source), View.of(parameter, parameter)
+    found = patches.patch_or_copy(parameter, to, part, source, np.array([2]))
+    assert isinstance(found, patches.Copy)
+
+
+@pytest.mark.usefixtures("any_share")
+def test_what_is_told_wrongly_is_found_out_and_never_believed_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tensors = {"a.weight": random()}
+    switched = Switched(lambda: Model(a=Layer()), tensors)
+    switched.changes = lambda before, after: {}
+    patched_often(switched, tensors)  # which compares with a reload each time
+    assert not any(switched.patched)
+    assert "layers.a.weight changed in other places than its delta says" in caplog.text
+
+
+@pytest.mark.usefixtures("any_share")
+def test_a_model_that_lost_its_weights_is_copied_whole() -> None:
+    """An engine that was asleep, say."""
+    tensors = {"a.weight": random()}
+    switched = Switched(lambda: Model(a=Layer()), tensors)
+    switched.changes = differences
+    patched_often(switched, tensors)
+    assert switched.patched[-1]
+    switched.model.layers["a"].weight.data.zero_()
+    assert switched.switch(changed_a_little(switched.versions[-1]))
+    assert not switched.patched[-1]
+
+
+@pytest.mark.usefixtures("any_share")
+def test_patches_to_another_version_than_the_model_holds_are_not_used() -> None:
+    """The version before was loaded again meanwhile, say."""
+    tensors = {"a.weight": random()}
+    switched = Switched(lambda: Model(a=Layer()), tensors)
+    switched.changes = differences
+    patched_often(switched, tensors)
+    newest = changed_a_little(switched.versions[-1])
+    switched.versions.append(newest)
+    late = switched.loads.prepare(newest, switched.recording, switched.changed_since)
+    assert late is not None
+    assert late.patches is not None
+    before = switched.loads.prepare(switched.versions[0], switched.recording)
+    assert before is not None
+    assert switched.loads.apply(before, "0")
+    assert switched.loads.apply(late, "late")
+    assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
+
+
+def test_a_tensor_of_which_much_changed_is_copied() -> None:
+    tensors = {"a.weight": random()}
+    switched = Switched(lambda: Model(a=Layer()), tensors)
+    switched.changes = differences
+    switched.switch(tensors)
+    newest = changed_a_little(tensors)
+    switched.versions.append(newest)
+    switch = switched.loads.prepare(newest, switched.recording, switched.changed_since)
+    assert switch is not None
+    assert switch.patches is not None
+    assert (len(switch.patches.patches), len(switch.patches.copies)) == (0, 1)

@@ -1,0 +1,301 @@
+"""Versions that are published while the trainer goes on: `send(wait=False)`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dbuffer import (
+    ClosedError,
+    InvalidWeightsError,
+    LazyTensor,
+    OptionError,
+    PendingPublication,
+    StoreFullError,
+    VersionError,
+    VersionTimeoutError,
+    WeightReceiver,
+    WeightsChangedError,
+    WeightSender,
+)
+from dbuffer.publish.draft import Draft
+
+WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[WeightSender]:
+    with WeightSender(store) as sender:
+        yield sender
+
+
+class Gate:
+    """Holds up a publish between its bytes being written and its commit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+        fill = Draft.fill
+
+        def filled(draft: Draft, *args: Any) -> None:
+            fill(draft, *args)
+            self.is_there.set()
+            assert self.may_go_on.wait(60)
+            if self.error is not None:
+                raise self.error
+
+        monkeypatch.setattr(Draft, "fill", filled)
+
+    def open_in(self, delay_s: float) -> None:
+        threading.Timer(delay_s, self.may_go_on.set).start()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.may_go_on.set()
+
+
+def newest(store: Path) -> int | None:
+    pointer = store / "CURRENT"
+    return json.loads(pointer.read_bytes())["version"] if pointer.exists() else None
+
+
+def received(store: Path) -> dict[str, torch.Tensor]:
+    with WeightReceiver(store) as receiver, receiver.open(timeout_s=5) as snapshot:
+        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+
+
+def test_it_returns_before_the_version_is_published(
+    gate: Gate, sender: WeightSender, store: Path
+) -> None:
+    pending = sender.send(WEIGHTS, metadata={"step": 3}, wait=False)
+    assert isinstance(pending, PendingPublication)
+    assert gate.is_there.wait(60)
+    assert not pending.is_done
+    assert newest(store) is None
+    gate.may_go_on.set()
+    publication = pending.wait(60)
+    assert pending.is_done
+    assert (publication.version, publication.num_tensors, publication.num_bytes) == (1, 2, 56)
+    assert newest(store) == 1
+    assert all(torch.equal(received(store)[name], WEIGHTS[name]) for name in WEIGHTS)
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.metadata == {"step": 3}
+
+
+def test_it_says_when_it_takes_too_long(gate: Gate, sender: WeightSender) -> None:
+    pending = sender.send(WEIGHTS, wait=False)
+    with pytest.raises(VersionTimeoutError, match=r"not published within 0\.01 s"):
+        pending.wait(0.01)
+    gate.may_go_on.set()
+    assert pending.wait().version == 1
+
+
+def change_by_a_step(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def change_one(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("bias").add_(1)
+
+
+def change_a_view(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("weight")[0, 0] = 7
+
+
+@pytest.mark.parametrize("change", [change_by_a_step, change_one, change_a_view])
+def test_weights_that_are_changed_meanwhile_are_not_published(
+    change: Any, gate: Gate, sender: WeightSender, store: Path
+) -> None:
+    model = nn.Linear(4, 3)
+    gate.may_go_on.set()
+    sender.send(model)
+    gate.may_go_on.clear()
+    gate.is_there.clear()
+    before = received(store)
+    pending = sender.send(model, wait=False)
+    assert gate.is_there.wait(60)
+    change(model)
+    gate.may_go_on.set()
+    with pytest.raises(WeightsChangedError, match=r"(weight|bias).* changed while"):
+        pending.wait()
+    assert newest(store) == 1
+    assert all(torch.equal(received(store)[name], before[name]) for name in before)
+    assert sender.send(model).version == 2  # as if nothing had been
+    assert torch.equal(received(store)["bias"], model.bias)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_guarded_optimizer_waits_with_its_step(
+    optimizer: Any, gate: Gate, sender: WeightSender, store: Path
+) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = optimizer(model.parameters(), lr=0.5)
+    guard = sender.guard(optimizer)
+    sent = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    pending = sender.send(model, wait=False)
+    model(torch.ones(2, 4)).sum().backward()  # goes on meanwhile
+    assert not pending.is_done
+    gate.open_in(0.2)
+    optimizer.step()
+    assert pending.is_done
+    assert all(torch.equal(received(store)[name], sent[name]) for name in sent)
+    assert not torch.equal(model.weight, sent["weight"])
+    guard.remove()
+    gate.may_go_on.clear()
+    pending = sender.send(model, wait=False)
+    optimizer.step()  # which nobody guards any more
+    gate.may_go_on.set()
+    with pytest.raises(WeightsChangedError):
+        pending.wait()
+
+
+def test_a_failure_ends_a_guarded_step_before_it_is_taken(gate: Gate, sender: WeightSender) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    sender.guard(optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    before = model.weight.clone()
+    gate.error = StoreFullError("no room")
+    sender.send(model, wait=False)
+    gate.may_go_on.set()
+    with pytest.raises(StoreFullError, match="no room"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    optimizer.step()  # it was told once
+    assert not torch.equal(model.weight, before)
+
+
+def fail_next_send(sender: WeightSender) -> None:
+    sender.send(WEIGHTS)
+
+
+def fail_next_send_too(sender: WeightSender) -> None:
+    sender.send(WEIGHTS, wait=False)
+
+
+def fail_close(sender: WeightSender) -> None:
+    sender.close()
+
+
+@pytest.mark.parametrize("action", [fail_next_send, fail_next_send_too, fail_close])
+def test_a_failure_that_nobody_waited_for_is_raised_by_what_comes_next(
+    action: Any, gate: Gate, store: Path
+) -> None:
+    sender = WeightSender(store)
+    gate.error = StoreFullError("no room")
+    sender.send(WEIGHTS, wait=False)
+    gate.may_go_on.set()
+    with pytest.raises(StoreFullError, match="no room"):
+        action(sender)
+    gate.error = None
+    if action is not fail_close:
+        assert sender.send(WEIGHTS).version == 1
+    sender.close()
+    with WeightSender(store) as another:  # it was let go of
+        another.send(WEIGHTS)
+
+
+def test_a_failure_is_raised_by_each_wait_and_by_nothing_else(
+    gate: Gate, sender: WeightSender
+) -> None:
+    gate.error = StoreFullError("no room")
+    pending = sender.send(WEIGHTS, wait=False)
+    gate.may_go_on.set()
+    for _ in range(2):
+        with pytest.raises(StoreFullError, match="no room"):
+            pending.wait()
+    gate.error = None
+    assert sender.send(WEIGHTS).version == 1
+
+
+def test_versions_come_in_the_order_in_which_they_were_sent(
+    sender: WeightSender, store: Path
+) -> None:
+    handles = [sender.send({"a": torch.full((100,), float(n))}, wait=False) for n in range(20)]
+    last = sender.send({"a": torch.full((100,), 20.0)})
+    assert [handle.wait().version for handle in handles] == list(range(1, 21))
+    assert last.version == 21
+    assert received(store)["a"][0] == 20
+
+
+def test_closing_waits(gate: Gate, store: Path) -> None:
+    with WeightSender(store) as sender:
+        pending = sender.send(WEIGHTS, wait=False)
+        gate.open_in(0.2)
+    assert pending.is_done
+    assert newest(store) == 1
+    with pytest.raises(ClosedError):
+        sender.send(WEIGHTS, wait=False)
+
+
+def test_what_is_wrong_is_said_at_once(sender: WeightSender, store: Path) -> None:
+    sender.send(WEIGHTS, version=5)
+    with pytest.raises(VersionError):
+        sender.send(WEIGHTS, version=5, wait=False)
+    with pytest.raises(InvalidWeightsError):
+        sender.send({"a": torch.empty(2, device="meta")}, wait=False)
+    with pytest.raises(InvalidWeightsError):
+        sender.send(WEIGHTS, metadata={"a": object()}, wait=False)
+    with pytest.raises(OptionError, match="wait"):
+        sender.send(WEIGHTS, wait=1)  # type: ignore[call-overload]
+    with pytest.raises(OptionError, match="iterator"):
+        sender.send(iter(WEIGHTS.items()), wait=False)
+    lazy = LazyTensor(torch.float32, (2,), lambda: torch.zeros(2))
+    with pytest.raises(OptionError, match="lazy"):
+        sender.send({"a": lazy}, wait=False)
+    assert newest(store) == 5
+
+
+def test_weights_are_let_go_of_when_they_are_published(sender: WeightSender) -> None:
+    weights = {"a": torch.zeros(1000)}
+    watched = weakref.ref(weights["a"])
+    pending = sender.send(weights, wait=False)
+    pending.wait()
+    del weights
+    gc.collect()
+    assert watched() is None
+    assert pending.is_done
+
+
+def test_inference_tensors_are_sent_though_nobody_counts_writes_into_them(
+    sender: WeightSender, store: Path
+) -> None:
+    with torch.inference_mode():
+        weights = {"a": torch.ones(3)}
+    sender.send(weights, wait=False).wait()
+    assert torch.equal(received(store)["a"], torch.ones(3))
+
+
+END_WITHOUT_CLOSING = """
+import sys, torch, dbuffer
+sender = dbuffer.WeightSender(sys.argv[1])
+sender.send({"a": torch.ones(1 << 22)}, wait=False)
+"""
+
+
+def test_what_was_sent_last_is_published_though_the_process_ends(store: Path) -> None:
+    subprocess.run([sys.executable, "-c", END_WITHOUT_CLOSING, store], check=True, timeout=60)
+    assert torch.equal(received(store)["a"], torch.ones(1 << 22))

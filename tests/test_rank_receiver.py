@@ -1,0 +1,290 @@
+"""What each rank of an engine stages, once its switches are copies alone: its own part."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import preload
+from torch import distributed, nn
+from worlds import World
+
+import dbuffer
+from dbuffer.integrations.engine.endpoint import start_on_all_ranks
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.plan.copy_plan import Switch
+from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.integrations.engine.ranks import Ranks
+from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.store.buffer import DoubleBuffer
+
+preload("dbuffer.integrations.engine.rank_receiver")
+
+SIZE = 4
+NUM_LAYERS = 3
+WIDTH = 64
+TIMEOUT_S = 20.0
+DTYPE = torch.bfloat16
+
+
+def rows(parameter: torch.Tensor, loaded: torch.Tensor, rank: int) -> None:
+    parameter.data.copy_(loaded.narrow(0, rank * len(parameter), len(parameter)))
+
+
+def columns(parameter: torch.Tensor, loaded: torch.Tensor, rank: int) -> None:
+    width = parameter.shape[1]
+    parameter.data.copy_(loaded.narrow(1, rank * width, width))
+
+
+def all_of_it(parameter: torch.Tensor, loaded: torch.Tensor, rank: int) -> None:
+    parameter.data.copy_(loaded)
+
+
+class Model(nn.Module):
+    """A rank's part of layers as tensor parallelism has them."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        kinds = {
+            "up": (rows, (4 * WIDTH // SIZE, WIDTH)),
+            "down": (columns, (WIDTH, 4 * WIDTH // SIZE)),
+            "norm": (all_of_it, (WIDTH,)),
+        }
+        for layer in range(NUM_LAYERS):
+            for kind, (loader, shape) in kinds.items():
+                parameter = nn.Parameter(torch.ones(shape, dtype=DTYPE), requires_grad=False)
+                parameter.weight_loader = self.of_this_rank(loader)  # type: ignore[attr-defined]
+                self.register_parameter(f"{kind}_{layer}", parameter)
+        self.num_loads = 0
+
+    def of_this_rank(self, loader: Callable[..., None]) -> Callable[..., None]:
+        return lambda parameter, loaded: loader(parameter, loaded, self.rank)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            parameter = self.get_parameter(name)
+            parameter.weight_loader(parameter, tensor)  # type: ignore[attr-defined]
+
+    # What swaps weights in.
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False) -> None:
+        self.num_loads += 1
+        self.load_weights(tensors)
+
+    def refuse_to_serve(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    def serve_again(self) -> None:
+        """It has never stopped."""
+
+
+class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, embedding=nn.Module, default_loader=all_of_it, tp_size=SIZE)
+
+    def require_complete(self, tensors: Any) -> None:
+        """All is well."""
+
+
+class Coordinator:
+    """What is used of vLLM's."""
+
+    def __init__(self) -> None:
+        self.rank_in_group = distributed.get_rank()
+        self.world_size = distributed.get_world_size()
+        self.cpu_group = distributed.group.WORLD
+
+
+@dataclasses.dataclass
+class Rank:
+    """One rank of an engine that is ours."""
+
+    ranks: Ranks
+    module: Model
+    on_device: bool = False
+    instance_id: str = "instance"
+    not_weights: tuple[str, ...] = ("num_loads", "_dbuffer_endpoint")
+    packing: Any = None
+
+    def engine_id(self, options: EngineOptions) -> str:
+        return options.engine_id or "engine"
+
+    def make_model(self, before: Any) -> Model:
+        return before or self.module
+
+    def make_check(self, *, partial: bool) -> ShapeCheck:
+        with torch.device("meta"):
+            return ShapeCheck(Watched(Model(self.ranks.rank)))
+
+
+_engine: list[tuple[Rank, RankReceiver]] = []
+
+
+def start(rank: int, store: Path, staging: str) -> None:
+    mine = Rank(Ranks(Coordinator()), Model(rank))
+    options = EngineOptions(store=str(store), engine_id="engine", staging=staging)  # type: ignore[arg-type]
+    _engine.append((mine, start_on_all_ranks(mine, options)))
+
+
+def parameters(rank: int) -> tuple[int, dict[str, torch.Tensor]]:
+    module = _engine[-1][0].module
+    return module.num_loads, {name: p.clone() for name, p in module.named_parameters()}
+
+
+def update(rank: int, version: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """Switch; how often it was loaded so far, and what it has now."""
+    _engine[-1][1].update(UpdateRequest(at_least=version))
+    return parameters(rank)
+
+
+def update_after_writing(rank: int, version: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """The same, when somebody else wrote into a parameter after it was staged."""
+    mine, receiver = _engine[-1]
+    receiver._stager.take(version, timeout_s=TIMEOUT_S)
+    receiver._stager.give_back()
+    mine.module.get_parameter("norm_0").data.fill_(9)
+    return update(rank, version)
+
+
+def close(rank: int) -> None:
+    _engine[-1][1].close()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with World(tmp_path, SIZE) as world:
+        yield world
+
+
+def weights(seed: int, *, norms: float = 1.0, dtype: torch.dtype = DTYPE) -> dict[str, Any]:
+    """A model's, whole."""
+    random = torch.Generator().manual_seed(seed)
+    made: dict[str, Any] = {}
+    for layer in range(NUM_LAYERS):
+        made[f"up_{layer}"] = torch.randn(4 * WIDTH, WIDTH, generator=random).to(dtype)
+        made[f"down_{layer}"] = torch.randn(WIDTH, 4 * WIDTH, generator=random).to(dtype)
+        made[f"norm_{layer}"] = torch.full((WIDTH,), norms, dtype=dtype)
+    return made
+
+
+def require_right(found: list[Any], published: dict[str, torch.Tensor]) -> list[int]:
+    """All ranks have their part of it; how often each was loaded."""
+    for rank, (_, has) in enumerate(found):
+        right = Model(rank)
+        right.load_weights(published.items())
+        assert all(torch.equal(has[name], p) for name, p in right.named_parameters())
+    return [num_loads for num_loads, _ in found]
+
+
+def staged_bytes(store: Path) -> int:
+    """Of the newest version, by what the ranks say in the store."""
+    records = [DoubleBuffer(store).receiver(f"engine.rank-{rank}") for rank in range(SIZE)]
+    return sum(int(record.stats["staged_bytes"]) for record in records if record is not None)
+
+
+@pytest.mark.parametrize("staging", ["map", "copy"])
+@pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
+def test_a_rank_stages_its_part_when_that_is_proven_to_do(
+    staging: str, dtype: torch.dtype, world: World, store: Path
+) -> None:
+    model_bytes = sum(tensor.nbytes for tensor in weights(0).values())
+    with dbuffer.WeightSender(store) as sender:
+        world.run(start, store, staging)
+        for version in range(1, 6):
+            before = staged_bytes(store)
+            sender.send(published := weights(version, dtype=dtype))
+            assert require_right(world.run(update, version), published) == [1] * SIZE
+            if version > 1:
+                assert staged_bytes(store) - before < 1.02 * model_bytes
+        # Norms never changed before: what depends on them has not been seen.
+        sender.send(published := weights(6, norms=2.0, dtype=dtype))
+        assert require_right(world.run(update, 6), published) == [2] * SIZE
+        sender.send(published := weights(7, norms=3.0, dtype=dtype))
+        assert require_right(world.run(update, 7), published) == [2] * SIZE
+    world.run(close)
+
+
+@pytest.mark.parametrize("staging", ["map", "copy"])
+def test_what_was_staged_for_another_model_is_staged_anew(
+    staging: str, world: World, store: Path
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        world.run(start, store, staging)
+        for version in (1, 2):
+            sender.send(published := weights(version))
+            assert require_right(world.run(update, version), published) == [1] * SIZE
+        sender.send(published := weights(3))
+        assert require_right(world.run(update_after_writing, 3), published) == [2] * SIZE
+        sender.send(published := weights(4))
+        assert require_right(world.run(update, 4), published) == [2] * SIZE
+    world.run(close)
+
+
+def fail_next_switch(rank: int) -> None:
+    """Let one rank's next switch by copies end half-way."""
+    apply = Switch.apply
+    if rank != 1:
+        return
+
+    def fail(switch: Switch, *_: Any) -> None:
+        Switch.apply = apply  # type: ignore[method-assign]
+        copies = [copy for of_one in switch.copies.values() for copy in of_one]
+        for target, source in copies[: len(copies) // 2]:
+            target.copy_(source)
+        raise RuntimeError("the bus is on fire")
+
+    Switch.apply = fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("staging", ["map", "copy"])
+def test_a_switch_that_fails_on_one_rank_is_taken_back_on_all(
+    staging: str, world: World, store: Path
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        world.run(start, store, staging)
+        for version in (1, 2):
+            sender.send(published := weights(version))
+            assert require_right(world.run(update, version), published) == [1] * SIZE
+        world.run(fail_next_switch)
+        sender.send(weights(3))
+        world.begin(update, 3)
+        for rank in range(SIZE):
+            outcome = world.outcome(rank)
+            assert outcome.kind == "EngineUpdateError"
+            assert "rank 1: RuntimeError: the bus is on fire" in outcome.message
+            assert "went back" in outcome.message
+        require_right(world.run(parameters), published)
+        sender.send(published := weights(4))
+        assert require_right(world.run(update, 4), published) == [1] * SIZE
+    world.run(close)
+
+
+def start_and_listen(rank: int, store: Path) -> list[str]:
+    """Start, and what was logged of it."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dbuffer")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    start(rank, store, "auto")
+    return messages
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_ranks_that_each_read_a_network_are_told_of_a_local_copy(
+    mount: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    with World(tmp_path, SIZE) as world:
+        told = world.run(start_and_listen, tmp_path / "store")
+        world.run(close)
+    assert [any("local_store" in line for line in lines) for lines in told] == [
+        mount == "network" and rank == 0 for rank in range(SIZE)
+    ]
