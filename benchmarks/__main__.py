@@ -1,4 +1,4 @@
-"""``python -m benchmarks``; with ``gpu``, ``pause``, ``sharded``, ``torchrl`` or ``fleet``."""
+"""``python -m benchmarks``, alone or with one of the words in ``_parse``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import (
+    deltas,
     fan_out,
     fleet,
     flips,
@@ -21,6 +22,7 @@ from benchmarks import (
     pause,
     plot,
     report,
+    returning,
     sharded,
     targets,
     torchrl,
@@ -61,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return sharded.main(options)
     if options.what == "torchrl":
         return torchrl.main(options)
+    if options.what == "delta":
+        return deltas.main(options)
     start_s = time.monotonic()
     environment = report.environment(options.dir)
     print(report.environment_table(environment), flush=True)
@@ -86,12 +90,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("cpu", "gpu", "pause", "sharded", "torchrl", "fleet"),
+        choices=("cpu", "gpu", "pause", "sharded", "torchrl", "delta", "fleet"),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB); or a trainer of four ranks (2 minutes, 6 GB); or TorchRL's "
         "double buffer next to ours: speed, torn reads and killed writers (3 minutes, 14 GB); or "
-        "how a publish reaches a fleet of nodes (fleet --help)",
+        "what a delta takes (a minute, 6 GB); or how a publish reaches a fleet of nodes "
+        "(fleet --help)",
     )
     parser.add_argument(
         "--dir",
@@ -118,6 +123,9 @@ def _measure(directories: Sequence[Path], *, quick: bool) -> Results:
     fanned = models.qwen2_0_5b(width=0.25 if quick else 0.75)
     results.fan_out_s = fan_out.publish_times_s(
         fanned, first, publishes=5 if quick else 12, receivers=(1, 4)
+    )
+    results.sends_s, results.returns_s = returning.return_times_s(
+        fanned, first, rounds=3 if quick else 7
     )
     results.flips_s = flips.flip_latencies_s(first, flips=200 if quick else 300)
     return results

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import models
-from benchmarks.models import Weights
+from benchmarks.models import Shapes, Weights
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -20,9 +21,6 @@ _ENVIRONMENT = {
 _SCALE = 0.1
 """Of random weights: large enough for layers to outweigh the tied embedding in the tokens."""
 
-_HEAD_SIZES = {1.0: 64, 0.25: 32}
-"""By the model's width; of those that vLLM's attention takes."""
-
 _CACHE_BLOCK_TOKENS = 32
 _PROMPTS = (range(1, 6), range(200, 300))  # one longer than a cache block
 _TOKENS = 8
@@ -30,38 +28,70 @@ _TOKENS = 8
 Tokens = list[list[int]]
 
 
-def qwen2_weights(width: float, seed: int) -> Weights:
-    """Weights of Qwen2.5-0.5B's shape; page-locked where there is a GPU to copy them to."""
-    torch.manual_seed(seed)
-    weights = models.random_weights(models.qwen2_0_5b(width=width))
-    for name, tensor in weights.items():
-        tensor.mul_(_SCALE).add_(1 if "norm" in name else 0)
-    if torch.cuda.is_available():
-        return {name: tensor.pin_memory() for name, tensor in weights.items()}
-    return weights
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that an engine can be started on."""
+
+    name: str
+    shapes: Shapes
+    head_size: int
+
+    @property
+    def title(self) -> str:
+        """Its name, dtype and size."""
+        size = models.num_bytes(self.shapes) / 1e9
+        return f"{self.name} in bfloat16, {size:.2f} GB in {len(self.shapes):,} tensors"
+
+    def weights(self, seed: int) -> Weights:
+        """Random ones; page-locked where there is a GPU to copy them to."""
+        torch.manual_seed(seed)
+        weights = models.random_weights(self.shapes)
+        for name, tensor in weights.items():
+            tensor.mul_(_SCALE).add_(1 if "norm" in name else 0)
+        if torch.cuda.is_available():
+            return {name: tensor.pin_memory() for name, tensor in weights.items()}
+        return weights
+
+    def config(self) -> Any:
+        """As Hugging Face has it."""
+        from transformers import Qwen2Config, Qwen3MoeConfig
+
+        shapes = self.shapes
+        vocabulary, hidden = shapes["model.embed_tokens.weight"]
+        first = "model.layers.0"
+        common = {
+            "dtype": "bfloat16",
+            "vocab_size": vocabulary,
+            "hidden_size": hidden,
+            "num_hidden_layers": sum(name.endswith("q_proj.weight") for name in shapes),
+            "num_attention_heads": shapes[f"{first}.self_attn.q_proj.weight"][0] // self.head_size,
+            "num_key_value_heads": shapes[f"{first}.self_attn.k_proj.weight"][0] // self.head_size,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": "lm_head.weight" not in shapes,
+        }
+        expert = f"{first}.mlp.experts.0.up_proj.weight"
+        if expert not in shapes:
+            width = shapes[f"{first}.mlp.up_proj.weight"][0]
+            return Qwen2Config(
+                architectures=["Qwen2ForCausalLM"], intermediate_size=width, **common
+            )
+        return Qwen3MoeConfig(
+            architectures=["Qwen3MoeForCausalLM"],
+            head_dim=self.head_size,
+            moe_intermediate_size=shapes[expert][0],
+            num_experts=shapes[f"{first}.mlp.gate.weight"][0],
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            **common,
+        )
 
 
 class Checkpoint:
     """A Hugging Face checkpoint of one safetensors file, to be saved anew."""
 
-    def __init__(self, directory: Path, width: float) -> None:
-        from transformers import Qwen2Config
-
+    def __init__(self, directory: Path, model: Model) -> None:
         self.directory = directory
-        shapes, head_size = models.qwen2_0_5b(width=width), _HEAD_SIZES[width]
-        vocabulary, hidden = shapes["model.embed_tokens.weight"]
-        Qwen2Config(
-            architectures=["Qwen2ForCausalLM"],
-            dtype="bfloat16",
-            vocab_size=vocabulary,
-            hidden_size=hidden,
-            intermediate_size=shapes["model.layers.0.mlp.up_proj.weight"][0],
-            num_hidden_layers=sum(name.endswith("q_proj.weight") for name in shapes),
-            num_attention_heads=hidden // head_size,
-            num_key_value_heads=shapes["model.layers.0.self_attn.k_proj.weight"][0] // head_size,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-        ).save_pretrained(directory)
+        model.config().save_pretrained(directory)
 
     def save(self, weights: Weights) -> None:
         """Write a new file, as trainers do; nobody's mapping of the old one is touched."""

@@ -37,10 +37,13 @@ def qwen2_0_5b(*, width: float = 1.0) -> Shapes:
     }
 
 
-def qwen3_30b_a3b(*, narrowing: int, layers: int = 48) -> Shapes:
-    """Qwen3-30B-A3B's 18,867 tensors (128 experts a layer), each width divided by ``narrowing``."""
+def qwen3_30b_a3b(*, narrowing: int, layers: int = 48, head: int = 128) -> Shapes:
+    """Qwen3-30B-A3B's 18,867 tensors (128 experts a layer), each width divided by ``narrowing``.
+
+    ``head``: the width of an attention head; an engine wants one at least of keys and values.
+    """
     hidden, expert = 2048 // narrowing, 768 // narrowing
-    query, key_value, head = 4096 // narrowing, 512 // narrowing, 128
+    query, key_value = 4096 // narrowing, 512 // narrowing
     vocabulary = 151_936
     layer: Shapes = {
         "self_attn.q_proj.weight": (query, hidden),

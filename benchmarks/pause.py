@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import plot, report, switches, targets
-from benchmarks.switches import GPU, LIVE, PACKED, Pauses
+from benchmarks import plot, report, switches, targets, tensor_parallel
+from benchmarks.switches import EXPERTS, GPU, LIVE, PACKED, Pauses
+from benchmarks.tensor_parallel import Reading
 
 
 def main(options: Namespace) -> int:
@@ -31,12 +32,16 @@ def main(options: Namespace) -> int:
         pauses = switches.run(engine, options.dir[0], quick=options.quick)
         results.append(pauses)
         print(f"\n{report.pauses_tables(pauses)}", flush=True)
-    checks = targets.check_pauses(results)
+    readings = tensor_parallel.run(options.dir[0])
+    print(f"\n{report.readings_table(readings)}", flush=True)
+    checks = [*targets.check_pauses(results), *targets.check_readings(readings)]
     environment["load after"] = f"{os.getloadavg()[0]:.1f}"
     note = ", sizes too small to judge by" if options.quick else ""
-    print(f"\nTargets{note}\n\n{report.targets_table(checks, reference=None)}")
+    print(f"\nTargets{note}\n\n{report.targets_table(checks)}")
     if options.json:
-        options.json.write_text(json.dumps(_as_json(environment, results, checks), indent=1))
+        options.json.write_text(
+            json.dumps(_as_json(environment, results, readings, checks), indent=1)
+        )
     if options.plot:
         plot.save_pauses(results, options.plot, _caption(environment))
     elapsed_s = time.monotonic() - start_s
@@ -59,7 +64,7 @@ def _more_environment() -> dict[str, str]:
 def _engines(*, quick: bool) -> Sequence[str]:
     if torch.cuda.is_available():
         return (GPU,)
-    return (PACKED,) if quick else (PACKED, LIVE)
+    return (PACKED, EXPERTS) if quick else (PACKED, LIVE, EXPERTS)
 
 
 def _caption(environment: dict[str, str]) -> str:
@@ -69,11 +74,18 @@ def _caption(environment: dict[str, str]) -> str:
 
 
 def _as_json(
-    environment: dict[str, str], results: Sequence[Pauses], checks: Sequence[targets.Check]
+    environment: dict[str, str],
+    results: Sequence[Pauses],
+    readings: Sequence[Reading],
+    checks: Sequence[targets.Check],
 ) -> Any:
     """Everything, with the time of each sample in seconds."""
     return {
         "environment": environment,
         "targets": [asdict(check) for check in checks],
-        "engines": [asdict(pauses) | {"bytes": pauses.num_bytes} for pauses in results],
+        "engines": [
+            asdict(pauses) | {"model": pauses.model.title, "bytes": pauses.num_bytes}
+            for pauses in results
+        ],
+        "ranks": [asdict(reading) for reading in readings],
     }

@@ -37,7 +37,6 @@ def save(transfers: list[Transfer], path: Path, caption: str) -> None:
         figsize=(10, 1.4 + 0.24 * sum(heights) + 0.75 * len(transfers)),
         height_ratios=heights,
         squeeze=False,
-        sharex=True,
         layout="constrained",
     )
     for row, transfer in zip(axes, transfers, strict=True):
@@ -61,7 +60,6 @@ def save_pauses(results: list[Pauses], path: Path, caption: str) -> None:
         1,
         figsize=(10, 1.3 + 1.6 * len(results)),
         squeeze=False,
-        sharex=True,
         layout="constrained",
     )
     for [axis], pauses in zip(axes, results, strict=True):

@@ -16,6 +16,7 @@ from benchmarks.measure import median
 from benchmarks.steps import REPACKING, STEPS
 from benchmarks.switches import Pauses
 from benchmarks.targets import Check, Results
+from benchmarks.tensor_parallel import Reading
 from benchmarks.transfers import Times, Transfer
 from benchmarks.ways import Dbuffer, Floor
 
@@ -78,10 +79,31 @@ def _speed(transfer: Transfer, times_s: Sequence[float]) -> tuple[str, str, str]
     )
 
 
+_TOKENS = {True: "right", False: "WRONG", None: "-"}
+"""Whether those after a switch were right; None: it is no switch."""
+
+
 def pauses_tables(pauses: Pauses) -> str:
     """What each way took, what its pause consists of, and the process's memory."""
     tables = (_ways_table(pauses), _steps_table(pauses), _memory_table(pauses))
     return f"{pauses.title}\n\n" + "\n\n".join(tables)
+
+
+def readings_table(readings: Sequence[Reading]) -> str:
+    """What the ranks of an engine stage and read of a version."""
+    header = ("a version, all ranks together", "ranks", "model MB", "staged MB", "read calls MB")
+    rows = [
+        (
+            reading.how,
+            str(reading.num_ranks),
+            *(
+                f"{num_bytes / 1e6:.0f}"
+                for num_bytes in (reading.num_bytes, reading.staged_bytes, reading.read_bytes)
+            ),
+        )
+        for reading in readings
+    ]
+    return table(header, rows)
 
 
 def _ways_table(pauses: Pauses) -> str:
@@ -93,7 +115,7 @@ def _ways_table(pauses: Pauses) -> str:
             _milliseconds([getattr(sample, field) for sample in samples])
             for field in ("publish_s", "stage_s", "total_s")
         )
-        pause_s, tokens = pauses.pause_s(way), "right" if pauses.is_right[way] else "WRONG"
+        pause_s, tokens = pauses.pause_s(way), _TOKENS[pauses.is_right.get(way)]
         paused = (f"{1e3 * pause_s:.1f}", f"{pause_s / floor_s:.2f}")
         rows.append((way, published, staged, *paused, total, tokens, str(len(samples))))
     less_s = pauses.pause_s(Dbuffer.name, without=REPACKING)
@@ -157,6 +179,8 @@ def as_json(environment: dict[str, str], results: Results, checks: Sequence[Chec
         "targets": [asdict(check) for check in checks],
         "transfers": [_transfer_as_json(transfer) for transfer in results.transfers.values()],
         "flip_latencies_s": results.flips_s,
+        "sends_s": results.sends_s,
+        "returns_s": results.returns_s,
         "extra_memory_bytes": results.extra_memory_bytes,
         "fan_out_publish_s": results.fan_out_s,
     }

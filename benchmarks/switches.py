@@ -12,21 +12,25 @@ from typing import Any
 import torch
 
 from benchmarks import models
-from benchmarks.engines import Checkpoint, Tokens, greedy_tokens, qwen2_weights, start_engine
+from benchmarks.engines import Checkpoint, Model, Tokens, greedy_tokens, start_engine
 from benchmarks.measure import median, timed
 from benchmarks.models import Weights
 from benchmarks.processes import child, finish, reply, scratch_folder
 from benchmarks.steps import OTHER, Stopwatch, watch_steps
 from benchmarks.transfers import require_memory
-from benchmarks.ways import Dbuffer, Floor, Reload, Way
+from benchmarks.ways import Dbuffer, Floor, Memcpy, Reload, Way
 
 PACKED, LIVE, GPU = "packed by oneDNN", "live parameters", "on the GPU"
+EXPERTS = "packed experts"
 
 _MEMORY_IN_MODELS = 8
 """Two sets of weights, a checkpoint, two buffers, the engine's copies, and what a reload needs."""
 
 _ENGINE_BYTES = 2 << 30
 _ENGINE_TIMEOUT_S = 600.0
+
+_ROUNDS = {PACKED: 7, LIVE: 7, GPU: 7, EXPERTS: 3}
+"""A reload of 18,000 tensors takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class Pauses:
     """What was measured on one engine."""
 
     engine: str
-    width: float
+    model: Model
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     """By the way's name."""
     is_right: dict[str, bool] = field(default_factory=dict)
@@ -74,21 +78,28 @@ class Pauses:
     @property
     def num_bytes(self) -> int:
         """Size of the model."""
-        return models.num_bytes(models.qwen2_0_5b(width=self.width))
+        return models.num_bytes(self.model.shapes)
 
     @property
     def title(self) -> str:
         """The engine and the model."""
-        tensors = len(models.qwen2_0_5b(width=self.width))
-        size = f"{self.num_bytes / 1e9:.2f} GB in {tensors} tensors"
-        return f"Qwen2.5-0.5B's shape in bfloat16, {size}, {self.engine}"
+        return f"{self.model.title}, {self.engine}"
+
+
+def model_of(engine: str, *, quick: bool) -> Model:
+    """What an engine is started on."""
+    if engine == EXPERTS:
+        shapes = models.qwen3_30b_a3b(narrowing=8, layers=2 if quick else 48, head=64)
+        return Model("Qwen3-30B-A3B's shape, narrowed", shapes, head_size=64)
+    width, head_size = (0.25, 32) if quick else (1.0, 64)
+    return Model("Qwen2.5-0.5B's shape", models.qwen2_0_5b(width=width), head_size)
 
 
 def run(engine: str, directory: Path, *, quick: bool) -> Pauses:
     """Measure one engine, in a process of its own; another tells what is right."""
-    pauses = Pauses(engine, width=0.25 if quick else 1.0)
+    pauses = Pauses(engine, model_of(engine, quick=quick))
     require_memory(_MEMORY_IN_MODELS * pauses.num_bytes + _ENGINE_BYTES)
-    rounds = 2 if quick else 7
+    rounds = 2 if quick else _ROUNDS[engine]
     with scratch_folder(directory) as folder:
         with child(_answer, folder, pauses) as fresh:
             right: Tokens = reply(fresh, _ENGINE_TIMEOUT_S)
@@ -101,8 +112,8 @@ def run(engine: str, directory: Path, *, quick: bool) -> Pauses:
 
 def _answer(connection: Connection, folder: Path, pauses: Pauses) -> None:
     """Tokens of an engine that was started on the second weights."""
-    checkpoint = Checkpoint(folder / "checkpoint", pauses.width)
-    checkpoint.save(qwen2_weights(pauses.width, seed=1))
+    checkpoint = Checkpoint(folder / "checkpoint", pauses.model)
+    checkpoint.save(pauses.model.weights(seed=1))
     llm = start_engine(checkpoint, live=pauses.engine == LIVE)
     connection.send(greedy_tokens(llm))
     connection.recv()
@@ -111,8 +122,8 @@ def _answer(connection: Connection, folder: Path, pauses: Pauses) -> None:
 def _measure(
     connection: Connection, folder: Path, pauses: Pauses, rounds: int, right: Tokens
 ) -> None:
-    both = [qwen2_weights(pauses.width, seed) for seed in (0, 1)]
-    checkpoint = Checkpoint(folder / "checkpoint", pauses.width)
+    both = [pauses.model.weights(seed) for seed in (0, 1)]
+    checkpoint = Checkpoint(folder / "checkpoint", pauses.model)
     checkpoint.save(both[0])
     llm = start_engine(checkpoint, live=pauses.engine == LIVE)
     expected = [greedy_tokens(llm), right]
@@ -126,8 +137,9 @@ def _measure(
     try:
         _weigh_staging(pauses, ours, both)
         ways = (ours, floor, Reload(llm, checkpoint))
+        memcpy = Memcpy(both[0])
         for index in range(rounds):
-            for way in ways[index % 3 :] + ways[: index % 3]:
+            for way in (*ways[index % 3 :], memcpy, *ways[: index % 3]):
                 sample = _sample(way, both[index % 2], floor, stopwatch)
                 pauses.samples.setdefault(way.name, []).append(sample)
                 if way is ours and greedy_tokens(llm) != expected[index % 2]:

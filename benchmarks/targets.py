@@ -7,9 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.measure import median, percentile
 from benchmarks.peers import Dbuffer, DbufferChecksums, Safetensors, TorchRL
-from benchmarks.switches import GPU, PACKED, Pauses
+from benchmarks.switches import EXPERTS, GPU, LIVE, PACKED, Pauses
+from benchmarks.tensor_parallel import MIRRORED, Reading
 from benchmarks.transfers import Times, Transfer
-from benchmarks.ways import Floor, Reload
+from benchmarks.ways import Floor, Memcpy, Reload
+
+_PAUSES = {LIVE: (0.25, 1.4), GPU: (0.25, 1.4), PACKED: (0.30, 1.4), EXPERTS: (0.30, 2)}
+"""At most how many times the floor a pause may be, and how many times a memcpy."""
 
 
 @dataclass(slots=True)
@@ -22,6 +26,9 @@ class Results:
     """In the sender."""
     fan_out_s: dict[int, list[float]] = field(default_factory=dict)
     """Publish times by the number of receivers."""
+    sends_s: list[float] = field(default_factory=list)
+    returns_s: list[float] = field(default_factory=list)
+    """The same sends without waiting, until they return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,12 @@ def check(results: Results) -> list[Check]:
         *_flips(results.flips_s),
         _at_most("extra memory in the sender", "MB", results.extra_memory_bytes / 1e6, 64),
         _fan_out(results.fan_out_s),
+        _at_most(
+            "send(wait=False) until it returns",
+            "of a send",
+            median(results.returns_s) / median(results.sends_s),
+            0.1,
+        ),
     ]
 
 
@@ -67,14 +80,15 @@ def check_pauses(results: Sequence[Pauses]) -> list[Check]:
     checks = []
     for pauses in results:
         ours_s = pauses.pause_s(Dbuffer.name)
-        # On a GPU a version is staged in page-locked memory, else where the store has it.
-        staged_bytes = pauses.num_bytes if pauses.engine == GPU else 0
-        # Packed layers are reloaded; live ones are copied to.
-        target = 1.1 if pauses.engine == PACKED else 0.25
+        # On a GPU a version is staged in page-locked memory, else where the store has it; layers
+        # that are packed are there once more.
+        staged_bytes = 0 if pauses.engine == LIVE else pauses.num_bytes
+        target, of_memcpy = _PAUSES[pauses.engine]
+        memcpy_s, floor_s = pauses.pause_s(Memcpy.name), pauses.pause_s(Floor.name)
+        of_floor = _at_most(f"pause, {pauses.engine}", "x floor", ours_s / floor_s, target)
         checks += [
-            _at_most(
-                f"pause, {pauses.engine}", "x floor", ours_s / pauses.pause_s(Floor.name), target
-            ),
+            replace(of_floor, memcpy=f"{memcpy_s / floor_s:.2f}"),
+            _at_most("", f"x {Memcpy.name}", ours_s / memcpy_s, of_memcpy),
             _at_most("", f"x {Reload.name}", ours_s / pauses.pause_s(Reload.name), 1),
             _at_most(
                 "memory to stage a version",
@@ -83,6 +97,18 @@ def check_pauses(results: Sequence[Pauses]) -> list[Check]:
                 64 + staged_bytes // 10**6,
             ),
         ]
+    return checks
+
+
+def check_readings(readings: Sequence[Reading]) -> list[Check]:
+    """Judge what ranks stage, all together, and what they read of it where one does for all."""
+    checks = []
+    for reading in readings:
+        what = f"{reading.num_ranks} ranks, {reading.how}"
+        staged, read = reading.staged_bytes, reading.read_bytes
+        checks.append(_at_most(what, "of the model staged", staged / reading.num_bytes, 1.15))
+        if reading.how == MIRRORED:
+            checks.append(_at_most("", "of the model read", read / reading.num_bytes, 1.15))
     return checks
 
 

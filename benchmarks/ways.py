@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 import dbuffer
 from benchmarks.engines import Checkpoint
 from benchmarks.measure import timed
@@ -42,10 +44,10 @@ class Dbuffer(Way):
 
     name = "dbuffer"
 
-    def __init__(self, llm: Any, store: Path) -> None:
+    def __init__(self, llm: Any, store: Path, *, delta: bool = False) -> None:
         from dbuffer.integrations.vllm import Follower, follow
 
-        self._sender = dbuffer.WeightSender(store)
+        self._sender = dbuffer.WeightSender(store, delta=delta)
         follower = follow(llm, store)
         if not isinstance(follower, Follower):
             raise TypeError("an offline engine is followed by a Follower")
@@ -91,6 +93,22 @@ class Ready:
                 return
             time.sleep(0.001)
         raise TimeoutError(f"version {self.version} was not staged")
+
+
+class Memcpy(Way):
+    """One copy of as many bytes, from one piece of memory to another: what no switch can beat."""
+
+    name = "memcpy of the same bytes"
+
+    def __init__(self, weights: Weights) -> None:
+        num_bytes = sum(tensor.nbytes for tensor in weights.values())
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._source = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
+        self._target = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+    def switch(self, weights: Weights) -> float:  # noqa: ARG002 - any bytes do
+        """Copy."""
+        return _finished_s(lambda: self._target.copy_(self._source, non_blocking=True))
 
 
 class Floor(Way):

@@ -1,0 +1,113 @@
+"""What publishing only what changed takes and saves, in whole stores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import dbuffer
+from benchmarks import models
+from benchmarks.measure import median, timed
+from benchmarks.models import Weights
+from benchmarks.patching import CHANGED, step
+from benchmarks.processes import scratch_folder
+
+_PUBLISHES = 60
+_ROUNDS = 5
+
+
+@dataclass(slots=True)
+class Stores:
+    """Bytes of publishes where stores lie on a network, and times of patches in shared memory."""
+
+    num_bytes: int
+    """Of the model."""
+    delta_bytes: list[int] = field(default_factory=list)
+    """Of each publish with 1 % changed."""
+    written_bytes: list[int] = field(default_factory=list)
+    """Of each, anchors included."""
+    send_s: list[float] = field(default_factory=list)
+    patch_s: list[float] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """Of a delta, in the whole."""
+        return median([float(each) for each in self.delta_bytes]) / self.num_bytes
+
+    @property
+    def mean_share(self) -> float:
+        """Of all that was written, anchors included."""
+        return sum(self.written_bytes) / len(self.written_bytes) / self.num_bytes
+
+    @property
+    def patch_share(self) -> float:
+        """Time of publishing patches, of a send of all weights."""
+        return median(self.patch_s) / median(self.send_s)
+
+
+def run(directory: Path, *, quick: bool) -> Stores:
+    """Measure in a directory that is in shared memory, for want of a network also as one."""
+    torch.manual_seed(0)
+    weights = models.random_weights(models.qwen2_0_5b(width=0.25))
+    stores = Stores(sum(tensor.nbytes for tensor in weights.values()))
+    with scratch_folder(directory) as folder:
+        with _as_network(), dbuffer.WeightSender(folder / "network", delta=True) as sender:
+            _publish(sender, weights, stores, publishes=5 if quick else _PUBLISHES)
+        weights = models.random_weights(models.qwen2_0_5b(width=0.25 if quick else 1.0))
+        with (
+            dbuffer.WeightSender(folder / "whole") as whole,
+            dbuffer.WeightSender(folder / "patched", delta=True) as patched,
+        ):
+            _patch(whole, patched, weights, stores)
+    return stores
+
+
+@contextmanager
+def _as_network() -> Iterator[None]:
+    """Let stores behave as on a network mount, wherever they are; bytes are the same."""
+    os.environ["DBUFFER_MOUNT"] = "network"
+    try:
+        yield
+    finally:
+        del os.environ["DBUFFER_MOUNT"]
+
+
+def _publish(
+    sender: dbuffer.WeightSender, weights: Weights, stores: Stores, *, publishes: int
+) -> None:
+    for _ in range(publishes):
+        before = _files(sender.store)
+        publication = sender.send(weights)
+        new = _files(sender.store)
+        stores.written_bytes.append(sum(new[path] for path in new.keys() - before.keys()))
+        if publication.delta_bytes is not None:
+            stores.delta_bytes.append(publication.delta_bytes)
+        step(weights)
+
+
+def _files(store: Path) -> dict[Path, int]:
+    found = [*store.glob("*/weights-*"), *store.glob("deltas/*")]
+    return {path: path.stat().st_size for path in found}
+
+
+def _patch(
+    whole: dbuffer.WeightSender, patched: dbuffer.WeightSender, weights: Weights, stores: Stores
+) -> None:
+    for sender in (whole, patched):
+        for _ in range(3):  # both buffers are made, and mapped
+            sender.send(weights)
+    for _ in range(_ROUNDS):
+        patches = []
+        for name, tensor in weights.items():
+            flat = tensor.view(-1)
+            places = torch.randperm(len(flat))[: round(CHANGED * len(flat))].sort().values
+            flat[places] *= -1
+            patches.append(dbuffer.SparsePatch(name, places, flat[places]))
+        stores.send_s.append(timed(lambda: whole.send(weights)))
+        stores.patch_s.append(timed(partial(patched.send_patches, patches)))

@@ -1,0 +1,254 @@
+"""What a delta takes: bytes, the time to make it, and the time to apply it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from argparse import Namespace
+from collections import defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks import delta_stores, models, report
+from benchmarks.delta_stores import Stores
+from benchmarks.measure import median, timed
+from benchmarks.models import Shapes
+from benchmarks.patching import Patching
+from benchmarks.patching import run as patching_of_an_engine
+from benchmarks.targets import Check
+from benchmarks.transfers import Times
+from dbuffer.format import delta
+from dbuffer.format.layout import Layout, TensorSpec, digest
+from dbuffer.io.changes import Found, find_changes
+from dbuffer.io.copier import Copier
+from dbuffer.io.delta import EncodedDelta, apply_delta, encode_delta
+from dbuffer.io.tensors import FileTensors
+
+_THREADS = 2
+
+_SPREAD = 0.02
+"""Standard deviation of the weights, in bf16."""
+
+_UPDATES = {1e-7: 1.46, 7e-7: 1.12, 3e-6: 0.98, 1e-5: 0.84, 4e-5: 0.70}
+"""Standard deviation of an update, and how many bytes a changed element is to take; 15 % more are
+let pass. These change about 0.5, 2.5, 8, 20 and 47 % of the elements."""
+
+_MAX_SHARE = 0.008
+"""Bytes of a delta, of all tensors' bytes, where 1 % changed by one in the last place."""
+
+_MAX_MEAN_SHARE = 0.05
+_MAX_PATCH_TIME = 0.3
+_MAX_PAUSE = 0.5
+_MIN_SPEED = 0.30
+_MAX_TIME = 0.25
+_WARM_UPS = 1
+
+MEMCPY, FIND, HASHED, ENCODE, APPLY = "memcpy", "find", "find, checksums", "encode", "apply"
+
+
+class _Versions(NamedTuple):
+    before: FileTensors
+    after: list[torch.Tensor]
+    layout_xxh3: str
+
+
+def main(options: Namespace) -> int:
+    """Measure and print; 1 if a target was missed."""
+    start_s = time.monotonic()
+    directory: Path = options.dir[0]
+    environment = report.environment([directory])
+    print(report.environment_table(environment), flush=True)
+    copier = Copier(_THREADS)
+    sizes = {spread: _bytes_an_element(spread, copier) for spread in _UPDATES}
+    checks = [_size_check(spread, *found) for spread, found in sizes.items()]
+    models_of = {
+        "dense": models.qwen2_0_5b(width=0.25 if options.quick else 0.75),
+        "experts": models.qwen3_30b_a3b(narrowing=8, layers=4 if options.quick else 48),
+    }
+    times_s: dict[str, Times] = {}
+    for name, shapes in models_of.items():
+        share, times_s[name] = _measure(shapes, copier, samples=3 if options.quick else 7)
+        size = f"{models.num_bytes(shapes) / 1e9:.2f} GB in {len(shapes):,} tensors"
+        print(f"\n{size}, 1 % changed, {_THREADS} threads\n\n{_table(times_s[name])}", flush=True)
+        checks += _checks(f"{name}, {size}", share, times_s[name])
+    stores = delta_stores.run(directory, quick=options.quick)
+    checks += _store_checks(stores)
+    patching = None
+    if importlib.util.find_spec("vllm") is not None:
+        patching = patching_of_an_engine(directory, quick=options.quick)
+        checks.append(_pause_check(patching))
+    print(f"\nTargets\n\n{report.targets_table(checks, reference=None)}")
+    environment["load after"] = f"{os.getloadavg()[0]:.1f}"
+    if options.json:
+        found = {
+            "environment": environment,
+            "targets": [asdict(check) for check in checks],
+            "times_s": times_s,
+            "stores": asdict(stores),
+            "pauses": None if patching is None else asdict(patching) | {"model": None},
+        }
+        options.json.write_text(json.dumps(found, indent=1))
+    print(f"\n{time.monotonic() - start_s:.0f} s in all")
+    return 0 if all(check.met for check in checks) else 1
+
+
+def _store_checks(stores: Stores) -> list[Check]:
+    size = f"{stores.num_bytes / 1e9:.2f} GB"
+    share, mean, patch = stores.share, stores.mean_share, stores.patch_share
+    num = len(stores.written_bytes)
+    return [
+        Check(
+            f"bytes of a publish on a network mount, 1 % changed, {size}",
+            f"<= {_MAX_SHARE:.1%} of the whole",
+            f"{share:.2%}",
+            share <= _MAX_SHARE,
+        ),
+        Check(
+            f"mean over {num} such publishes, anchors included",
+            f"<= {_MAX_MEAN_SHARE:.0%} of the whole",
+            f"{mean:.2%}",
+            mean <= _MAX_MEAN_SHARE,
+        ),
+        Check(
+            "publish of patches in shared memory, 1 % changed",
+            f"<= {_MAX_PATCH_TIME:.2f} of a send's time",
+            f"{patch:.2f}",
+            patch <= _MAX_PATCH_TIME,
+        ),
+    ]
+
+
+def _pause_check(patching: Patching) -> Check:
+    lists = (patching.whole_s, patching.patched_s, patching.memcpy_s)
+    whole, little, copied = (f"{1e3 * median(times):.1f} ms" for times in lists)
+    verdict = "right" if patching.is_right else "WRONG"
+    print(
+        f"\nAn engine's pause ({patching.model.title}, live parameters): {whole} for a whole "
+        f"version, {little} for 1 % changed, {copied} for a memcpy; tokens {verdict}"
+    )
+    return Check(
+        "pause of an engine, live parameters, 1 % changed",
+        f"<= {_MAX_PAUSE:.2f} of a whole version's",
+        f"{patching.share:.2f}",
+        patching.share <= _MAX_PAUSE and patching.is_right,
+    )
+
+
+def _bytes_an_element(spread: float, copier: Copier) -> tuple[float, float]:
+    """Share of the elements that an update changes, and bytes of the delta for each of those."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(4_000_000, generator=generator).mul_(_SPREAD)
+    update = torch.randn(4_000_000, generator=generator).mul_(spread)
+    versions = _versions([weights.bfloat16()], [(weights + update).bfloat16()])
+    found = find_changes(versions.before, versions.after, copier, hashed=True)
+    encoded = _encode(versions, copier)
+    return found.num_changed / len(weights), encoded.num_bytes / found.num_changed
+
+
+def _size_check(spread: float, share: float, num_bytes: float) -> Check:
+    most = 1.15 * _UPDATES[spread]
+    what = f"bytes a changed element, {share:.1%} changed"
+    return Check(what, f"<= {most:.2f}", f"{num_bytes:.2f}", num_bytes <= most)
+
+
+def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Times]:
+    """Bytes of a delta where 1 % changed, of all bytes; and seconds, in turns."""
+    before = [torch.randn(shape).mul_(_SPREAD).bfloat16() for shape in shapes.values()]
+    versions = _versions(before, [_nudged(tensor) for tensor in before])
+    encoded = _encode(versions, copier)
+    prefix_bytes = delta.PREFIX_BYTES
+    _, xxh3 = delta.decode_prefix(encoded.header[:prefix_bytes])
+    layout, header = versions.before.layout, encoded.header[prefix_bytes:]
+    decoded = delta.decode_header(header, xxh3, layout, versions.layout_xxh3)
+    target, copied = _contents(layout), _contents(layout)
+    found = find_changes(versions.before, versions.after, copier, hashed=False)
+    del before
+    times_s: Times = defaultdict(list)
+    for turn in range(_WARM_UPS + samples):
+        target.data.copy_(versions.before.data)
+        actions = {
+            MEMCPY: lambda: copier.write(copied, versions.after),
+            FIND: lambda: find_changes(versions.before, versions.after, copier, hashed=False),
+            HASHED: lambda: find_changes(versions.before, versions.after, copier, hashed=True),
+            ENCODE: lambda: _encode(versions, copier, found),
+            APPLY: lambda: apply_delta(decoded, encoded.chunks.__getitem__, target, copier),
+        }
+        for name, action in actions.items():
+            took_s = timed(action)
+            if turn >= _WARM_UPS:
+                times_s[name].append(took_s)
+    return encoded.num_bytes / layout.num_bytes, times_s
+
+
+def _nudged(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, with 1 % of the elements up or down by one in the last place."""
+    bits = tensor.clone().view(torch.int16)
+    chance = torch.rand(bits.shape)
+    bits += (chance < 0.005).short() - (chance > 0.995).short()
+    return bits.view(torch.bfloat16)
+
+
+def _versions(before: list[torch.Tensor], after: list[torch.Tensor]) -> _Versions:
+    specs = [TensorSpec(f"t{i}", "bfloat16", tuple(t.shape)) for i, t in enumerate(before)]
+    contents = _contents(Layout.of(specs))
+    for view, tensor in zip(contents.views, before, strict=True):
+        view.copy_(tensor)
+    return _Versions(contents, after, digest(contents.layout.encode()))
+
+
+def _contents(layout: Layout) -> FileTensors:
+    return FileTensors(torch.zeros(layout.checksums_offset, dtype=torch.uint8), layout)
+
+
+def _encode(versions: _Versions, copier: Copier, found: Found | None = None) -> EncodedDelta:
+    if found is None:
+        found = find_changes(versions.before, versions.after, copier, hashed=True)
+    return encode_delta(
+        found,
+        versions.before,
+        copier,
+        base=f"{1:016x}-1",
+        identity=f"{1:016x}-2",
+        version=2,
+        layout_xxh3=versions.layout_xxh3,
+    )
+
+
+def _table(times_s: Times) -> str:
+    copied_s = median(times_s[MEMCPY])
+    rows = [
+        (name, f"{1e3 * median(taken):.1f}", f"{median(taken) / copied_s:.2f}")
+        for name, taken in times_s.items()
+    ]
+    return report.table(("", "ms", "of memcpy's time"), rows)
+
+
+def _checks(what: str, share: float, times_s: Times) -> list[Check]:
+    copied_s = median(times_s[MEMCPY])
+    speed = copied_s / (median(times_s[FIND]) + median(times_s[ENCODE]))
+    applied = median(times_s[APPLY]) / copied_s
+    return [
+        Check(
+            f"bytes of a delta, 1 % changed by one in the last place, {what}",
+            f"<= {_MAX_SHARE:.1%} of the whole",
+            f"{share:.2%}",
+            share <= _MAX_SHARE,
+        ),
+        Check(
+            f"find + encode, {what}",
+            f">= {_MIN_SPEED:.2f} of memcpy's speed",
+            f"{speed:.2f}",
+            speed >= _MIN_SPEED,
+        ),
+        Check(
+            f"decode + apply, {what}",
+            f"<= {_MAX_TIME:.2f} of a copy's time",
+            f"{applied:.2f}",
+            applied <= _MAX_TIME,
+        ),
+    ]

@@ -1,0 +1,170 @@
+"""A model whose parameters lie as an engine has them, and what switches it by a plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+from torch import nn
+
+from benchmarks.models import DTYPE, Shapes, Weights
+from dbuffer.integrations.engine.plan.copy_plan import Switch
+from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
+from dbuffer.integrations.engine.plan.recording import Recording
+from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.io.copier import Copier
+from dbuffer.receive.snapshot import Snapshot
+from dbuffer.receive.stager import Stager
+
+_FUSED = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+"""Which published tensors are parts of which parameter, one behind the other."""
+
+_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
+"""What ranks divide by its second dimension; vectors of norms are whole in each, all else is
+divided by rows."""
+
+_TIMEOUT_S = 120.0
+
+
+class FusedModel(nn.Module):
+    """Parameters of published tensors, q, k and v in one, gate and up in one.
+
+    Args:
+        shapes: of the published tensors.
+        device: where the parameters are.
+        rank: which part of each it holds.
+        size: of how many.
+    """
+
+    def __init__(
+        self, shapes: Shapes, device: torch.device, *, rank: int = 0, size: int = 1
+    ) -> None:
+        super().__init__()
+        self._rank, self._size = rank, size
+        parts: dict[str, dict[int, tuple[int, ...]]] = {}
+        for name, shape in shapes.items():
+            fused, index = _place_of(name)
+            dimension = _divided_dimension(name)
+            part = (n // size if d == dimension else n for d, n in enumerate(shape))
+            parts.setdefault(fused, {})[index] = tuple(part)
+        self._rows: dict[str, list[int]] = {}
+        for fused, found in parts.items():
+            rows = [found[index][0] for index in sorted(found)]
+            self._rows[fused] = rows
+            shape = (sum(rows), *found[0][1:])
+            data = torch.zeros(shape, dtype=DTYPE, device=device)
+            self.register_parameter(fused, nn.Parameter(data, requires_grad=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy each tensor into its part."""
+        for name, tensor in weights:
+            fused, index = _place_of(name)
+            rows = self._rows[fused]
+            part = self.get_parameter(fused).data.narrow(0, sum(rows[:index]), rows[index])
+            dimension = _divided_dimension(name)
+            if dimension is not None:
+                length = tensor.shape[dimension] // self._size
+                tensor = tensor.narrow(dimension, self._rank * length, length)
+            part.copy_(tensor)
+
+
+def _divided_dimension(name: str) -> int | None:
+    if "norm" in name:
+        return None
+    return 1 if name.endswith(_BY_COLUMNS) else 0
+
+
+def _place_of(name: str) -> tuple[str, int]:
+    for part, (fused, index) in _FUSED.items():
+        if part in name:
+            return name.replace(part, fused).replace(".", "-"), index
+    return name.replace(".", "-"), 0
+
+
+class _Watched(WatchedLoads):  # type: ignore[no-untyped-call]
+    def require_complete(self, tensors: object) -> None:
+        """All are there."""
+
+
+class Switched(NamedTuple):
+    """What a switch took."""
+
+    staging_s: float
+    commit_s: float
+    staged_bytes: int
+
+
+class PlannedReceiver:
+    """Follows a store for such a model, as a rank of an engine does."""
+
+    def __init__(
+        self, store: Path, shapes: Shapes, device: torch.device, *, rank: int = 0, size: int = 1
+    ) -> None:
+        self._make_model = partial(FusedModel, shapes, device, rank=rank, size=size)
+        self.model = self._make_model()
+        watched = _Watched(
+            FusedModel(shapes, torch.device("meta"), rank=rank, size=size),
+            embedding=nn.Module,
+            default_loader=lambda parameter, loaded: parameter.data.copy_(loaded),
+            tp_size=size,
+        )
+        self._check = ShapeCheck(watched)
+        self._copier = Copier()
+        self._loads = PlannedLoads(self.model, self._copier, load=self._check.loaded)
+        self._stager = Stager(
+            str(store),
+            receiver_id=f"engine.rank-{rank}",
+            prepare=self._prepare,
+            copy=True,
+            pin_memory=device.type == "cuda",
+        )
+        self._recording: Recording | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stager.close()
+        self._copier.close()
+
+    def switch(self) -> Switched:
+        """Switch to the newest version that the engine does not have."""
+        staged = self._stager.take(timeout_s=_TIMEOUT_S)
+        start_s = time.perf_counter()
+        prepared = staged.prepared
+        if not isinstance(prepared, Switch) or not self._loads.apply(prepared):
+            tensors = staged.tensors or {}
+            switch = prepared if isinstance(prepared, Switch) else None
+            self._loads.reload(lambda: self.model.load_weights(tensors.items()), switch)
+        commit_s = time.perf_counter() - start_s
+        self._stager.give_back(applied=staged.version)
+        return Switched(staged.duration_s, commit_s, staged.num_bytes)
+
+    def require_right(self, weights: Weights) -> None:
+        """Raise RuntimeError unless the model has what its own loaders make of these."""
+        right = self._make_model()
+        right.load_weights(weights.items())
+        for name, parameter in right.named_parameters():
+            if not torch.equal(parameter, self.model.get_parameter(name)):
+                raise RuntimeError(f"the plan did not bring {name} over")
+
+    def _prepare(self, snapshot: Snapshot) -> Switch | None:
+        if self._recording is None:
+            self._recording = self._check(snapshot.specs)
+        return self._loads.prepare(dict(snapshot.tensors), self._recording)
