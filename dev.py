@@ -5,7 +5,7 @@ python3 dev.py demo   [options of `dbuffer demo`]
 python3 dev.py test   [options of pytest]            (ruff and mypy come first)
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
 python3 dev.py bench  [options of `python -m benchmarks`]
-python3 dev.py soak   [options of pytest]            (what guarantees rest on, for about an hour)
+python3 dev.py soak   [options of pytest]            (what guarantees rest on, for over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
 
 Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
