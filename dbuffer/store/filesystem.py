@@ -345,8 +345,9 @@ def _put(
         file = Descriptor(number)
         try:
             write_at(number, 0, data)
+            made = identity_of(number)
             finish(file)
-            if _place(temporary, path, only_new=only_new):
+            if _place(temporary, path, made, only_new=only_new):
                 return file
         except BaseException:
             file.close()
@@ -356,23 +357,42 @@ def _put(
     return None
 
 
-def _place(temporary: Path, path: Path, *, only_new: bool) -> bool:
-    """Give a finished file its name, over what had it; False: it was to be new, and is not."""
+def _place(temporary: Path, path: Path, made: tuple[int, int], *, only_new: bool) -> bool:
+    """Give a finished file its name, over what had it; False: it was to be new, and is not.
+
+    An NFS client asks again when it has heard no answer, and a server that was restarted in between
+    does not know that it has done it already: then there is nothing to rename, or the name is taken
+    by the very file that was to have it. So what counts is which file is at ``path``; ``made`` is
+    ours, by :func:`identity_of`.
+    """
     if only_new:
         is_new = True
         try:
             os.link(temporary, path)
         except FileExistsError:
-            is_new = False
+            is_new = _identity_at(path) == made
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
             os.replace(temporary, path)
             return True
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
         return is_new
-    os.replace(temporary, path)
+    try:
+        os.replace(temporary, path)
+    except FileNotFoundError:
+        if _identity_at(path) != made:
+            raise
     return True
+
+
+def _identity_at(path: Path) -> tuple[int, int] | None:
+    """Which file has this name now. Opened: an NFS client would answer from memory otherwise."""
+    try:
+        with Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
+            return identity_of(file.number)
+    except OSError:
+        return None
 
 
 def _open_temporary(scratch: Path, path: Path) -> tuple[Path, int]:

@@ -133,7 +133,7 @@ class Guest:
         """Boot the server again, from what its disk holds: what it had in memory is gone."""
         _do("exportfs -ua")
         _do("exportfs -f")
-        _until("the export is unmounted", lambda: _do("umount /export", check=False))
+        until("the export is unmounted", lambda: _do("umount /export", check=False))
         _set_disk("linear {disk} 0")
         _do(f"mount {_DEVICE} /export")
         _do("exportfs -ra")
@@ -191,7 +191,8 @@ def _output(command: str) -> str:
     return subprocess.run(command, shell=True, check=True, capture_output=True, text=True).stdout
 
 
-def _until(what: str, is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(what: str, is_so: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Wait for it."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
         if time.monotonic() > deadline:
@@ -302,7 +303,7 @@ def _signal_session(session: int, number: int) -> None:
 
 def _end_session(session: int) -> None:
     _signal_session(session, signal.SIGKILL)
-    _until("the scenario's processes are gone", lambda: not _members(session))
+    until("the scenario's processes are gone", lambda: not _members(session))
 
 
 def run_all(queue: list[dict[str, Any]]) -> None:

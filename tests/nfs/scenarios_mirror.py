@@ -9,7 +9,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,6 @@ def local_stores(*clients: str) -> Iterator[list[Path]]:
     folder = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=SHARED_MEMORY))
     yield [folder / client for client in clients]
     shutil.rmtree(folder)
-
-
-def until(what: str, is_so: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
 
 
 def publish_when_told(connection: Connection, path: Path, pattern: Pattern) -> None:

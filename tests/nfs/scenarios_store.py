@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from guest import EXPORT, Guest
+from guest import EXPORT, Guest, until
 from lab import scenario
 from support import TIMEOUT_S, Child, Pattern, Step, at_step, newest
 
@@ -498,6 +498,27 @@ def test_the_servers_power_is_cut(guest: Guest) -> None:
                 if not dies:
                     last = writer.receive()
                     assert last > published
+
+
+@scenario(disruptive=True)
+def test_the_server_restarts_before_it_has_answered(guest: Guest) -> None:
+    """What it has done it does not know then, and is asked to do again: a rename cannot be."""
+    with contextlib.ExitStack() as stack:
+        trio = Trio(guest, stack)
+        scratch = guest.server_path / "store" / "tmp"
+        for file in ("manifest.json", "CURRENT"):
+            stop_at(trio.writer, Step("c_call", "replace", file))
+            (temporary,) = scratch.glob(f".{file}.*")
+            guest.delay("w", 5_000)
+            trio.writer.send()
+            until("the server has renamed it", lambda path=temporary: not path.exists())
+            guest.cut("w")  # before the answer is there
+            guest.delay("w", 0)
+            guest.restart_server()
+            guest.restore("w")
+            trio.expect_published()
+            assert trio.read("r", "r2") == {trio.version}
+        trio.publish()
 
 
 def publish_on_the_servers_disk(
