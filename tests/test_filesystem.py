@@ -235,7 +235,7 @@ class TestLocks:
         assert filesystem.try_lock(reader, exclusive=False)
         started = time.monotonic()
         assert not filesystem.lock_within(writer, 0.2)
-        assert 0.2 <= time.monotonic() - started < 1.0
+        assert 0.2 <= time.monotonic() - started < 5
 
     def test_no_time_at_all_is_one_try(self, opened):
         assert filesystem.lock_within(opened(), 0.0)

@@ -593,11 +593,11 @@ def test_a_damaged_version_is_not_published(
 def test_a_version_after_a_damaged_one_comes_at_once(remote: Path, local: Path) -> None:
     """However often the damaged one was tried, and however long the next try is away."""
     with damaged_on_the_way(remote, local) as one:
-        until("it was tried three times", lambda: one.stats["failures"] >= 3)  # next in 2 s
+        until("it was tried four times", lambda: one.stats["failures"] >= 4)  # next in 4 s
         publish(remote, 3)
         started = time.monotonic()
         one.wait_until_current(10)
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 3
 
 
 def test_a_damaged_layout_is_not_published(remote: Path, local: Path) -> None:
@@ -915,7 +915,7 @@ def test_one_of_three_is_elected_and_another_takes_over(remote: Path, local: Pat
             killed_at = time.monotonic()
             publish(remote, version)
             until("another copies it", lambda at=version: newest(local) == at)
-            assert time.monotonic() - killed_at < 2
+            assert time.monotonic() - killed_at < 5
             elected = {child: ask(child, "is_elected") for child in elected}
         assert newest(local, verify=True) == 3
 
@@ -930,7 +930,7 @@ def test_one_that_stands_by_copies_nothing_and_can_be_closed(remote: Path, local
             publish(remote, 2)
             second.wait_until_current(10)
             started = time.monotonic()
-        assert time.monotonic() - started < 1
+        assert time.monotonic() - started < 5
         first.wait_until_current(10)  # it has told of it, too
         assert (first.version, second.version) == (2, None)
         assert second.stats["copied"] == 0

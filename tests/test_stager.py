@@ -245,7 +245,7 @@ def test_nothing_published_is_a_time_out_in_time(
         started = time.monotonic()
         with pytest.raises(VersionTimeoutError, match=re.escape(str(store))):
             follower.take(**request_, timeout_s=0.2)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < IN_TIME_S
         assert follower.newest() is None
 
 
@@ -451,7 +451,7 @@ def test_a_sender_is_not_held_back_while_nothing_is_taken(store: Path) -> None:
             child.send()
             longest_s, last = child.receive()
             wait_until_staged(store, last)
-    assert longest_s < 2
+    assert longest_s < 5
 
 
 @both_modes
@@ -930,7 +930,7 @@ def test_close_while_a_damaged_version_waits_for_its_next_try(store: Path) -> No
         with staging(store, verify=True):
             wait_for_problem(store)
             started = time.monotonic()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5
 
 
 def test_close_ends_a_take_and_may_be_called_twice(store: Path) -> None:
@@ -955,7 +955,7 @@ def test_close_does_not_wait_for_a_version_that_was_asked_for(
             follower.take(2, timeout_s=0.2)
         started = time.monotonic()
         follower.close()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 5
 
 
 @both_modes

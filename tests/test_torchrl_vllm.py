@@ -38,6 +38,7 @@ from vllm_engines import (
     environment,
     greedy,
     greedy_parameters,
+    leave,
     observe,
 )
 
@@ -1567,5 +1568,4 @@ def observe_ray(place: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     target, role = Path(sys.argv[1]), sys.argv[2]
-    observations = {"local": run_local, "ray": run_ray}[role](target, *sys.argv[3:])
-    (target / "observed.json").write_text(json.dumps(observations))
+    leave(target, {"local": run_local, "ray": run_ray}[role](target, *sys.argv[3:]))

@@ -28,6 +28,7 @@ from vllm_engines import (
     environment,
     greedy,
     greedy_parameters,
+    leave,
     observe,
 )
 
@@ -490,4 +491,4 @@ def error_of(function: Callable[[], object]) -> str:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    (target / "observed.json").write_text(json.dumps(run(target)))
+    leave(target, run(target))

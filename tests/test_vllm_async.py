@@ -28,6 +28,7 @@ from vllm_engines import (
     engine_arguments,
     environment,
     greedy_parameters,
+    leave,
     observe,
 )
 
@@ -811,8 +812,7 @@ def main(directory: Path, role: str, *more: str) -> None:
         train(directory / "store")
         return
     run = {"one-rank": run_one_rank, "two-ranks": run_two_ranks}[role]
-    seen = asyncio.run(run(directory))
-    (directory / "observed.json").write_text(json.dumps(seen))
+    leave(directory, asyncio.run(run(directory)))
 
 
 if __name__ == "__main__":

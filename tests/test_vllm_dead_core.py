@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, observe
+from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, leave, observe
 
 SOON_S = 20.0
 LAST = "set_weight_version"
@@ -84,6 +83,4 @@ def call_and_kill(directory: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    (place / "observed.json").write_text(json.dumps(call_and_kill(place)))
-    sys.stdout.flush()
-    os._exit(0)  # vLLM's own clean-up waits for the dead
+    leave(place, call_and_kill(place))  # vLLM's own clean-up waits for the dead

@@ -7,7 +7,6 @@ may lack; vLLM's Transformers backend, whose layers are half transformers' own; 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 from test_vllm import error_of, set_packing
-from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
+from vllm_engines import (
+    NEEDS_VLLM,
+    TIMEOUT_S,
+    engine_arguments,
+    environment,
+    greedy,
+    leave,
+    observe,
+)
 
 import dbuffer
 
@@ -361,5 +368,4 @@ def part_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     kept: list[Any] = []  # one that is collected takes its process's parallel state along
-    (target / "observed.json").write_text(json.dumps(run(target, kept)))
-    os._exit(0)  # to take the engines apart one by one takes longer than all else
+    leave(target, run(target, kept))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +19,7 @@ from vllm_engines import (
     environment,
     greedy,
     greedy_parameters,
+    leave,
     observe,
 )
 
@@ -148,4 +148,4 @@ def greedy_with(llm: Any, request: Any) -> list[list[int]]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     target = Path(sys.argv[1])
-    (target / "observed.json").write_text(json.dumps(run(target)))
+    leave(target, run(target))

@@ -6,7 +6,6 @@ With linear layers packed as vLLM does on a CPU and live as on a GPU, tied embed
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 from test_vllm import error_of, set_packing
-from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
+from vllm_engines import (
+    NEEDS_VLLM,
+    TIMEOUT_S,
+    engine_arguments,
+    environment,
+    greedy,
+    leave,
+    observe,
+)
 
 import dbuffer
 
@@ -209,4 +216,4 @@ def observe_recovery(directory: Path, engines: list[Any], seen: dict[str, Any]) 
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    (target / "observed.json").write_text(json.dumps(run(target)))
+    leave(target, run(target))
