@@ -14,17 +14,20 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support import (
     COPIES,
     SMALL,
+    SPARSE,
+    Pattern,
     assert_tidy,
     at_call,
     die,
     make_temporaries_old,
+    named_files,
     newest,
     numbers,
     patience_s,
@@ -478,12 +481,12 @@ BAD = 1
 """The rank on which it goes wrong."""
 
 
-def pattern_of(version: int, size: int) -> dict[str, torch.Tensor]:
+def pattern_of(version: int, size: int, pattern: Pattern = SMALL) -> dict[str, torch.Tensor]:
     """What support's checks know, every second tensor sharded."""
     mesh = init_device_mesh("cpu", (size,))
     return {
         name: distribute_tensor(tensor, mesh, [Shard(0)]) if index % 2 else tensor
-        for index, (name, tensor) in enumerate(SMALL.weights(version).items())
+        for index, (name, tensor) in enumerate(pattern.weights(version).items())
     }
 
 
@@ -744,11 +747,34 @@ def test_a_sharded_model_cannot_be_loaded_into(world, store):
 # Ranks that die
 
 
-def open_and_send(rank: int, store: Path, version: int, mount: str = "auto") -> None:
+class Way(NamedTuple):
+    """How versions are published."""
+
+    mount: str = "auto"
+    delta: bool = False
+
+    @property
+    def has_checksums(self) -> bool:
+        """Where there are some, a version that a delta leads to is written whole on a disk."""
+        return self.mount == "network" or not self.delta
+
+    def open(self, store: Path, **options: Any) -> ShardedWeightSender:
+        checksum = self.has_checksums
+        more = {"reader_timeout_s": 0.0, "num_threads": 1, "delta": self.delta}
+        return ShardedWeightSender(store, checksum=checksum, **more, **options)
+
+    def weights(self, version: int) -> dict[str, torch.Tensor]:
+        size = distributed.get_world_size()
+        return pattern_of(version, size, SPARSE if self.delta else SMALL)
+
+
+WHOLE = Way()
+
+
+def open_and_send(rank: int, store: Path, version: int, way: Way = WHOLE) -> None:
     retirement.KEEP_AT_LEAST_S = 0.0
-    options = {"reader_timeout_s": 0.0, "checksum": True, "num_threads": 1}
-    with mounted(mount), ShardedWeightSender(store, **options) as sender:
-        sender.send(pattern_of(version, distributed.get_world_size()), version=version)
+    with mounted(way.mount), way.open(store) as sender:
+        sender.send(way.weights(version), version=version)
 
 
 def send_until(
@@ -758,21 +784,16 @@ def send_until(
     at: tuple[int, frozenset[str]],
     action: Callable[[], None],
     timeout_s: float,
-    mount: str = "auto",
+    way: Way = WHOLE,
 ) -> tuple[str, float] | None:
     """Publish three versions, and do ``action`` on one rank before a call of the fourth.
 
     None: it was published, and nothing was done.
     """
-    size = distributed.get_world_size()
-    options = {"rank_timeout_s": timeout_s, "reader_timeout_s": 0.0}
-    with (
-        mounted(mount),
-        ShardedWeightSender(store, checksum=True, num_threads=1, **options) as sender,
-    ):
+    with mounted(way.mount), way.open(store, rank_timeout_s=timeout_s) as sender:
         for version in (1, 2, 3):
-            sender.send(pattern_of(version, size))
-        weights = pattern_of(4, size)
+            sender.send(way.weights(version))
+        weights = way.weights(4)
         if rank == on_rank:
             number, names = at
             at_call(number, action, names)
@@ -790,7 +811,7 @@ def send_until(
 
 
 def survives(
-    store: Path, tmp_path: Path, size: int, on_rank: int, number: int, mount: str
+    store: Path, tmp_path: Path, size: int, on_rank: int, number: int, way: Way
 ) -> int | None:
     """Kill a rank before a call; the others say which, and a new job goes on.
 
@@ -798,7 +819,7 @@ def survives(
     call, and all has been published.
     """
     with World(tmp_path, size) as world:
-        world.begin(send_until, store, on_rank, (number, COPIES), die, 600.0, mount)
+        world.begin(send_until, store, on_rank, (number, COPIES), die, 600.0, way)
         others = [world.outcome(rank) for rank in range(size) if rank != on_rank]
         if world.ranks[on_rank].has_sent():
             assert [*others, world.outcome(on_rank)] == [None] * size
@@ -809,44 +830,51 @@ def survives(
                 message, waited_s = outcome
                 assert re.search(f"rank {on_rank} .process [0-9]+ on .* has ended", message)
                 assert waited_s < 10
-    there = newest(store, verify=True)
+    there = newest(store, verify=way.has_checksums)
     make_temporaries_old(store)
     with World(tmp_path, size) as world:
         for version in (5, 6, 7):
-            world.run(open_and_send, store, version, mount)
-            assert newest(store, verify=True) == version
+            world.run(open_and_send, store, version, way)
+            assert newest(store, verify=way.has_checksums) == version
     return there
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(patience_s())
 @pytest.mark.parametrize(
-    ("size", "on_rank", "mount", "first"),
+    ("size", "on_rank", "way", "first"),
     [
-        pytest.param(2, 0, "auto", 1, id="rank 0 of 2"),
-        pytest.param(2, 1, "auto", 2, id="rank 1 of 2"),
-        pytest.param(4, 0, "auto", 3, id="rank 0 of 4"),
-        pytest.param(4, 1, "auto", 4, id="rank 1 of 4"),
-        pytest.param(2, 0, "network", 5, id="rank 0 of 2, in parts"),
-        pytest.param(2, 1, "network", 1, id="rank 1 of 2, in parts"),
+        pytest.param(2, 0, Way(), 1, id="rank 0 of 2"),
+        pytest.param(2, 1, Way(), 2, id="rank 1 of 2"),
+        pytest.param(4, 0, Way(), 3, id="rank 0 of 4"),
+        pytest.param(4, 1, Way(), 4, id="rank 1 of 4"),
+        pytest.param(2, 0, Way("network"), 5, id="rank 0 of 2, in parts"),
+        pytest.param(2, 1, Way("network"), 1, id="rank 1 of 2, in parts"),
+        pytest.param(2, 0, Way(delta=True), 2, id="rank 0 of 2, a delta"),
+        pytest.param(2, 1, Way(delta=True), 1, id="rank 1 of 2, a delta"),
+        pytest.param(2, 0, Way("network", delta=True), 4, id="rank 0 of 2, a delta upon parts"),
+        pytest.param(2, 1, Way("network", delta=True), 5, id="rank 1 of 2, a delta upon parts"),
     ],
 )
 def test_a_rank_that_is_killed_at_any_moment(
-    shm_path, tmp_path, monkeypatch, record_property, size, on_rank, mount, first
+    shm_path, tmp_path, monkeypatch, record_property, size, on_rank, way, first
 ):
-    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, way.mount)
     has_flipped = False
     kills = 0
-    for number in numbers(first, every=6):
+    # What another rank than 0 does with a delta is little.
+    for number in numbers(first, every=2 if way.delta and on_rank else 6):
         store = shm_path / f"{number}"
-        there = survives(store, tmp_path, size, on_rank, number, mount)
+        there = survives(store, tmp_path, size, on_rank, number, way)
         if there is None:
             break
         kills += 1
         # Rank 1 may be gone when rank 0 commits: what it was to write is written by then.
         has_flipped |= there == 4
         assert there == (4 if has_flipped else 3), f"before call {number}"
-        if mount == "network":
+        if way.delta:
+            assert set(store.glob("deltas/*")) <= named_files(store)
+        elif way.mount == "network":
             files = sum(len(names) for names in weights_files(store).values())
             assert files == 2 * (1 + size), weights_files(store)
         else:

@@ -27,35 +27,22 @@ from dbuffer.errors import (
     StoreNotFoundError,
     VersionError,
 )
-from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import Manifest, delta_file
+from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.manifest import Manifest
 from dbuffer.io.chain import Chain
 from dbuffer.io.changes import Change, Found, find_changes, words_of, write_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import encode_delta
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
+from dbuffer.publish.chaining import Chaining, Link, Tip
 from dbuffer.publish.draft import Draft, Drafts
 from dbuffer.publish.patches import SparsePatch, changes_of
 from dbuffer.store.buffer import Held
 
 logger = logging.getLogger(__name__)
 
-MAX_CHAIN = 64
-"""Deltas that a version may name: late readers apply them one after another."""
-
-MAX_CHAIN_SHARE = 0.5
-"""Bytes of a chain's deltas, of the whole version's. Beyond, an anchor is the cheaper way."""
-
 MAX_CHANGED_SHARE = 0.5
 """Of all elements. A version of which more changed is published whole."""
-
-
-class Link(NamedTuple):
-    """A version of the chain, and the bytes of the delta that leads to it."""
-
-    identity: str
-    delta_bytes: int
 
 
 class Wanted(NamedTuple):
@@ -71,31 +58,11 @@ class Wanted(NamedTuple):
 class _Last:
     """The version that was published last."""
 
-    manifest: Manifest
-    buffer: str
-    """The one with its manifest."""
-    footer: Footer
+    tip: Tip
     contents: FileTensors
     """Its bytes: the published buffer, or a copy of it."""
-    checksums: list[int] | None
-    """Of its tensors, as they were published; None: it has none."""
-    chain: list[Link]
-    """The versions that deltas connect, up to it; the first one's bytes do not count."""
-    anchor_version: int
-    """That whose weights file it stands on; its own, where that is whole."""
     changes: list[Change] | None = None
     """What differs in it from the one before; None: it was published whole."""
-
-    @property
-    def since_anchor(self) -> list[Link]:
-        """What leads from the version in the weights file to this one."""
-        names = [link.identity for link in self.chain]
-        return self.chain[names.index(self.manifest.anchor or self.manifest.identity) + 1 :]
-
-    @property
-    def is_far_from_anchor(self) -> bool:
-        """Whether late readers fare better with a new anchor."""
-        return _is_long(self.since_anchor, self.footer.layout)
 
 
 class Published(NamedTuple):
@@ -110,6 +77,7 @@ class Deltas:
     """Publishes versions by what changed since the one before, where that is worth it."""
 
     def __init__(self, drafts: Drafts, copier: Copier, *, hashed: bool) -> None:
+        self._chaining = Chaining(drafts, hashed=hashed)
         self._drafts = drafts
         self._copier = copier
         self._hashed = hashed
@@ -123,9 +91,9 @@ class Deltas:
             As `Draft.fill` and `Draft.commit`. Nothing was published, and the next one is whole.
         """
         last, self._last = self._last or self._taken_up(footer), None
-        if last is not None and last.footer is footer:
+        if last is not None and last.tip.footer is footer:
             found = find_changes(last.contents, tensors, self._copier, hashed=self._hashed)
-            if found.num_changed <= MAX_CHANGED_SHARE * _num_elements(footer):
+            if found.num_changed <= MAX_CHANGED_SHARE * num_elements(footer.layout.specs):
                 return self._publish_found(last, found, wanted)
         return self._publish_whole(footer, tensors, wanted)
 
@@ -143,11 +111,11 @@ class Deltas:
                 f"there is no version in {self._drafts.writer.root} to patch: send all weights "
                 "once, and after each error"
             )
-        changes = changes_of(patches, last.footer.layout)
+        changes = changes_of(patches, last.tip.footer.layout)
         self._last = None
         checksums = self._checksums_after(changes, last) if self._hashed else None
         num_changed = sum(len(change.values) for change in changes)
-        found = Found(last.footer.layout, changes, checksums, num_changed)
+        found = Found(last.tip.footer.layout, changes, checksums, num_changed)
         return self._publish_found(last, found, wanted)
 
     def _taken_up(self, footer: Footer | None = None) -> _Last | None:
@@ -214,20 +182,15 @@ class Deltas:
         anchor_version = manifest.version
         if upon_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
             anchor_version = chain.header(upon_anchor[0]).version - 1
-        return _Last(
-            manifest,
-            held.buffer,
-            footer,
-            contents,
-            checksums,
-            chain=[Link(names[0], 0), *links],
-            anchor_version=anchor_version,
-        )
+        chain_so_far = [Link(names[0], 0), *links]
+        tip = Tip(manifest, held.buffer, footer, checksums, chain_so_far, anchor_version)
+        return _Last(tip, contents)
 
     def _publish_whole(
         self, footer: Footer, tensors: Sequence[torch.Tensor], wanted: Wanted
     ) -> Published:
-        with self._drafts.begin(wanted.version, footer, hashed=self._hashed) as draft:
+        with self._chaining.begin(wanted.version, footer) as step:
+            draft = step.draft
             if self._keeps_buffers_whole:
                 draft.fill(list(tensors), self._copier)
                 contents: FileTensors = draft.mapped
@@ -237,89 +200,22 @@ class Deltas:
                 # Out of the copy: what is compared with later is what was published.
                 draft.fill(contents.views, self._copier)
             wanted.check()
-            manifest = draft.commit(wanted.metadata)
-        self._last = _Last(
-            manifest,
-            draft.buffer,
-            footer,
-            contents,
-            draft.checksums,
-            chain=[Link(manifest.identity, 0)],
-            anchor_version=wanted.version,
-        )
+            self._last = _Last(step.commit(wanted.metadata, draft.checksums), contents)
         return Published(footer, None)
 
     def _publish_found(self, last: _Last, found: Found, wanted: Wanted) -> Published:
-        footer, chain = last.footer, last.chain
-        is_broken = self._is_broken(last)
-        is_whole = self._keeps_buffers_whole or is_broken or last.is_far_from_anchor
-        if is_broken:
-            chain = chain[-1:]
-        checksums = _checksums_of(last, found)
-        with self._drafts.begin(
-            wanted.version, footer, hashed=self._hashed, with_file=is_whole
-        ) as draft:
-            delta_bytes = self._add_delta(draft, last, found, wanted.version)
-            contents = self._fill(draft, last, found, checksums) if is_whole else last.contents
+        checksums = last.tip.checksums_after(found.checksums)
+        with self._chaining.begin_upon(last.tip, wanted.version) as step:
+            step.add_delta(found, last.contents, self._copier)
+            contents, has_file = last.contents, step.draft.has_file
+            if has_file:
+                contents = self._fill(step.draft, last, found, checksums)
             wanted.check()
-            upon = {} if is_whole else last.manifest.upon(last.buffer)
-            chain = [*chain, Link(draft.identity, delta_bytes)]
-            chain = trimmed(chain, footer.layout, upon.get("anchor"))
-            manifest = draft.commit(wanted.metadata, chain=names_in(chain), **upon)
-        if not is_whole:
+            tip = step.commit(wanted.metadata, checksums)
+        if not has_file:
             write_changes(found.changes, contents, self._copier)
-        self._last = _Last(
-            manifest,
-            draft.buffer,
-            footer,
-            contents,
-            checksums,
-            chain=chain,
-            anchor_version=wanted.version if is_whole else last.anchor_version,
-            changes=_kept(found.changes, contents),
-        )
-        return Published(footer, delta_bytes)
-
-    def _add_delta(self, draft: Draft, last: _Last, found: Found, version: int) -> int:
-        encoded = encode_delta(
-            found,
-            last.contents,
-            self._copier,
-            base=last.manifest.identity,
-            identity=draft.identity,
-            version=version,
-            layout_xxh3=last.footer.layout_xxh3,
-        )
-        return draft.add_delta((encoded.header, *encoded.chunks))
-
-    def _is_broken(self, last: _Last) -> bool:
-        """Whether a late reader cannot have the last version: files are lost, or one said so."""
-        writer = self._drafts.writer
-        found = writer.store.undamaged_manifest(last.buffer)
-        if found is None or found.identity != last.manifest.identity:
-            # What no manifest names is removed with the next claim.
-            logger.warning("%s lost its newest manifest: publishing a whole version", writer.root)
-            return True
-        if self._keeps_buffers_whole:
-            return False
-        needed = {delta_file(link.identity) for link in last.since_anchor}
-        lost = sorted(needed - writer.delta_files())
-        if not writer.has_weights(last.buffer, found):
-            lost.append(found.file)
-        if lost:
-            logger.warning("%s lost %s: publishing a whole version", writer.root, lost[0])
-            return True
-        versions = range(last.anchor_version + 1, last.manifest.version + 1)
-        for record in writer.store.receivers():
-            if record.cannot_read(versions, writer.record.history):
-                logger.warning(
-                    "%s cannot read version %s of %s, which stands on deltas: publishing it whole",
-                    record.receiver,
-                    record.unreadable_version,
-                    writer.root,
-                )
-                return True
-        return False
+        self._last = _Last(tip, contents, _kept(found.changes, contents))
+        return Published(tip.footer, step.delta_bytes)
 
     def _fill(
         self, draft: Draft, last: _Last, found: Found, checksums: list[int] | None
@@ -330,8 +226,7 @@ class Deltas:
             draft.fill(last.contents.views, self._copier)
             return last.contents
         mapped = draft.mapped
-        before = last.chain[-2].identity if len(last.chain) > 1 else None
-        if last.changes is not None and draft.held_before == before is not None:
+        if last.changes is not None and draft.held_before == last.tip.before is not None:
             write_changes(last.changes, mapped, self._copier)
         else:
             self._copier.write(mapped, last.contents.views)
@@ -351,13 +246,14 @@ class Deltas:
 
     def _checksums_after(self, changes: list[Change], last: _Last) -> dict[int, int]:
         """Of each tensor as it will be; one at a time, away from what is compared with."""
-        assert last.checksums is not None  # noqa: S101 - for who writes checksums
+        known = last.tip.checksums
+        assert known is not None  # noqa: S101 - for who writes checksums
         contents, checksums = last.contents, {}
         for change in changes:
             spec = contents.layout.specs[change.tensor]
             data = contents.tensor(change.tensor).clone().reshape(-1).view(torch.uint8)
             alone = FileTensors(data, Layout.of([spec]))
-            if self._copier.checksums(alone) != [last.checksums[change.tensor]]:
+            if self._copier.checksums(alone) != [known[change.tensor]]:
                 raise ChecksumError(self._damaged(spec.name))
             write_changes([replace(change, tensor=0)], alone, self._copier)
             [checksums[change.tensor]] = self._copier.checksums(alone)
@@ -371,31 +267,7 @@ class Deltas:
 
     @property
     def _keeps_buffers_whole(self) -> bool:
-        return self._drafts.writer.medium.keeps_buffers_whole
-
-
-def _is_long(links: Sequence[Link], layout: Layout) -> bool:
-    num_bytes = sum(link.delta_bytes for link in links)
-    return len(links) >= MAX_CHAIN or num_bytes > MAX_CHAIN_SHARE * layout.num_bytes
-
-
-def trimmed(chain: list[Link], layout: Layout, anchor: str | None) -> list[Link]:
-    """A chain without its oldest versions, where it is long; what leads from the anchor stays."""
-    while len(chain) > 1 and chain[0].identity != anchor and _is_long(chain[1:], layout):
-        chain = chain[1:]
-    return chain
-
-
-def _checksums_of(last: _Last, found: Found) -> list[int] | None:
-    """Those of all tensors after the change, by what was published and not by what lies there."""
-    if last.checksums is None or found.checksums is None:
-        return None
-    return [found.checksums.get(index, known) for index, known in enumerate(last.checksums)]
-
-
-def names_in(chain: list[Link]) -> list[str]:
-    """As a manifest has them."""
-    return [link.identity for link in chain] if len(chain) > 1 else []
+        return self._chaining.keeps_buffers_whole
 
 
 def _kept(changes: list[Change], contents: FileTensors) -> list[Change]:
@@ -408,5 +280,6 @@ def _kept(changes: list[Change], contents: FileTensors) -> list[Change]:
     ]
 
 
-def _num_elements(footer: Footer) -> int:
-    return sum(math.prod(spec.shape) for spec in footer.layout.specs)
+def num_elements(specs: Iterable[TensorSpec]) -> int:
+    """Of all tensors together."""
+    return sum(math.prod(spec.shape) for spec in specs)

@@ -120,6 +120,16 @@ class Draft:
         return self._claim.identity
 
     @property
+    def version(self) -> int:
+        """Its number."""
+        return self._claim.marked.version
+
+    @property
+    def has_file(self) -> bool:
+        """Whether it is filled; else it is committed upon the file of an earlier version."""
+        return self._claim.file is not None
+
+    @property
     def held_before(self) -> str | None:
         """Identity of the version that its mapping holds, whole, until it is filled."""
         return self._claim.held_before
@@ -239,7 +249,7 @@ class Draft:
         """
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
-        if self._claim.file is not None:
+        if self.has_file:
             described |= self.footer.seal(self._claim, self.checksums)
         manifest = self._drafts.writer.commit(self._claim, metadata=metadata, **described)
         self._is_done = True

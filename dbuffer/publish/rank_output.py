@@ -16,6 +16,8 @@ import torch
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import Layout, Piece
+from dbuffer.io.changes import Change, write_changes
+from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import DTYPES, KeptMappings, MappedTensors, copy_one, join_blocks
 from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
@@ -35,8 +37,10 @@ class Claimed:
     version: int
     buffer: str
     file: str
-    identity: tuple[int, int]
-    """Of the file, on rank 0's host."""
+    identity: tuple[int, int] | None
+    """Of the file, on rank 0's host; None: it has no file of its own."""
+    is_patched: bool = False
+    """Whether the file holds the version before the last, so that only changes are written."""
 
     def path_in(self, store: Path) -> Path:
         return store / self.buffer / self.file
@@ -65,6 +69,10 @@ class RankOutput(ABC):
     @abstractmethod
     def write(self, box: Box, source: torch.Tensor) -> None:
         """Write the elements of a box, cast to the layout's dtype; from any thread."""
+
+    def patch(self, changes: Sequence[Change], copier: Copier) -> None:
+        """Write what changed into a file that holds the version before."""
+        raise NotImplementedError
 
     @abstractmethod
     def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
@@ -120,6 +128,9 @@ class SharedFile(RankOutput):
 
     def write(self, box: Box, source: torch.Tensor) -> None:
         _copy(box.of(self._begun().views[box.tensor]), source)
+
+    def patch(self, changes: Sequence[Change], copier: Copier) -> None:
+        write_changes(changes, self._begun(), copier)
 
     def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
         if not hashed:

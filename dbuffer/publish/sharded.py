@@ -20,14 +20,17 @@ import torch
 from torch import distributed
 
 from dbuffer.errors import ClosedError, InvalidWeightsError, OptionError, StoreAccessError
+from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import ITEM_BYTES, Layout, digest
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import split_evenly
 from dbuffer.publish import shards
+from dbuffer.publish.chaining import Chaining
 from dbuffer.publish.draft import Draft, Drafts, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.rank_output import Claimed, OwnFile, RankOutput, SharedFile, check_parts
+from dbuffer.publish.sharded_deltas import Asked, ShardedDeltas
 from dbuffer.publish.shards import Boxes, Plan
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
@@ -67,6 +70,8 @@ class ShardedWeightSender(Turns):
             once.
         durable: as for :class:`WeightSender`.
         checksum: as for :class:`WeightSender`.
+        delta: publish what changed since the version before, where that is worth it; needs
+            ``dbuffer[delta]``, and on each rank memory for a copy of what it writes.
         dtype: publish floating-point tensors in this dtype, cast while copying.
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         num_threads: threads of each rank that copy. Default: its share of the machine's cores, at
@@ -90,6 +95,7 @@ class ShardedWeightSender(Turns):
         rank_timeout_s: float = DEFAULT_RANK_TIMEOUT_S,
         durable: bool = False,
         checksum: bool | Literal["auto"] = "auto",
+        delta: bool = False,
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
         num_threads: int | None = None,
@@ -110,12 +116,15 @@ class ShardedWeightSender(Turns):
         self._held: list[Boxes] = []
         self._planned: str | None = None
         self._plan = Plan((), ())
+        self._deltas: ShardedDeltas | None = None
         self._output: RankOutput = SharedFile(self.store, owner_only=not allow_shared_store)
 
         def take_options() -> None:
             if wrong is not None:
                 raise wrong
             options.choice("checksum", checksum, (True, False, "auto"))
+            if options.flag("delta", delta):
+                require_compression()
             self._describer = Describer(dtype=dtype, rename=rename, sharded=True)
             threads = self._share_of_cores() if num_threads is None else num_threads
             self._copier = Copier(threads)
@@ -138,6 +147,8 @@ class ShardedWeightSender(Turns):
             is_shared, self._checksum = self._agreement.first("open the store", open_store)
             if not is_shared:
                 self._output = OwnFile(self.store, rank=self._agreement.rank)
+            if delta:
+                self._deltas = self._make_deltas()
         except BaseException:
             self.close()
             raise
@@ -174,13 +185,15 @@ class ShardedWeightSender(Turns):
         started = time.monotonic()
         with self._publishing():
             try:
-                version, layout = self._send(weights, version, metadata)
+                version, layout, delta_bytes = self._send(weights, version, metadata)
             except BaseException:
                 self._output.drop()
+                if self._deltas is not None:
+                    self._deltas.abandon()
                 if self._draft is not None:
                     self._draft.abandon()
                 raise
-        return Publication.of(version, layout, started)
+        return Publication.of(version, layout, started, delta_bytes)
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
@@ -233,17 +246,34 @@ class ShardedWeightSender(Turns):
 
     def _send(
         self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> tuple[int, Layout]:
+    ) -> tuple[int, Layout, int | None]:
         ranks = self._agreement
         source = self._describe(weights, version)
         footer = self._output.footer_of(self._footer_of(source), self._plan)
+        if self._deltas is not None:
+            asked = Asked(source, footer, self._plan, lambda: self._asked(version, metadata))
+            published, delta_bytes = self._deltas.publish(asked)
+            return published, footer.layout, delta_bytes
         claimed = ranks.first("claim a buffer", lambda: self._claim(footer, version, metadata))
         ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
         if self._plan.gathered:
             ranks.each("gather and write", lambda: self._write_gathered(source))
         checksums = self._output.finish(ranks, hashed=self._checksum)
         ranks.first("commit the version", lambda: self._commit(checksums))
-        return claimed.version, footer.layout
+        return claimed.version, footer.layout, None
+
+    def _make_deltas(self) -> ShardedDeltas:
+        chaining = None
+        if self._drafts is not None:
+            chaining = Chaining(self._drafts, hashed=self._checksum)
+        return ShardedDeltas(
+            self._agreement, self._output, self._copier, chaining, hashed=self._checksum
+        )
+
+    def _asked(
+        self, version: int | None, metadata: Mapping[str, Any] | None
+    ) -> tuple[int, dict[str, Any]]:
+        return self._lead().writer.next_version(version), checked_metadata(metadata)
 
     def _describe(self, weights: Weights, version: int | None) -> Source:
         ranks = self._agreement
@@ -279,8 +309,7 @@ class ShardedWeightSender(Turns):
     ) -> Claimed:
         """Begin a version, on rank 0, for all ranks to fill."""
         drafts = self._lead()
-        version = drafts.writer.next_version(version)
-        self._metadata = checked_metadata(metadata)
+        version, self._metadata = self._asked(version, metadata)
         self._draft = draft = drafts.begin(version, footer, hashed=False)
         identity = filesystem.identity_of(draft.file)
         return Claimed(version, draft.path.parent.name, draft.path.name, identity)
@@ -331,18 +360,10 @@ class ShardedWeightSender(Turns):
         self._copier.in_parallel(work, split_evenly(sizes, self._copier.num_threads))
 
     def _write_gathered(self, source: Source) -> None:
-        problem: Exception | None = None
-        for index, writer in self._plan.gathered:
-            with shards.gathered(source.tensors[index]) as whole:
-                if writer != self._agreement.rank or problem is not None:
-                    continue
-                try:
-                    self._output.write(shards.whole_box(index, source.specs[index].shape), whole)
-                except Exception as error:  # noqa: BLE001 - the others wait in the next gather
-                    problem = error
-            del whole  # before the next is gathered
-        if problem is not None:
-            raise problem
+        def write(index: int, whole: torch.Tensor) -> None:
+            self._output.write(shards.whole_box(index, source.specs[index].shape), whole)
+
+        shards.each_gathered(source.tensors, self._plan, self._agreement.rank, write)
 
 
 def _find_place(store: Any, rank_s: Any, reader_s: Any) -> tuple[Path, float, OptionError | None]:

@@ -12,9 +12,9 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,6 +29,8 @@ SPREAD_FROM_BYTES = 1 << 20
 """What several ranks hold is written by the least busy of them from this size on, and below it by
 the first. What a trainer lets drift apart between ranks is small (the statistics of a batch norm),
 and must not be put together from several."""
+
+T = TypeVar("T")
 
 Tensors: TypeAlias = Sequence[torch.Tensor | LazyTensor]
 
@@ -113,6 +115,30 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
             yield tensor.sharded.data
         return
     yield fetch(tensor)
+
+
+def each_gathered(
+    tensors: Tensors, plan: Plan, rank: int, action: Callable[[int, torch.Tensor], T]
+) -> list[T]:
+    """Gather, one after another, what the plan says, and do ``action`` with what is the rank's.
+
+    It is given the tensor's index and the whole of it. All ranks go through all of them, whatever
+    fails: the others wait in the next gather.
+    """
+    done: list[T] = []
+    problem: Exception | None = None
+    for index, writer in plan.gathered:
+        with gathered(tensors[index]) as whole:
+            if writer != rank or problem is not None:
+                continue
+            try:
+                done.append(action(index, whole))
+            except Exception as error:  # noqa: BLE001 - told when all are through
+                problem = error
+        del whole  # before the next is gathered
+    if problem is not None:
+        raise problem
+    return done
 
 
 def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes], *, rows_only: bool) -> Plan:

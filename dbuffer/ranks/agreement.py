@@ -110,6 +110,34 @@ class Agreement:
         values = self.each(what, action if self.rank == 0 else lambda: None)
         return values[0]  # type: ignore[return-value]  # that of rank 0
 
+    def collect(self, what: str, action: Callable[[], T]) -> list[T]:
+        """As :meth:`each`; what was returned reaches rank 0 alone: for what is large."""
+        mine = b""
+
+        def pack() -> int:
+            nonlocal mine
+            mine = pickle.dumps(action())
+            return len(mine)
+
+        sizes = self.each(what, pack)
+        try:
+            if self.rank:
+                self._group.send(
+                    [torch.frombuffer(bytearray(mine), dtype=torch.uint8)], 0, 0
+                ).wait()
+                return []
+            told = [pickle.loads(mine)]  # noqa: S301
+            for rank, num_bytes in enumerate(sizes[1:], 1):
+                data = torch.empty(num_bytes, dtype=torch.uint8)
+                self._group.recv([data], rank, 0).wait()
+                told.append(pickle.loads(data.numpy().data))  # noqa: S301
+        except RuntimeError as error:
+            self._lose(what, error)
+        except BaseException:
+            self.close()  # interrupted, and out of step with the others for good
+            raise
+        return told
+
     @property
     def is_open(self) -> bool:
         return self._group is not None

@@ -1,0 +1,187 @@
+"""`Chaining`: what the next version can be built upon, and what its manifest says of that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from dbuffer.format.layout import Layout
+from dbuffer.format.manifest import Manifest, delta_file
+from dbuffer.io.changes import Found
+from dbuffer.io.copier import Copier
+from dbuffer.io.delta import encode_delta
+from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import FileTensors
+from dbuffer.publish.draft import Draft, Drafts
+
+logger = logging.getLogger(__name__)
+
+MAX_CHAIN = 64
+"""Deltas that a version may name: late readers apply them one after another."""
+
+MAX_CHAIN_SHARE = 0.5
+"""Bytes of a chain's deltas, of the whole version's. Beyond, an anchor is the cheaper way."""
+
+
+class Link(NamedTuple):
+    """A version of the chain, and the bytes of the delta that leads to it."""
+
+    identity: str
+    delta_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tip:
+    """The version that was published last, at the end of its chain."""
+
+    manifest: Manifest
+    buffer: str
+    """The one with its manifest."""
+    footer: Footer
+    checksums: list[int] | None
+    """Of its tensors, as they were published; None: it has none."""
+    chain: list[Link]
+    """The versions that deltas connect, up to it; the first one's bytes do not count."""
+    anchor_version: int
+    """That whose weights file it stands on; its own, where that is whole."""
+
+    @property
+    def since_anchor(self) -> list[Link]:
+        """What leads from the version in the weights file to this one."""
+        names = [link.identity for link in self.chain]
+        return self.chain[names.index(self.manifest.anchor or self.manifest.identity) + 1 :]
+
+    @property
+    def is_far_from_anchor(self) -> bool:
+        """Whether late readers fare better with a new anchor."""
+        return _is_long(self.since_anchor, self.footer.layout)
+
+    @property
+    def before(self) -> str | None:
+        """Identity of the version before it, if a delta leads from that one to it."""
+        return self.chain[-2].identity if len(self.chain) > 1 else None
+
+    def checksums_after(self, changed: dict[int, int] | None) -> list[int] | None:
+        """Those of all tensors when some have ``changed``; None: they were not taken.
+
+        By what was published of the others, and not by what lies there.
+        """
+        if self.checksums is None or changed is None:
+            return None
+        return [changed.get(index, known) for index, known in enumerate(self.checksums)]
+
+
+class Chaining:
+    """Begins versions: whole ones, and such as are built upon the last."""
+
+    def __init__(self, drafts: Drafts, *, hashed: bool) -> None:
+        self.drafts = drafts
+        self._hashed = hashed
+
+    @property
+    def keeps_buffers_whole(self) -> bool:
+        """Whether every version has a file that holds all of it."""
+        return self.drafts.writer.medium.keeps_buffers_whole
+
+    def begin(self, version: int, footer: Footer) -> Step:
+        """A whole version, which begins a chain."""
+        return Step(self.drafts.begin(version, footer, hashed=self._hashed), None, [])
+
+    def begin_upon(self, tip: Tip, version: int) -> Step:
+        """A version to which a delta leads from the last one."""
+        chain, has_file = tip.chain, self.keeps_buffers_whole or tip.is_far_from_anchor
+        if self._is_broken(tip):
+            chain, has_file = chain[-1:], True
+        draft = self.drafts.begin(version, tip.footer, hashed=self._hashed, with_file=has_file)
+        return Step(draft, tip, chain)
+
+    def _is_broken(self, tip: Tip) -> bool:
+        """Whether a late reader cannot have the last version: files are lost, or one said so."""
+        writer = self.drafts.writer
+        found = writer.store.undamaged_manifest(tip.buffer)
+        if found is None or found.identity != tip.manifest.identity:
+            # What no manifest names is removed with the next claim.
+            logger.warning("%s lost its newest manifest: publishing a whole version", writer.root)
+            return True
+        if self.keeps_buffers_whole:
+            return False
+        needed = {delta_file(link.identity) for link in tip.since_anchor}
+        lost = sorted(needed - writer.delta_files())
+        if not writer.has_weights(tip.buffer, found):
+            lost.append(found.file)
+        if lost:
+            logger.warning("%s lost %s: publishing a whole version", writer.root, lost[0])
+            return True
+        versions = range(tip.anchor_version + 1, tip.manifest.version + 1)
+        for record in writer.store.receivers():
+            if record.cannot_read(versions, writer.record.history):
+                logger.warning(
+                    "%s cannot read version %s of %s, which stands on deltas: publishing it whole",
+                    record.receiver,
+                    record.unreadable_version,
+                    writer.root,
+                )
+                return True
+        return False
+
+
+class Step:
+    """A version in the making. Leaving its ``with`` block without a commit abandons it."""
+
+    def __init__(self, draft: Draft, tip: Tip | None, chain: list[Link]) -> None:
+        self.draft = draft
+        self.delta_bytes: int | None = None
+        """None: no delta leads to it."""
+        self._tip = tip
+        self._chain = chain
+
+    def add_delta(self, found: Found, before: FileTensors | None, copier: Copier) -> None:
+        """Write the delta that leads to it; ``before`` as for `encode_delta`."""
+        assert self._tip is not None  # noqa: S101 - of a step that was begun upon one
+        encoded = encode_delta(
+            found,
+            before,
+            copier,
+            base=self._tip.manifest.identity,
+            identity=self.draft.identity,
+            version=self.draft.version,
+            layout_xxh3=self._tip.footer.layout_xxh3,
+        )
+        self.delta_bytes = self.draft.add_delta((encoded.header, *encoded.chunks))
+
+    def commit(self, metadata: dict[str, Any], checksums: list[int] | None) -> Tip:
+        """Publish it. ``checksums``: of all its tensors."""
+        draft, tip = self.draft, self._tip
+        chain = [*self._chain, Link(draft.identity, self.delta_bytes or 0)]
+        anchor_version, upon = draft.version, {}
+        if tip is not None and not draft.has_file:
+            anchor_version, upon = tip.anchor_version, tip.manifest.upon(tip.buffer)
+        chain = trimmed(chain, draft.layout, upon.get("anchor"))
+        draft.checksums = checksums
+        manifest = draft.commit(metadata, chain=names_in(chain), **upon)
+        return Tip(manifest, draft.buffer, draft.footer, checksums, chain, anchor_version)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.draft.abandon()
+
+
+def _is_long(links: Sequence[Link], layout: Layout) -> bool:
+    num_bytes = sum(link.delta_bytes for link in links)
+    return len(links) >= MAX_CHAIN or num_bytes > MAX_CHAIN_SHARE * layout.num_bytes
+
+
+def trimmed(chain: list[Link], layout: Layout, anchor: str | None) -> list[Link]:
+    """A chain without its oldest versions, where it is long; what leads from the anchor stays."""
+    while len(chain) > 1 and chain[0].identity != anchor and _is_long(chain[1:], layout):
+        chain = chain[1:]
+    return chain
+
+
+def names_in(chain: list[Link]) -> list[str]:
+    """As a manifest has them."""
+    return [link.identity for link in chain] if len(chain) > 1 else []

@@ -1,0 +1,388 @@
+"""`ShardedDeltas`: deltas of a trainer of many ranks; each finds what changed in what it writes.
+
+Every rank keeps a copy of that, as it was published last, and tells rank 0 what differs, which
+writes the delta. Whatever fails, on whichever rank, the next version is published whole; so is the
+first one of a sender.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dbuffer.errors import ClosedError
+from dbuffer.format.delta import words_an_element
+from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.io.changes import (
+    Change,
+    Found,
+    cut_work,
+    find_changes,
+    words_of,
+    write_changes,
+)
+from dbuffer.io.copier import Copier
+from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import FileTensors
+from dbuffer.publish import shards
+from dbuffer.publish.chaining import Chaining, Step, Tip
+from dbuffer.publish.deltas import MAX_CHANGED_SHARE, num_elements
+from dbuffer.publish.rank_output import Claimed, RankOutput, check_parts, join_shares
+from dbuffer.publish.shards import Box, Plan
+from dbuffer.ranks.agreement import Agreement
+from dbuffer.store import filesystem
+from dbuffer.weights.sources import Source
+
+Positions: TypeAlias = npt.NDArray[np.integer[Any]]
+
+
+class Asked(NamedTuple):
+    """What is to be published."""
+
+    source: Source
+    footer: Footer
+    plan: Plan
+    claim: Callable[[], tuple[int, dict[str, Any]]]
+    """On rank 0: which version it is to be, and its metadata."""
+
+
+class ShardedDeltas:
+    """Publishes versions by what changed since the one before, where that is worth it.
+
+    Args:
+        chaining: on rank 0, and on no other.
+    """
+
+    def __init__(
+        self,
+        ranks: Agreement,
+        output: RankOutput,
+        copier: Copier,
+        chaining: Chaining | None,
+        *,
+        hashed: bool,
+    ) -> None:
+        self._ranks = ranks
+        self._output = output
+        self._copier = copier
+        self._chaining = chaining
+        self._hashed = hashed
+        self._share: _Share | None = None
+        self._tip: Tip | None = None
+        """The version that was published last; on rank 0."""
+        self._step: Step | None = None
+        """The one that is being published; on rank 0."""
+        self._metadata: dict[str, Any] = {}
+
+    def publish(self, asked: Asked) -> tuple[int, int | None]:
+        """Publish it. Collective.
+
+        Returns:
+            The version, and the bytes of the delta that leads to it; None: there is none.
+
+        Raises:
+            DBufferError: what went wrong on any rank, on all of them.
+        """
+        ranks, share, self._share = self._ranks, self._share, None
+        if share is not None and not (
+            share.fits(asked.footer, asked.plan) and self._find(share, asked)
+        ):
+            share = None
+        is_upon = share is not None
+        claimed = ranks.first("claim a buffer", lambda: self._claim(asked, upon=is_upon))
+        told: list[list[Change]] | None = None
+        if share is None:
+            share = self._taken(asked)
+        else:
+            found = share.found
+            told = ranks.collect("tell what changed", lambda: found)
+            share.apply(self._copier)
+        checksums = self._fill(share, claimed, asked)
+        delta_bytes = ranks.first("commit the version", lambda: self._commit(told, checksums))
+        share.keep_found()
+        self._share = share
+        return claimed.version, delta_bytes
+
+    def abandon(self) -> None:
+        """Give up what was begun, if anything was."""
+        if self._step is not None:
+            self._step.draft.abandon()
+            self._step = None
+
+    def _find(self, share: _Share, asked: Asked) -> bool:
+        """Find what changed, on all ranks; whether it is little enough for a delta."""
+        source, specs = asked.source, asked.footer.layout.specs
+        rank = self._ranks.rank
+
+        def find() -> int:
+            held = share.held
+            return share.find(held, held.elements_of(source), self._copier)
+
+        num_changed = sum(self._ranks.each("find what changed in what it holds", find))
+        if asked.plan.gathered:
+
+            def find_in(index: int, whole: torch.Tensor) -> int:
+                return share.find(share.gathered[index], [whole], self._copier, is_kept=False)
+
+            def find_gathered() -> int:
+                return sum(shards.each_gathered(source.tensors, asked.plan, rank, find_in))
+
+            what = "gather and find what changed"
+            num_changed += sum(self._ranks.each(what, find_gathered))
+        return num_changed <= MAX_CHANGED_SHARE * num_elements(specs)
+
+    def _taken(self, asked: Asked) -> _Share:
+        """A copy of what is there now."""
+        ranks, source = self._ranks, asked.source
+        share = _Share(asked.footer, asked.plan, ranks.rank)
+
+        def take() -> None:
+            self._copier.write(share.held.copy, share.held.elements_of(source))
+
+        ranks.each("copy what it holds", take)
+        if asked.plan.gathered:
+
+            def take_one(index: int, whole: torch.Tensor) -> None:
+                self._copier.write(share.gathered[index].copy, [whole])
+
+            ranks.each(
+                "gather and copy",
+                lambda: shards.each_gathered(source.tensors, asked.plan, ranks.rank, take_one),
+            )
+        return share
+
+    def _claim(self, asked: Asked, *, upon: bool) -> Claimed:
+        """Begin a version, on rank 0, for all ranks to fill."""
+        chaining, tip = self._lead(), self._tip
+        version, self._metadata = asked.claim()
+        if upon and tip is not None:
+            self._step = step = chaining.begin_upon(tip, version)
+        else:
+            self._step = step = chaining.begin(version, asked.footer)
+        draft = step.draft
+        # Not where there are checksums: those of a file's bytes are taken as they lie there, and
+        # what is not written now may have been damaged since it was.
+        is_patched = (
+            upon
+            and not self._hashed
+            and tip is not None
+            and draft.has_file
+            and draft.held_before == tip.before is not None
+        )
+        identity = filesystem.identity_of(draft.file) if draft.has_file else None
+        return Claimed(version, draft.buffer, draft.path.name, identity, is_patched=is_patched)
+
+    def _fill(self, share: _Share, claimed: Claimed, asked: Asked) -> list[int] | None:
+        """Write the version's file, if it is to have one; the checksums of all tensors."""
+        ranks, output = self._ranks, self._output
+        if claimed.identity is None:
+            if not self._hashed:
+                return None
+            shares = ranks.each("hash what changed", lambda: share.digests(self._copier))
+            return join_shares(asked.footer.layout, shares)
+
+        def write() -> None:
+            output.begin(claimed, asked.footer)
+            if not claimed.is_patched:
+                share.write(output, self._copier)
+                return
+            for changes in (share.found_before, share.found):
+                output.patch(changes, self._copier)
+
+        ranks.each("write what it holds", write)
+        return output.finish(ranks, hashed=self._hashed)
+
+    def _commit(self, told: list[list[Change]] | None, checksums: list[int] | None) -> int | None:
+        step = self._step
+        if step is None:
+            raise ClosedError("nothing was begun that could be committed")
+        draft = step.draft
+        if told is not None:
+            changes = _joined(told)
+            changed = None
+            if checksums is not None:
+                changed = {change.tensor: checksums[change.tensor] for change in changes}
+            num_changed = sum(len(change.values) for change in changes)
+            found = Found(draft.layout, changes, changed, num_changed)
+            step.add_delta(found, None, self._copier)
+        if draft.has_file and draft.layout.is_in_parts:
+            check_parts(draft.path, draft.layout)
+        self._tip = step.commit(self._metadata, checksums)
+        self._step = None
+        return step.delta_bytes
+
+    def _lead(self) -> Chaining:
+        if self._chaining is None:
+            raise ClosedError(f"rank {self._ranks.rank} is not the store's writer")
+        return self._chaining
+
+
+class _Share:
+    """What one rank writes of each version, and a copy of it as it was published last."""
+
+    def __init__(self, footer: Footer, plan: Plan, rank: int) -> None:
+        self._footer, self._plan = footer, plan
+        layout = footer.layout
+        self.held = _Boxes(layout, plan.boxes[rank])
+        self.gathered = {
+            index: _Boxes(layout, [shards.whole_box(index, layout.specs[index].shape)])
+            for index, writer in plan.gathered
+            if writer == rank
+        }
+        """By the tensor's index."""
+        self._local: list[tuple[_Boxes, list[Change]]] = []
+        self._digests: dict[int, list[int]] = {}
+        self.found: list[Change] = []
+        """What changed in this rank's boxes, each as a change of its whole tensor."""
+        self.found_before: list[Change] = []
+        """The same of the version before."""
+
+    def fits(self, footer: Footer, plan: Plan) -> bool:
+        """Whether this is what the rank is to write now."""
+        return self._footer is footer and self._plan is plan
+
+    def find(
+        self,
+        boxes: _Boxes,
+        elements: Sequence[torch.Tensor],
+        copier: Copier,
+        *,
+        is_kept: bool = True,
+    ) -> int:
+        """Compare some boxes with the copy; how many words differ.
+
+        ``is_kept``: the memory of ``elements`` stays as it is until the version is published.
+        """
+        found = find_changes(boxes.copy, elements, copier, hashed=False)
+        changes = found.changes
+        if not is_kept:
+            changes = [
+                replace(one, values=one.values.copy()) if one.positions is None else one
+                for one in changes
+            ]
+        self._local.append((boxes, changes))
+        self.found += [boxes.in_whole(change) for change in changes]
+        return found.num_changed
+
+    def apply(self, copier: Copier) -> None:
+        """Bring the copy up to date with what was found."""
+        for boxes, changes in self._local:
+            write_changes(changes, boxes.copy, copier)
+            for change in changes:
+                self._digests.pop(boxes.boxes[change.tensor].tensor, None)
+
+    def keep_found(self) -> None:
+        """Remember what was found, with nothing in it that is the trainer's memory."""
+        kept = []
+        found = iter(self.found)
+        for boxes, changes in self._local:
+            for change in changes:
+                whole = next(found)
+                if change.positions is None:
+                    whole = replace(whole, values=words_of(boxes.copy, change.tensor))
+                kept.append(whole)
+        self.found_before, self.found, self._local = kept, [], []
+
+    def digests(self, copier: Copier) -> list[int]:
+        """Those of the blocks of all that this rank writes, in the layout's order."""
+        missing = [
+            (boxes, block)
+            for boxes in self._all()
+            for block in boxes.copy.blocks
+            if boxes.boxes[block.tensor].tensor not in self._digests
+        ]
+        found = [0] * len(missing)
+
+        def work(first: int, end: int) -> None:
+            for number, (boxes, block) in enumerate(missing[first:end], first):
+                found[number] = boxes.copy.hash_block(block)
+
+        copier.in_parallel(work, cut_work([block.num_bytes for _, block in missing], copier))
+        for (boxes, block), digest in zip(missing, found, strict=True):
+            self._digests.setdefault(boxes.boxes[block.tensor].tensor, []).append(digest)
+        return [digest for tensor in sorted(self._digests) for digest in self._digests[tensor]]
+
+    def write(self, output: RankOutput, copier: Copier) -> None:
+        """Write all of it."""
+        pairs = [
+            pair
+            for boxes in self._all()
+            for pair in zip(boxes.boxes, boxes.copy.views, strict=True)
+        ]
+
+        def work(first: int, end: int) -> None:
+            for box, elements in pairs[first:end]:
+                output.write(box, elements)
+
+        sizes = [elements.nbytes for _, elements in pairs]
+        copier.in_parallel(work, cut_work(sizes, copier))
+
+    def _all(self) -> Iterator[_Boxes]:
+        yield self.held
+        yield from self.gathered.values()
+
+
+class _Boxes:
+    """Some boxes that a rank writes, and a copy of what is in them."""
+
+    def __init__(self, layout: Layout, boxes: Sequence[Box]) -> None:
+        self.boxes = list(boxes)
+        self._specs = layout.specs
+        self.copy = FileTensors.in_memory(
+            Layout.of(layout.specs[box.tensor]._replace(shape=box.shape) for box in boxes)
+        )
+
+    def elements_of(self, source: Source) -> list[torch.Tensor]:
+        """What is in them now, where it is on this rank."""
+        return [
+            shards.held_elements(source.tensors[box.tensor], box, self._specs[box.tensor].name)
+            for box in self.boxes
+        ]
+
+    def in_whole(self, change: Change) -> Change:
+        """A change of a box as one of its tensor; before it is applied to the copy."""
+        box = self.boxes[change.tensor]
+        spec = self._specs[box.tensor]
+        if box.shape == spec.shape:
+            return replace(change, tensor=box.tensor)
+        positions: Positions | None = change.positions
+        replaced = change.replaced
+        if positions is None:
+            positions = np.arange(len(change.values))
+            replaced = words_of(self.copy, change.tensor).copy()
+        return Change(box.tensor, _in_whole(positions, box, spec), change.values, replaced)
+
+
+def _in_whole(positions: Positions, box: Box, spec: TensorSpec) -> Positions:
+    """Where words at these positions in a box are in the tensor: in the same order."""
+    words = words_an_element(spec)
+    elements, rest = np.divmod(positions.astype(np.int64), words)
+    inside = np.unravel_index(elements, box.shape)
+    index = tuple(one + start for one, start in zip(inside, box.start, strict=True))
+    found: Positions = np.ravel_multi_index(index, spec.shape) * words + rest
+    # Half as long wherever it can be, as `find_changes` has them.
+    return found.astype(np.uint32 if spec.num_bytes < 1 << 32 else np.int64)
+
+
+def _joined(told: Iterable[list[Change]]) -> list[Change]:
+    """The changes of all ranks, one a tensor."""
+    by_tensor: dict[int, list[Change]] = {}
+    for change in (change for of_rank in told for change in of_rank):
+        by_tensor.setdefault(change.tensor, []).append(change)
+    return [_joined_one(parts) for _, parts in sorted(by_tensor.items())]
+
+
+def _joined_one(parts: list[Change]) -> Change:
+    if len(parts) == 1:
+        return parts[0]
+    positions, values, replaced = (
+        np.concatenate([getattr(part, name) for part in parts])
+        for name in ("positions", "values", "replaced")
+    )
+    order = np.argsort(positions, kind="stable")
+    return Change(parts[0].tensor, positions[order], values[order], replaced[order])

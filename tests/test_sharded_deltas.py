@@ -1,0 +1,301 @@
+"""Ranks publish together what changed since the version before; real processes, with gloo."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import SPARSE, newest
+from test_sharded import (
+    Case,
+    fsdp,
+    mounted,
+    partly_fsdp,
+    pattern_of,
+    placements,
+    replicated,
+    strided,
+    sums,
+    tied,
+    two_dimensions,
+    whole,
+)
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from worlds import Failure, World
+
+import dbuffer
+from dbuffer import ShardedWeightSender, WeightReceiver
+from dbuffer.publish import chaining
+from dbuffer.publish.rank_output import SharedFile
+
+MOUNTS = ["local", "network"]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: Any) -> Iterator[World]:
+    with World(tmp_path_factory.mktemp("world"), 4) as world:
+        yield world
+
+
+def few(size: int) -> Case:
+    """Too little for all ranks to write some of it."""
+    full = {"weight": whole(40, 5), "bias": whole(40)}
+    return full, full
+
+
+def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
+    found = weights.state_dict(keep_vars=True) if isinstance(weights, nn.Module) else weights
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def nudge(weights: Any, one_in: int, number: int) -> None:
+    """Change a bit of some elements, chosen by what they are: the same in each shard and in all."""
+    seen = set()
+    for tensor in tensors_of(weights).values():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not local.numel() or local.is_complex() or local.dtype is torch.bool:
+            continue
+        if local.data_ptr() in seen:  # tied
+            continue
+        seen.add(local.data_ptr())
+        bits = local.view(getattr(torch, f"int{8 * local.itemsize}"))
+        bits ^= (bits * 5 >> 1) % one_in == number % one_in
+
+
+def gathered(weights: Any) -> dict[str, torch.Tensor]:
+    """The whole of each tensor, on every rank."""
+    return {
+        name.removeprefix("module."): (
+            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        ).clone()
+        for name, tensor in tensors_of(weights).items()
+    }
+
+
+def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in found.items():
+        right = wanted[name].resolve_conj().contiguous().to(tensor.dtype)
+        one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, right))
+        assert torch.equal(one, other), name
+
+
+def follow(
+    rank: int,
+    case: Callable[[int], Case],
+    store: Path,
+    mount: str,
+    one_in: list[int],
+    options: dict[str, Any],
+) -> list[int | None]:
+    """Publish versions of which each changes one element in so many; the bytes of their deltas.
+
+    Rank 0 reads each of them, as who has followed all along and as one who comes late.
+    """
+    torch.manual_seed(0)
+    chaining.MAX_CHAIN = 3
+    weights, _ = case(distributed.get_world_size())
+    has_checksums = options.get("checksum", mount == "network")
+    delta_bytes = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mounted(mount))
+        sender = stack.enter_context(ShardedWeightSender(store, delta=True, **options))
+        target: dict[str, torch.Tensor] = {}
+        if rank == 0:
+            follower = stack.enter_context(WeightReceiver(store, receiver_id="follower"))
+        for version, share in enumerate(one_in, 1):
+            nudge(weights, share, version)
+            publication = sender.send(weights)
+            assert publication.version == version
+            delta_bytes.append(publication.delta_bytes)
+            full = gathered(weights)
+            if rank == 0:
+                with follower.open() as snapshot:
+                    assert snapshot.version == version
+                    assert_same(snapshot.tensors, full)
+                    if not target:
+                        target = {name: t.clone() for name, t in snapshot.tensors.items()}
+                assert follower.load_into(target) == version
+                assert_same(target, full)
+                with WeightReceiver(store, verify=has_checksums) as late, late.open() as snapshot:
+                    assert_same(snapshot.tensors, full)
+    return delta_bytes
+
+
+CASES = [fsdp, partly_fsdp, replicated, tied, two_dimensions, placements, strided, sums, few]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_every_version_is_what_the_ranks_hold(world, store, case, mount):
+    # Some, none, all of a few tensors, far too much, and some again; and across anchors.
+    one_in = [64, 64, 64, 10**6, 64, 1, 64, 64, 64, 64, 64]
+    by_rank = world.run(follow, case, store, mount, one_in, {})
+    assert all(of_rank == by_rank[0] for of_rank in by_rank)
+    has_delta = [found is not None for found in by_rank[0]]
+    assert has_delta == [False, *[True] * 4, False, *[True] * 5]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("options", [{"checksum": True}, {"checksum": False}, {"durable": True}])
+def test_with_each_option(world, store, options, mount):
+    [found, *_] = world.run(follow, fsdp, store, mount, [64] * 5, options)
+    assert None not in found[1:]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_cast(world, store, mount):
+    """What changes and is the same when it is cast is no change."""
+    options = {"dtype": torch.bfloat16, "rename": {"0.weight": "first"}}
+    [found, *_] = world.run(send_casting, store, mount, options)
+    assert found[1] is not None
+    assert found[1] < found[2]
+
+
+def send_casting(rank: int, store: Path, mount: str, options: dict[str, Any]) -> list[int | None]:
+    torch.manual_seed(0)
+    weights, _ = two_dimensions(distributed.get_world_size())
+    with mounted(mount), ShardedWeightSender(store, delta=True, **options) as sender:
+        found = [sender.send(weights).delta_bytes]
+        nudge(weights, 4, 1)
+        found.append(sender.send(weights).delta_bytes)
+        for tensor in tensors_of(weights).values():
+            tensor.to_local()[..., :1] += 1.0
+        found.append(sender.send(weights).delta_bytes)
+        full = gathered(weights)
+        if rank == 0:
+            with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+                names = {"first": "0.weight"}
+                wanted = {name: full[names.get(name, name)] for name in snapshot.tensors}
+                assert_same(snapshot.tensors, wanted)
+    return found
+
+
+def send_counting(rank: int, store: Path) -> tuple[list[int], int]:
+    """On one machine only what changed is written, from the third version on."""
+    patched: list[int] = []
+    patch, write = SharedFile.patch, SharedFile.write
+    num_written = 0
+
+    def count(self: SharedFile, changes: Any, copier: Any) -> None:
+        patched.append(sum(len(change.values) for change in changes))
+        patch(self, changes, copier)
+
+    def count_write(self: SharedFile, box: Any, source: torch.Tensor) -> None:
+        nonlocal num_written
+        num_written += 1
+        write(self, box, source)
+
+    SharedFile.patch, SharedFile.write = count, count_write
+    torch.manual_seed(0)
+    try:
+        weights, _ = fsdp(distributed.get_world_size())
+        with ShardedWeightSender(store, delta=True) as sender:
+            for number in range(4):
+                nudge(weights, 64, number)
+                sender.send(weights)
+                if number == 1:
+                    num_written = 0
+    finally:
+        SharedFile.patch, SharedFile.write = patch, write
+    return patched, num_written
+
+
+def test_on_one_machine_what_did_not_change_is_not_written(world, store):
+    for patched, num_written in world.run(send_counting, store):
+        assert len(patched) == 4  # the changes of two versions, twice
+        assert sum(patched) > 0
+        assert num_written == 0
+
+
+def fail_in_between(rank: int, store: Path, mount: str, failing: int) -> list[Any]:
+    """A version fails on one rank, after all have found what changed."""
+    torch.manual_seed(0)
+    weights, _ = fsdp(distributed.get_world_size())
+    told: list[Any] = []
+    with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
+        for number in range(5):
+            nudge(weights, 64, number)
+            metadata = {"not for JSON": object()} if number == 2 and rank == failing else {}
+            try:
+                told.append(sender.send(weights, metadata=metadata).delta_bytes is not None)
+            except dbuffer.DBufferError as error:
+                told.append(type(error).__name__)
+        full = gathered(weights)
+        if rank == 0:
+            with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+                assert_same(snapshot.tensors, full)
+    return told
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_after_a_failure_the_next_version_is_whole(world, store, mount):
+    for told in world.run(fail_in_between, store, mount, 0):
+        assert told == [False, True, "InvalidWeightsError", False, True]
+    assert newest_version(store, mount) == 4
+
+
+def newest_version(store: Path, mount: str) -> int:
+    with mounted(mount), WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        version: int = snapshot.version
+        return version
+
+
+def other_shares(rank: int, store: Path, mount: str) -> list[bool]:
+    """The ranks hold other parts than before, of the same tensors."""
+    torch.manual_seed(0)
+    size = distributed.get_world_size()
+    full = {"rows": whole(64, 8), "columns": whole(64, 8)}
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (size,))
+    told = []
+    with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
+        for dimension in (0, 0, 1, 1):
+            way = [distributed.tensor.Shard(dimension)]
+            weights = {
+                name: distributed.tensor.distribute_tensor(tensor, mesh, way)
+                for name, tensor in full.items()
+            }
+            told.append(sender.send(weights).delta_bytes is not None)
+            if rank == 0:
+                with WeightReceiver(store) as late, late.open() as snapshot:
+                    assert_same(snapshot.tensors, full)
+    return told
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_other_shares_make_the_next_version_whole(world, store, mount):
+    for told in world.run(other_shares, store, mount):
+        assert told == [False, True, False, True]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_a_mirror_brings_them_on(world, store, monkeypatch, mount):
+    """Also the first one of a new sender, which is whole, and those above it."""
+    monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    local = store.parent / "local"
+    with dbuffer.Mirror(store, local, poll_interval_s=0.01).start() as mirror:
+        for versions in (range(1, 2), range(2, 6), range(6, 9)):
+            world.run(publish_sparse, store, versions, mount)
+            mirror.wait_until_current(30)
+            assert newest(local) == versions[-1]
+
+
+def publish_sparse(rank: int, store: Path, versions: range, mount: str) -> None:
+    with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
+        for version in versions:
+            weights = pattern_of(version, distributed.get_world_size(), SPARSE)
+            has_delta = sender.send(weights, version=version).delta_bytes is not None
+            assert has_delta == (version > versions[0])
+
+
+def test_options_are_refused(world, store):
+    outcomes = world.outcomes(make_with, store, {"delta": 1})
+    assert all(isinstance(one, Failure) and one.kind == "OptionError" for one in outcomes)
+
+
+def make_with(rank: int, store: Path, options: dict[str, Any]) -> None:
+    ShardedWeightSender(store, **options).close()
