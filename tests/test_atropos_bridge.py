@@ -277,16 +277,15 @@ def test_bridge_publishes_what_changed(store: Path) -> None:
         assert len(list((store / "deltas").iterdir())) == 1
     with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
         assert torch.equal(snapshot.tensors["a"], trained["a"])
-    with pytest.raises(dbuffer.OptionError, match="delta"):
-        VLLMWeightBridge(config_for(world_size=2), store=store, delta=True)
 
 
+@pytest.mark.parametrize("delta", [False, True])
 def test_model_that_is_made_lives_in_the_store(
-    store: Path, checkpoint: Path, caplog: Any, tmp_path: Path
+    store: Path, checkpoint: Path, caplog: Any, tmp_path: Path, delta: bool
 ) -> None:
     caplog.set_level(logging.INFO)
     config = config_for(model_name=str(checkpoint))
-    with VLLMWeightBridge(config, store=store) as bridge:
+    with VLLMWeightBridge(config, store=store, delta=delta) as bridge:
         model = bridge.get_trainable_model()
         assert bridge.get_trainable_model() is model
         assert model.training
@@ -636,7 +635,13 @@ def test_bridge_outside_of_a_job_opens_nothing(tmp_path: Path) -> None:
 
 
 def rank(
-    connection: Connection, number: int, meeting: Path, store: Path, url: str, timeout_s: float
+    connection: Connection,
+    number: int,
+    meeting: Path,
+    store: Path,
+    url: str,
+    timeout_s: float,
+    delta: bool = False,
 ) -> None:
     config = BridgeConfig(
         trainer_rank=number,
@@ -646,12 +651,12 @@ def rank(
         vllm_api_url=url,
         timeout_seconds=TIMEOUT_S,
     )
-    with VLLMWeightBridge(config, store=store) as bridge:
+    with VLLMWeightBridge(config, store=store, delta=delta) as bridge:
         model = attached(bridge)
         config.timeout_seconds = timeout_s
         for value in (1, 2):
             with torch.no_grad():
-                model[0].weight.fill_(value)
+                model[0].weight[0].fill_(value)
             try:
                 bridge.notify_update()
             except dbuffer.DBufferError as error:
@@ -661,12 +666,13 @@ def rank(
     connection.send(torch.distributed.is_initialized())
 
 
-@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize(("follows", "delta"), [(True, False), (True, True), (False, False)])
 def test_all_ranks_publish_and_hear_of_it_together(
-    store: Path, tmp_path: Path, follows: bool
+    store: Path, tmp_path: Path, follows: bool, delta: bool
 ) -> None:
     with running(store, WITH_ROUTES, follows=follows) as server, contextlib.ExitStack() as stack:
-        told = tmp_path / "meeting", store, server.url, TIMEOUT_S if follows else SOON_S
+        timeout_s = TIMEOUT_S if follows else SOON_S
+        told = tmp_path / "meeting", store, server.url, timeout_s, delta
         ranks = [stack.enter_context(Child(rank, number, *told)) for number in (0, 1)]
         for value in (1, 2):
             expected = value if follows else "AcknowledgementTimeoutError"
@@ -674,6 +680,7 @@ def test_all_ranks_publish_and_hear_of_it_together(
         assert [child.receive() for child in ranks] == [False, False]
         assert [child.wait() for child in ranks] == [0, 0]
         assert [body["update_count"] for _, _, body in server.http.calls] == [1, 2]
+    assert len(list(store.glob("deltas/*"))) == delta
 
 
 def test_rank_that_is_lost_while_it_tells_the_server(store: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from support import (
     COPIES,
     SMALL,
+    SPARSE,
     TIMEOUT_S,
     Child,
     Pattern,
@@ -38,7 +39,9 @@ from torch import nn
 
 import dbuffer
 from dbuffer import ResidentModel
+from dbuffer.io.copier import Copier
 from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.writer import BufferWriter
 
 BIG = Pattern(num_tensors=8, numel=1 << 16)
@@ -51,8 +54,9 @@ class Patterned(nn.Module):
     def __init__(self, pattern: Pattern = SMALL) -> None:
         super().__init__()
         self.pattern = pattern
-        self.layers = nn.ModuleList(nn.Module() for _ in pattern.names)
-        for layer, tensor in zip(self.layers, pattern.empty().values(), strict=True):
+        layers = nn.ModuleList(nn.Module() for _ in pattern.names)
+        self.add_module(pattern.names[0].split(".")[0], layers)
+        for layer, tensor in zip(layers, pattern.empty().values(), strict=True):
             layer.weight = nn.Parameter(tensor.clone(), requires_grad=False)
 
     def step(self, version: int) -> None:
@@ -144,20 +148,68 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 # What it publishes
 
 
-def test_each_version_is_the_model_as_it_was(store: Path, warnings: Any) -> None:
-    model = Patterned()
-    with ResidentModel(model, store) as resident:
+@pytest.mark.parametrize(
+    ("pattern", "delta", "checksum"),
+    [(SMALL, False, False), (SMALL, True, False), (SPARSE, True, False), (SPARSE, True, True)],
+)
+def test_each_version_is_the_model_as_it_was(
+    store: Path, warnings: Any, pattern: Pattern, delta: bool, checksum: bool
+) -> None:
+    model = Patterned(pattern)
+    with ResidentModel(model, store, delta=delta, checksum=checksum) as resident:
         for version in range(1, 8):
             model.step(version)
             publication = resident.publish(metadata={"step": version})
-            assert publication.version == version == newest(store)
+            assert publication.version == version == newest(store, verify=checksum)
             assert publication.num_tensors == len(SMALL.names)
             assert publication.num_bytes == sum(t.nbytes for t in SMALL.weights(0).values())
+            # What changes all is published whole.
+            has_delta = pattern is SPARSE and version > 1
+            assert (publication.delta_bytes is not None) == has_delta
             assert model.version() == version
             assert_tidy(store)
         with dbuffer.WeightReceiver(store) as receiver, receiver.open() as snapshot:
             assert snapshot.metadata == {"step": 7}
     assert warnings() == []
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_who_follows_goes_on_by_what_changed(store: Path, checksum: bool) -> None:
+    """A mirror, which skips some versions."""
+    model, local = Patterned(SPARSE), store.parent / "local"
+    with (
+        ResidentModel(model, store, delta=True, checksum=checksum) as resident,
+        dbuffer.Mirror(store, local, poll_interval_s=0.01).start() as mirror,
+    ):
+        for version in range(1, 12):
+            model.step(version)
+            resident.publish()
+            if version % 3:
+                mirror.wait_until_current(10)
+                assert newest(local) == version
+    double = DoubleBuffer(store)
+    pointer = double.undamaged_pointer()
+    assert pointer is not None
+    assert len(double.manifest(pointer.buffer).chain) > 5
+
+
+def test_what_did_not_change_is_not_copied(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the other buffer, from the third version on: it holds the one before the last."""
+    copied: list[int] = []
+    write = Copier.write
+
+    def count(self: Copier, target: Any, tensors: Any) -> None:
+        copied.append(len(tensors))
+        write(self, target, tensors)
+
+    monkeypatch.setattr(Copier, "write", count)
+    model = Patterned(SPARSE)
+    with ResidentModel(model, store, delta=True) as resident:
+        for version in range(1, 7):
+            model.step(version)
+            resident.publish()
+            assert model.version() == version
+    assert copied == [len(SPARSE.names)] * 2
 
 
 def test_it_trains_as_any_other_model_does(store: Path, warnings: Any) -> None:
@@ -648,12 +700,12 @@ def test_an_interrupted_change_of_sides_does_not_train_on_in_what_is_published(
         assert_tidy(store)
 
 
-def train_until(connection: Connection, store: Path, number: int, last: int) -> None:
+def train_until(connection: Connection, store: Path, number: int, last: int, delta: bool) -> None:
     """Publish, and die before a call of the ``last`` publish, or of the first moving in (0)."""
-    model = Patterned()
+    model = Patterned(SPARSE if delta else SMALL)
     if last == 0:
         at_call(number, die, COPIES)
-    resident = ResidentModel(model, store, checksum=True, num_threads=1)
+    resident = ResidentModel(model, store, checksum=True, delta=delta, num_threads=1)
     for version in range(1, last + 1):
         model.step(version)
         if version == last:
@@ -690,14 +742,16 @@ def assert_goes_on(store: Path, expected: int | None) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(patience_s())
-@pytest.mark.parametrize("last", [0, 1, 4])
-def test_killed_at_any_moment(shm_path: Path, last: int, record_property: Record) -> None:
+@pytest.mark.parametrize(("last", "delta"), [(0, False), (1, False), (4, False), (4, True)])
+def test_killed_at_any_moment(
+    shm_path: Path, last: int, delta: bool, record_property: Record
+) -> None:
     """While it moves in; in the first publish, and in a later one, each with a change of sides."""
     before, has_flipped = last - 1 if last > 1 else None, False
     kills = 0
     for number in numbers():
         store = shm_path / f"{number}"
-        with Child(train_until, store, number, last) as child:
+        with Child(train_until, store, number, last, delta) as child:
             if (code := child.wait()) == 0:
                 break
         assert code == -signal.SIGKILL

@@ -87,7 +87,7 @@ class Chaining:
 
     def begin(self, version: int, footer: Footer) -> Step:
         """A whole version, which begins a chain."""
-        return Step(self.drafts.begin(version, footer, hashed=self._hashed), None, [])
+        return Step(self.drafts.begin(version, footer, hashed=self._hashed), version)
 
     def begin_upon(self, tip: Tip, version: int) -> Step:
         """A version to which a delta leads from the last one."""
@@ -95,7 +95,13 @@ class Chaining:
         if self._is_broken(tip):
             chain, has_file = chain[-1:], True
         draft = self.drafts.begin(version, tip.footer, hashed=self._hashed, with_file=has_file)
-        return Step(draft, tip, chain)
+        return Step(draft, version, tip, chain)
+
+    def go_on(self, draft: Draft, version: int, tip: Tip | None) -> Step:
+        """The same of a draft that was begun, and filled, before; whole, without a ``tip``."""
+        if tip is None:
+            return Step(draft, version)
+        return Step(draft, version, tip, tip.chain[-1:] if self._is_broken(tip) else tip.chain)
 
     def _is_broken(self, tip: Tip) -> bool:
         """Whether a late reader cannot have the last version: files are lost, or one said so."""
@@ -130,10 +136,13 @@ class Chaining:
 class Step:
     """A version in the making. Leaving its ``with`` block without a commit abandons it."""
 
-    def __init__(self, draft: Draft, tip: Tip | None, chain: list[Link]) -> None:
+    def __init__(
+        self, draft: Draft, version: int, tip: Tip | None = None, chain: Sequence[Link] = ()
+    ) -> None:
         self.draft = draft
         self.delta_bytes: int | None = None
         """None: no delta leads to it."""
+        self._version = version
         self._tip = tip
         self._chain = chain
 
@@ -146,7 +155,7 @@ class Step:
             copier,
             base=self._tip.manifest.identity,
             identity=self.draft.identity,
-            version=self.draft.version,
+            version=self._version,
             layout_xxh3=self._tip.footer.layout_xxh3,
         )
         self.delta_bytes = self.draft.add_delta((encoded.header, *encoded.chunks))
@@ -155,12 +164,12 @@ class Step:
         """Publish it. ``checksums``: of all its tensors."""
         draft, tip = self.draft, self._tip
         chain = [*self._chain, Link(draft.identity, self.delta_bytes or 0)]
-        anchor_version, upon = draft.version, {}
+        anchor_version, upon = self._version, {}
         if tip is not None and not draft.has_file:
             anchor_version, upon = tip.anchor_version, tip.manifest.upon(tip.buffer)
         chain = trimmed(chain, draft.layout, upon.get("anchor"))
         draft.checksums = checksums
-        manifest = draft.commit(metadata, chain=names_in(chain), **upon)
+        manifest = draft.commit(metadata, version=self._version, chain=names_in(chain), **upon)
         return Tip(manifest, draft.buffer, draft.footer, checksums, chain, anchor_version)
 
     def __enter__(self) -> Self:

@@ -120,11 +120,6 @@ class Draft:
         return self._claim.identity
 
     @property
-    def version(self) -> int:
-        """Its number."""
-        return self._claim.marked.version
-
-    @property
     def has_file(self) -> bool:
         """Whether it is filled; else it is committed upon the file of an earlier version."""
         return self._claim.file is not None

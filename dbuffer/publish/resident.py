@@ -21,8 +21,12 @@ import torch
 from torch import nn
 
 from dbuffer.errors import DBufferError, ResidencyError
+from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import Layout
+from dbuffer.io.changes import Change, Found, find_changes, write_changes
 from dbuffer.io.tensors import MappedTensors
+from dbuffer.publish.chaining import Chaining, Tip
+from dbuffer.publish.deltas import MAX_CHANGED_SHARE, num_elements
 from dbuffer.publish.draft import Draft, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import LocalSender
@@ -44,6 +48,16 @@ class _Home:
     """What the parameters share their memory with, in the layout's order."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The version that was published last."""
+
+    tip: Tip
+    mapped: MappedTensors
+    changes: list[Change] | None
+    """What differs in it from the one before; None: too much, or there is none."""
+
+
 class ResidentModel(LocalSender):
     """The one writer of a store, for a model on the CPU: it lives there, and is not copied there.
 
@@ -61,6 +75,8 @@ class ResidentModel(LocalSender):
             not there.
         durable: flush each version to stable storage before it is published.
         checksum: write a checksum of every tensor, hashed when it is published.
+        delta: tell receivers what changed since the version before, where that is little: engines
+            then write nothing else. A publish compares both buffers. Needs ``dbuffer[delta]``.
         rename: a mapping of names, or a function from name to name.
         num_threads: threads that copy and hash. Default: the machine's cores, at most 8.
         reader_timeout_s: how long a publish waits, after its flip, for readers that still hold
@@ -86,6 +102,7 @@ class ResidentModel(LocalSender):
         *,
         durable: bool = False,
         checksum: bool = False,
+        delta: bool = False,
         rename: Rename | None = None,
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
@@ -101,8 +118,12 @@ class ResidentModel(LocalSender):
             options.refuse("module", type(module), "a torch.nn.Module")
         self.module = module
         self._checksum = options.flag("checksum", checksum)
+        self._has_deltas = options.flag("delta", delta)
+        if delta:
+            require_compression()
         self._describer = Describer(rename=rename)
         self._home: _Home | None = None
+        self._last: _Last | None = None
         source = self._describe_movable()
         super().__init__(
             store,
@@ -111,6 +132,7 @@ class ResidentModel(LocalSender):
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
+        self._chaining = Chaining(self._drafts, hashed=self._checksum)
         try:
             self._move_in(source)
         except BaseException:
@@ -137,12 +159,12 @@ class ResidentModel(LocalSender):
         """
         started = time.monotonic()
         with self._publishing():
-            version, layout = self._publish(version, metadata)
-        return Publication.of(version, layout, started)
+            version, layout, delta_bytes = self._publish(version, metadata)
+        return Publication.of(version, layout, started, delta_bytes)
 
     def _publish(
         self, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> tuple[int, Layout]:
+    ) -> tuple[int, Layout, int | None]:
         version = self._writer.next_version(version)
         checked = checked_metadata(metadata)
         source = self._describer.describe(self.module)
@@ -158,9 +180,9 @@ class ResidentModel(LocalSender):
             self._move_in(source)
         home = self._home
         assert home is not None  # noqa: S101 - it has just been found, or made
-        self._flip(home, version, checked)
+        delta_bytes = self._flip(home, version, checked)
         self._change_sides(home, source)
-        return version, home.draft.layout
+        return version, home.draft.layout, delta_bytes
 
     def close(self) -> None:
         """Move the parameters to ordinary memory, and give the store up; after a publish."""
@@ -210,21 +232,50 @@ class ResidentModel(LocalSender):
             begun = self._drafts.begin(version, footer, hashed=self._checksum)
             draft = on_error.enter_context(begun)
             mapped = draft.mapped
-            self._copier.write(mapped, tensors)
+            if not self._brought_up_to_date(draft, mapped):
+                self._copier.write(mapped, tensors)
             on_error.pop_all()  # it stays open, for the model to live in
         self._home = home = _Home(draft, mapped, _separate_tensors(mapped))
         self._point(dict(zip([t.data_ptr() for t in tensors], home.tensors, strict=True)))
 
-    def _flip(self, home: _Home, version: int, metadata: dict[str, Any]) -> None:
-        draft = home.draft
-        draft.checksums = self._copier.checksums(home.mapped) if self._checksum else None
+    def _brought_up_to_date(self, draft: Draft, mapped: MappedTensors) -> bool:
+        """Write into the version before the last what changed since, if that is what is there."""
+        last = self._last
+        if last is None or last.changes is None:
+            return False
+        if draft.held_before is None or draft.held_before != last.tip.before:
+            return False
+        write_changes(last.changes, mapped, self._copier)
+        checksums = last.tip.checksums
+        return checksums is None or self._copier.checksums(mapped) == checksums
+
+    def _flip(self, home: _Home, version: int, metadata: dict[str, Any]) -> int | None:
+        checksums = self._copier.checksums(home.mapped) if self._checksum else None
+        last, self._last = self._last, None
+        found = self._found(home, last)
         # Readers may have it from here on, even if this fails: nothing more is written into it.
         self._home = None
         try:
-            draft.commit(metadata, version=version)
+            upon = None if last is None or found is None else last.tip
+            step = self._chaining.go_on(home.draft, version, upon)
+            if last is not None and found is not None:
+                step.add_delta(found, last.mapped, self._copier)
+            tip = step.commit(metadata, checksums)
         except BaseException:
             self._leave(home)
             raise
+        if self._has_deltas:
+            self._last = _Last(tip, home.mapped, None if found is None else found.changes)
+        return step.delta_bytes
+
+    def _found(self, home: _Home, last: _Last | None) -> Found | None:
+        """What changed since the version before; None: there is none, or it is too much."""
+        footer = home.draft.footer
+        if last is None or last.tip.footer is not footer:
+            return None
+        found = find_changes(last.mapped, home.tensors, self._copier, hashed=self._checksum)
+        is_little = found.num_changed <= MAX_CHANGED_SHARE * num_elements(footer.layout.specs)
+        return found if is_little else None
 
     def _change_sides(self, home: _Home, source: Source) -> None:
         try:

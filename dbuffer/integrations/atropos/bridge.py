@@ -95,8 +95,8 @@ class VLLMWeightBridge:
         store: the store's directory. Default: see :func:`default_store`.
         rank_timeout_s: with several processes, how long they wait for one that does not come; and
             for one that hangs, after an update's ``timeout_seconds``.
-        delta: publish what changed, as for `WeightSender`; for a trainer of one process. The model
-            of :meth:`get_trainable_model` is an ordinary one then.
+        delta: publish what changed, as for the sender that does it: `WeightSender`,
+            `ShardedWeightSender` or `ResidentModel`.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be.
@@ -111,9 +111,7 @@ class VLLMWeightBridge:
         delta: bool = False,
     ) -> None:
         self.config = config
-        if checks.flag("delta", delta) and config.world_size > 1:
-            checks.refuse("delta", delta, "False for a trainer of several processes")
-        self._delta = delta
+        self._delta = checks.flag("delta", delta)
         self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
         self.store = Path(store).absolute() if store is not None else default_store(config)
         """The store's directory; what servers that follow by themselves are to be given."""
@@ -385,7 +383,9 @@ class VLLMWeightBridge:
         if self.config.world_size == 1:
             return WeightSender(self.store, delta=self._delta, rename=self._rename)
         wait_s = self._rank_patience_s
-        return ShardedWeightSender(self.store, rename=self._rename, rank_timeout_s=wait_s)
+        return ShardedWeightSender(
+            self.store, delta=self._delta, rename=self._rename, rank_timeout_s=wait_s
+        )
 
     @property
     def _rename(self) -> NameMap | None:
@@ -403,7 +403,7 @@ class VLLMWeightBridge:
             return model
         self._opened().close()
         try:
-            self._sender = ResidentModel(model, self.store, rename=self._rename)
+            self._sender = ResidentModel(model, self.store, delta=self._delta, rename=self._rename)
         except ResidencyError as error:
             logger.info("an ordinary model, copied at each update: %s", error)
             self._sender = self._open_sender()
@@ -412,8 +412,6 @@ class VLLMWeightBridge:
     def _reason_not_to_reside(self) -> str | None:
         if self.config.world_size > 1:
             return f"the trainer has {self.config.world_size} processes"
-        if self._delta:
-            return "delta=True compares it with what was published"
         if self.shared_state_dict:
             return "its parameters are tensors that were attached"
         if self._mapping is not None and self._mapping.permuted:

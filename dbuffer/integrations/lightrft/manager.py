@@ -45,6 +45,7 @@ class BroadcastManager:
             or process (see `JobDirectory`: also at ``SIGTERM``).
         rename: a mapping of names, or a function from name to name. Default: none for vLLM, which
             knows transformers' names; for SGLang, without ``args.text_only``, LightRFT's mapping.
+        delta: publish what changed, as for `ShardedWeightSender`.
         api_key: for servers.
         timeout_s: how long an engine may take to have a version ready, while it serves.
         rank_timeout_s: how long ranks wait for one that hangs; one that dies is detected at once.
@@ -66,6 +67,7 @@ class BroadcastManager:
         *,
         store: str | os.PathLike[str] | None = None,
         rename: Rename | None = None,
+        delta: bool = False,
         api_key: str | None = None,
         timeout_s: float = 600.0,
         rank_timeout_s: float = 600.0,
@@ -80,6 +82,7 @@ class BroadcastManager:
         options.positive_seconds("rank_timeout_s", rank_timeout_s)
         if store is not None:
             store = options.directory("store", store)
+        self._has_deltas = options.flag("delta", delta)
         self._followers: list[EngineFollower] = []
         self._sender: ShardedWeightSender | None = None
         self._directory: JobDirectory | None = None
@@ -151,6 +154,7 @@ class BroadcastManager:
             self._agreement.each("enter the store's directory", self._enter)
         self._sender = ShardedWeightSender(
             self.store,
+            delta=self._has_deltas,
             dtype=self._configuration.dtype,
             rename=rename or self._configuration.rename,
             rank_timeout_s=rank_timeout_s,
