@@ -63,6 +63,13 @@ def test_engine_answers_as_a_fresh_one_with_the_trainers_weights(
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
+def test_second_version_is_a_delta(observed: Any, trainer: str) -> None:
+    """Also where tensors are gathered, and where they are cast."""
+    for seen in observed["trainers"][trainer]:
+        assert seen["deltas"] == [0, 1]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
 def test_weights_are_published_in_the_dtype_of_lightrft(observed: Any, trainer: str) -> None:
     for seen in observed["trainers"][trainer]:
         assert seen["dtypes"] == [str(expected_dtype(trainer))]
@@ -178,8 +185,12 @@ class Program:
         trainer = Trainer(kind, make_model(seed))
         trainer.step()
         seen: dict[str, Any] = {"before": greedy(self.llm)}
-        with BroadcastManager(trainer.actor, trainer.strategy, self.llm) as manager:
+        with BroadcastManager(trainer.actor, trainer.strategy, self.llm, delta=True) as manager:
             manager.broadcast_to_engine()
+            seen["deltas"] = [len(list(manager.store.glob("deltas/*")))]
+            distributed.barrier()
+            manager.broadcast_to_engine()
+            seen["deltas"].append(len(list(manager.store.glob("deltas/*"))))
             seen["after"] = greedy(self.llm)
             seen["store"] = str(manager.store)
             seen["dtypes"] = dtypes_in(manager.store)
