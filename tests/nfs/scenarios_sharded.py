@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from guest import Guest
 from lab import scenario
-from support import TIMEOUT_S, Pattern, Step, at_step, die
+from support import TIMEOUT_S, Pattern, Sparse, Step, at_step, die
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -22,18 +22,20 @@ from dbuffer.format.manifest import part_name
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 
-NUM_PUBLISHES = 40
+CHANGING = Sparse(num_tensors=12, numel=16_384)
+
+NUM_PUBLISHES = 20
 HOSTS = ("w", "r")
 
 
-def shards_of(version: int, rank: int) -> dict[str, torch.Tensor]:
+def shards_of(version: int, rank: int, pattern: Pattern = WEIGHTS) -> dict[str, torch.Tensor]:
     """Every second tensor cut in halves, as FSDP2 does, and the others whole on both ranks."""
     mesh = init_device_mesh("cpu", (len(HOSTS),))
     return {
         name: DTensor.from_local(tensor.chunk(len(HOSTS))[rank], mesh, [Shard(0)])
         if index % 2
         else tensor
-        for index, (name, tensor) in enumerate(WEIGHTS.weights(version).items())
+        for index, (name, tensor) in enumerate(pattern.weights(version).items())
     }
 
 
@@ -44,15 +46,17 @@ def publish(
     rendezvous: Path,
     versions: range,
     on_last: tuple[Step, Callable[[], None]] | None,
+    pattern: Pattern = WEIGHTS,
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the trainer's own network, which is no NFS
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(HOSTS)
     )
     failure = "none"
-    with dbuffer.ShardedWeightSender(path / "store", num_threads=1) as sender:
+    delta = pattern is CHANGING
+    with dbuffer.ShardedWeightSender(path / "store", delta=delta, num_threads=1) as sender:
         for version in versions:
-            weights = shards_of(version, rank)
+            weights = shards_of(version, rank, pattern)
             if version == versions[-1] and on_last is not None:
                 at_step(*on_last)
             try:
@@ -63,8 +67,8 @@ def publish(
     connection.recv()
 
 
-def read(connection: Connection, path: Path, last: int) -> None:
-    target = WEIGHTS.empty()
+def read(connection: Connection, path: Path, last: int, pattern: Pattern = WEIGHTS) -> None:
+    target = pattern.empty()
     versions = [0]
     with dbuffer.WeightReceiver(path / "store", poll_interval_s=0.02, num_threads=1) as receiver:
         connection.send("ready")
@@ -73,32 +77,46 @@ def read(connection: Connection, path: Path, last: int) -> None:
             version = receiver.load_into(target)
             assert version is not None
             assert version > versions[-1]
-            assert WEIGHTS.version_of(target) == version, f"a mix was read as version {version}"
+            assert pattern.version_of(target) == version, f"a mix was read as version {version}"
             versions.append(version)
     connection.send(versions[1:])
 
 
+def published_by_two(guest: Guest, last: int, pattern: Pattern) -> list[int]:
+    """Publish from two hosts; the versions that a third one reads meanwhile."""
+    arguments = Path("/run", f"{guest.name}.rendezvous"), range(1, last + 1), None, pattern
+    with guest.on("r2", read, last, pattern) as reader:
+        assert reader.receive() == "ready"
+        with (
+            guest.on(HOSTS[0], publish, 0, *arguments) as first,
+            guest.on(HOSTS[1], publish, 1, *arguments) as second,
+        ):
+            assert first.receive() == second.receive() == "none"
+            versions: list[int] = reader.receive()
+    print(f"{len(versions)} versions of {last} read")
+    return versions
+
+
 @scenario()
 def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
-    rendezvous = Path("/run", f"{guest.name}.rendezvous")
-    arguments = rendezvous, range(1, NUM_PUBLISHES + 1), None
-    with (
-        guest.on(HOSTS[0], publish, 0, *arguments) as first,
-        guest.on(HOSTS[1], publish, 1, *arguments) as second,
-    ):
-        while not (guest.server_path / "store" / "CURRENT").exists():
-            time.sleep(0.01)
-        with guest.on("r2", read, NUM_PUBLISHES) as reader:
-            assert reader.receive() == "ready"
-            assert first.receive() == second.receive() == "none"
-            versions = reader.receive()
-            print(f"{len(versions)} versions of {NUM_PUBLISHES} read")
+    assert len(published_by_two(guest, NUM_PUBLISHES, WEIGHTS)) > 1
     # Files of old versions went, each with its parts.
     for buffer in ("A", "B"):
         names = {path.name for path in (guest.server_path / "store" / buffer).glob("weights-*")}
         files = {name for name in names if ".r" not in name}
         assert names == {part for file in files for part in (file, *parts_of(file))}
         assert len(files) < NUM_PUBLISHES / 2
+
+
+@scenario()
+def test_two_hosts_write_deltas_and_a_third_reads_no_mix(guest: Guest) -> None:
+    """Upon an anchor of which each has written a part."""
+    last = NUM_PUBLISHES // 2
+    assert len(published_by_two(guest, last, CHANGING)) > 1
+    with guest.on("r2", read, last, CHANGING) as late:
+        assert late.receive() == "ready"
+        assert late.receive() == [last]
+    assert len(list((guest.server_path / "store" / "deltas").iterdir())) > 1
 
 
 def parts_of(file: str) -> list[str]:
