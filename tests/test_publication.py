@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from torch import nn
 
 from dbuffer import (
@@ -29,6 +30,7 @@ from dbuffer import (
     WeightsChangedError,
     WeightSender,
 )
+from dbuffer.integrations import sender_metrics
 from dbuffer.publish.draft import Draft
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
@@ -299,3 +301,23 @@ sender.send({"a": torch.ones(1 << 22)}, wait=False)
 def test_what_was_sent_last_is_published_though_the_process_ends(store: Path) -> None:
     subprocess.run([sys.executable, "-c", END_WITHOUT_CLOSING, store], check=True, timeout=60)
     assert torch.equal(received(store)["a"], torch.ones(1 << 22))
+
+
+def test_metrics_count_versions_and_deltas(store: Path) -> None:
+    registry = CollectorRegistry()
+
+    def value(name: str) -> float | None:
+        return registry.get_sample_value(f"dbuffer_sender_{name}_total")
+
+    weights = {"weight": torch.zeros(1000)}
+    with WeightSender(store, delta=True) as sender:
+        sender_metrics.register(sender, registry)
+        assert value("versions") == 0
+        sender.send(weights)
+        weights["weight"][7] = 1
+        published = sender.send(weights, wait=False).wait()
+        assert published.delta_bytes is not None
+        assert sender.send_patches([]).delta_bytes is not None
+        assert [value(name) for name in ("versions", "deltas", "bytes")] == [3, 2, 12_000]
+        assert value("delta_bytes") == sender.stats["delta_bytes"] > published.delta_bytes
+        assert value("seconds") > 0

@@ -160,7 +160,7 @@ class ResidentModel(LocalSender):
         started = time.monotonic()
         with self._publishing():
             version, layout, delta_bytes = self._publish(version, metadata)
-        return Publication.of(version, layout, started, delta_bytes)
+        return self._published.note(Publication.of(version, layout, started, delta_bytes))
 
     def _publish(
         self, version: int | None, metadata: Mapping[str, Any] | None

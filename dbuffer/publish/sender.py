@@ -21,7 +21,13 @@ from dbuffer.io.transfer import OnBytes
 from dbuffer.publish.deltas import Deltas, Published, Wanted
 from dbuffer.publish.draft import Drafts, checked_metadata
 from dbuffer.publish.patches import SparsePatch
-from dbuffer.publish.publication import PendingPublication, Publication, StreamsOf, Unchanged
+from dbuffer.publish.publication import (
+    PendingPublication,
+    Publication,
+    Publications,
+    StreamsOf,
+    Unchanged,
+)
 from dbuffer.runtime import options
 from dbuffer.runtime.turns import Turns
 from dbuffer.store.writer import BufferWriter
@@ -55,11 +61,17 @@ class LocalSender(Turns):
             allow_shared_store=allow_shared_store,
         )
         self._drafts = Drafts(self._writer)
+        self._published = Publications()
 
     @property
     def store(self) -> Path:
         """The store's directory."""
         return self._writer.root
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Versions and their bytes, deltas and theirs, seconds that publishing took."""
+        return dict(self._published.stats)
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
@@ -211,9 +223,7 @@ class WeightSender(LocalSender):
         with self._publishing():
             if wait:
                 version, published = self._send(weights, version, metadata, progress)
-                return Publication.of(
-                    version, published.footer.layout, started, published.delta_bytes
-                )
+                return self._note(version, published, started)
             if sources.is_stream(weights):
                 options.refuse("wait", wait, "True with an iterator, which only its owner may run")
             self._writer.next_version(version)
@@ -229,7 +239,7 @@ class WeightSender(LocalSender):
             with self._publishing(), streams.followed():
                 at = self._writer.next_version(version)
                 published = self._send_source(source, at, checked, progress, unchanged)
-            return Publication.of(at, published.footer.layout, started, published.delta_bytes)
+            return self._note(at, published, started)
 
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "dbuffer-send")
@@ -269,7 +279,7 @@ class WeightSender(LocalSender):
             at = self._writer.next_version(version)
             wanted = Wanted(at, checked_metadata(metadata))
             published = self._deltas.publish_patches(patches, wanted)
-        return Publication.of(at, published.footer.layout, started, published.delta_bytes)
+        return self._note(at, published, started)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Let each step of an optimizer wait for what ``send(wait=False)`` is publishing.
@@ -301,6 +311,10 @@ class WeightSender(LocalSender):
         super()._close()
         if self._thread is not None and self._pid == os.getpid():
             self._thread.shutdown(wait=False)
+
+    def _note(self, version: int, published: Published, started: float) -> Publication:
+        layout, delta_bytes = published.footer.layout, published.delta_bytes
+        return self._published.note(Publication.of(version, layout, started, delta_bytes))
 
     def _send(
         self,

@@ -28,7 +28,7 @@ from dbuffer.io.tensors import split_evenly
 from dbuffer.publish import shards
 from dbuffer.publish.chaining import Chaining
 from dbuffer.publish.draft import Draft, Drafts, checked_metadata
-from dbuffer.publish.publication import Publication
+from dbuffer.publish.publication import Publication, Publications
 from dbuffer.publish.rank_output import Claimed, OwnFile, RankOutput, SharedFile, check_parts
 from dbuffer.publish.sharded_deltas import Asked, ShardedDeltas
 from dbuffer.publish.shards import Boxes, Plan
@@ -111,6 +111,7 @@ class ShardedWeightSender(Turns):
         """What rank 0 has, and no other."""
         self._draft: Draft | None = None
         self._metadata: dict[str, Any] = {}
+        self._published = Publications()
         self._copier = Copier(1)
         self._footer: Footer | None = None
         self._held: list[Boxes] = []
@@ -153,6 +154,11 @@ class ShardedWeightSender(Turns):
             self.close()
             raise
 
+    @property
+    def stats(self) -> dict[str, float]:
+        """Versions and their bytes, deltas and theirs, seconds that publishing took."""
+        return dict(self._published.stats)
+
     def send(
         self,
         weights: Weights,
@@ -193,7 +199,7 @@ class ShardedWeightSender(Turns):
                 if self._draft is not None:
                     self._draft.abandon()
                 raise
-        return Publication.of(version, layout, started, delta_bytes)
+        return self._published.note(Publication.of(version, layout, started, delta_bytes))
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
