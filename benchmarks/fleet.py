@@ -115,6 +115,10 @@ class Fleet:
     """A node's network."""
     copy: float = 8 * _GB
     """What a node's mirror can check and put into shared memory."""
+    delta_share: float = 0.0064
+    """Bytes of a delta, of the whole: what `python -m benchmarks delta` finds for 1 % changed."""
+    find: float = 0.18 * 8 * _GB
+    """How fast a trainer compares and encodes: of a copy's speed, what the same finds."""
 
     @property
     def links(self) -> dict[str, float]:
@@ -128,6 +132,7 @@ class Fleet:
             IN: self.network,
             OUT: self.network,
             COPY: self.copy,
+            FIND: self.find,
         }
 
     def flat(self, server: str, *, reads: int = 1) -> list[Transfer]:
@@ -159,6 +164,26 @@ class Fleet:
             for node in range(1, self.nodes + 1)
         ]
 
+    def deltas(self, fan_out: int | None) -> list[Transfer]:
+        """The same with a delta, which is found before; None: all nodes read it from the server.
+
+        Two transfers for each node: over the network, then into the version that is there, which
+        is written and checked at the speed of a copy of all of it.
+        """
+        delta_bytes = self.delta_share * self.num_bytes
+        transfers = [
+            Transfer(self.num_bytes, (Link(FIND),)),
+            Transfer(delta_bytes, (Link(TRAINER), Link(SERVER_IN)), after=0),
+        ]
+        for node in range(1, self.nodes + 1):
+            parent = 0 if fan_out is None else (node - 1) // fan_out
+            source = Link(OUT, parent) if parent else Link(SERVER)
+            transfers.append(Transfer(delta_bytes, (source, Link(IN, node)), after=2 * parent + 1))
+            transfers.append(
+                Transfer(self.num_bytes, (Link(COPY, node),), after=len(transfers) - 1)
+            )
+        return transfers
+
 
 TRAINER = "trainer's network"
 SERVER_IN = "NFS server, writing"
@@ -168,6 +193,7 @@ FILESYSTEM = "filesystem"
 IN = "node's network, in"
 OUT = "mirror's network, out"
 COPY = "copy in the node"
+FIND = "finding what changed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +222,19 @@ def arrivals(fleet: Fleet, fan_outs: Sequence[int]) -> list[Arrival]:
         "filesystem, a mirror a node": fleet.flat(FILESYSTEM),
         **{f"NFS server, tree of mirrors, {k} each": fleet.tree(k) for k in fan_outs},
     }
-    return [_arrival(way, simulate(transfers, fleet.links)) for way, transfers in ways.items()]
+    found = [_arrival(way, simulate(transfers, fleet.links)) for way, transfers in ways.items()]
+    deltas = {
+        "NFS server, a mirror a node, a delta": fleet.deltas(None),
+        **{f"NFS server, tree of mirrors, {k} each, a delta": fleet.deltas(k) for k in fan_outs},
+    }
+    return found + [
+        _arrival(way, simulate(transfers, fleet.links), each=2) for way, transfers in deltas.items()
+    ]
 
 
-def _arrival(way: str, outcome: Outcome) -> Arrival:
-    published_s, *ended_s = outcome.ended_s
+def _arrival(way: str, outcome: Outcome, *, each: int = 1) -> Arrival:
+    """``each``: transfers for each node, and before the first; the last of them brings it there."""
+    published_s, *ended_s = outcome.ended_s[each - 1 :: each]
     ended_s.sort()
     bottleneck = max(outcome.waited_for, key=outcome.waited_for.__getitem__)
     half_s = ended_s[(len(ended_s) - 1) // 2]
@@ -300,6 +334,8 @@ def main(arguments: Sequence[str]) -> int:
         filesystem=options.filesystem_gbytes_s * _GB,
         network=options.node_gbytes_s * _GB,
         copy=options.copy_gbytes_s * _GB,
+        delta_share=options.delta_share,
+        find=options.find_gbytes_s * _GB,
     )
     found = arrivals(fleet, options.fan_out)
     print(_caption(fleet), "\n")
@@ -340,6 +376,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     add("--node-gbytes-s", type=float, default=fleet.network / _GB, help="a node's network, GB/s")
     add("--copy-gbytes-s", type=float, default=fleet.copy / _GB, help="a mirror's copy, GB/s")
+    add("--delta-share", type=float, default=fleet.delta_share, help="bytes of a delta, of all")
+    add("--find-gbytes-s", type=float, default=fleet.find / _GB, help="compared and encoded, GB/s")
     add("--fan-out", type=int, nargs="+", default=[2, 3, 4, 8, 16, 32], help="trees to try")
     add("--dir", type=Path, default=Path("/dev/shm"), help="where the real tree's stores lie")
     add("--no-real", action="store_true", help="simulate only")
@@ -352,7 +390,9 @@ def _caption(fleet: Fleet) -> str:
     return (
         f"{fleet.num_bytes / _GB:,.0f} GB to {fleet.nodes:,} nodes. NFS server "
         f"{fleet.server / _GB:g} GB/s, filesystem {fleet.filesystem / _GB:g} GB/s, a node's "
-        f"network {fleet.network / _GB:g} GB/s each way, its copy {fleet.copy / _GB:g} GB/s"
+        f"network {fleet.network / _GB:g} GB/s each way, its copy {fleet.copy / _GB:g} GB/s; "
+        f"a delta has {fleet.delta_share:.2%} of the bytes, "
+        f"found at {fleet.find / _GB:.3g} GB/s"
     )
 
 
@@ -393,13 +433,14 @@ def _without_nodes(one: Arrival) -> dict[str, Any]:
 
 
 def _save_plot(found: list[Arrival], path: Path, caption: str) -> None:
-    """Draw how many nodes have it after how long, a line for each way."""
+    """Draw how many nodes have a whole version after how long, a line for each way."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(10, 4.2), layout="constrained")
+    found = [one for one in found if "delta" not in one.way]
     trees = [one for one in found if "tree" in one.way]
     for one in found:
         is_tree = one in trees

@@ -104,6 +104,19 @@ def test_a_full_tree_takes_as_long_as_its_levels(fan_out: int, levels: int) -> N
     assert len(one.ended_s) == nodes
 
 
+def test_a_delta_is_found_then_read_then_written() -> None:
+    fleet = Fleet(num_bytes=100e9, nodes=2, copy=10e9, server=10e9, network=10e9, find=5e9)
+    flat, tree = (
+        benchmark._arrival("", simulate(fleet.deltas(fan_out), fleet.links), each=2)
+        for fan_out in (None, 1)
+    )
+    delta_s = fleet.delta_share * 10
+    assert flat.published_s == tree.published_s == pytest.approx(20 + delta_s)
+    # Both read from the server at once; or the second from the first, when that has it whole.
+    assert flat.ended_s == pytest.approx([20 + 3 * delta_s + 10] * 2)
+    assert tree.ended_s == pytest.approx([20 + 2 * delta_s + 10, 20 + 3 * delta_s + 20])
+
+
 def test_a_tree_of_real_mirrors(shm_path: Path) -> None:
     found = benchmark.real_tree(shm_path, fan_out=2, levels=2, versions=2)
     assert len(found.reads) == 6
@@ -121,5 +134,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert "| NFS server, tree of mirrors, 3 each " in printed
     results = json.loads(files["results.json"].read_text())
-    assert [way["way"] for way in results["ways"]][-1] == "NFS server, tree of mirrors, 3 each"
+    ways = [way["way"] for way in results["ways"]]
+    assert {f"NFS server, tree of mirrors, 3 each{end}" for end in ("", ", a delta")} < set(ways)
     assert files["plot.png"].read_bytes().startswith(b"\x89PNG")
