@@ -517,6 +517,25 @@ class StoreMachine(RuleBasedStateMachine):
             with contextlib.suppress(*OVERTAKEN):
                 held.leave.close()
 
+    @precondition(lambda self: self.newest)
+    @rule()
+    def mirror(self) -> None:
+        """Into a store of its own, which has what it had the last time, if anything.
+
+        One for each of the store's lives: over versions that have readers it takes no others.
+        """
+        local = self.directory / f"mirror-{self.history}"
+        with dbuffer.Mirror(self.store, local, poll_interval_s=0.01, num_threads=1) as one:
+            one.start().wait_until_current(30)
+        verify = self.options["checksum"]
+        with (
+            dbuffer.WeightReceiver(local, verify=verify, num_threads=1) as receiver,
+            receiver.open(timeout_s=0) as snapshot,
+        ):
+            assert snapshot.version == self.newest
+            assert snapshot.metadata == self.metadata[self.newest]
+            assert are_equal(snapshot.tensors, self.published[self.newest])
+
     # Damage to what is not the newest
 
     @precondition(lambda self: self.newest)
