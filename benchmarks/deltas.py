@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from benchmarks import delta_stores, models, report
@@ -24,7 +25,7 @@ from benchmarks.targets import Check
 from benchmarks.transfers import Times
 from dbuffer.format import delta
 from dbuffer.format.layout import Layout, TensorSpec, digest
-from dbuffer.io.changes import Found, find_changes
+from dbuffer.io.changes import Found, cut_work, find_changes, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import EncodedDelta, apply_delta, encode_delta
 from dbuffer.io.tensors import FileTensors
@@ -49,6 +50,12 @@ _MAX_TIME = 0.25
 _WARM_UPS = 1
 
 MEMCPY, FIND, HASHED, ENCODE, APPLY = "memcpy", "find", "find, checksums", "encode", "apply"
+COMPARE, SCATTER = "floor of find: compare alone", "floor of apply: write alone"
+"""What numpy takes at least: to compare all words once, and to write the changed ones at known
+places."""
+
+_PIECE = 1 << 17
+"""Words of 8 bytes that are compared at a time: what stays in a core's cache."""
 
 
 class _Versions(NamedTuple):
@@ -177,12 +184,32 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
             HASHED: lambda: find_changes(versions.before, versions.after, copier, hashed=True),
             ENCODE: lambda: _encode(versions, copier, found),
             APPLY: lambda: apply_delta(decoded, encoded.chunks.__getitem__, target, copier),
+            COMPARE: lambda: _compare(versions, copier),
+            SCATTER: lambda: write_changes(found.changes, target, copier),
         }
         for name, action in actions.items():
             took_s = timed(action)
             if turn >= _WARM_UPS:
                 times_s[name].append(took_s)
     return encoded.num_bytes / layout.num_bytes, times_s
+
+
+def _compare(versions: _Versions, copier: Copier) -> None:
+    """See where words of 8 bytes differ, and no more."""
+    pairs = []
+    for view, tensor in zip(versions.before.views, versions.after, strict=True):
+        before, after = (t.view(-1).view(torch.uint8).numpy() for t in (view, tensor))
+        whole = len(before) // 8 * 8
+        old, new = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
+        cuts = range(0, len(old), _PIECE)
+        pairs += [(old[at : at + _PIECE], new[at : at + _PIECE]) for at in cuts]
+
+    def work(first: int, end: int) -> None:
+        mask = np.empty(_PIECE, np.bool_)
+        for old, new in pairs[first:end]:
+            np.not_equal(old, new, out=mask[: len(old)])
+
+    copier.in_parallel(work, cut_work([old.nbytes for old, _ in pairs], copier))
 
 
 def _nudged(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,97 @@
+"""What is built to be installed: all of the package, and nothing else."""
+
+from __future__ import annotations
+
+import email
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the source distribution, and the wheel that was built from that."""
+    path = tmp_path_factory.mktemp("built")
+    run("-m", "hatchling", "build", "-t", "sdist", "-d", str(path), cwd=ROOT)
+    [archive] = path.glob("*.tar.gz")
+    with tarfile.open(archive) as source:
+        source.extractall(path, filter="data")
+    [source_tree] = (entry for entry in path.iterdir() if entry.is_dir())
+    run("-m", "hatchling", "build", "-t", "wheel", "-d", str(path), cwd=source_tree)
+    return path
+
+
+def wheel_in(built: Path) -> Path:
+    [wheel] = built.glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_holds_the_package(built: Path) -> None:
+    with zipfile.ZipFile(wheel_in(built)) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    package = (path for path in (ROOT / "dbuffer").rglob("*") if path.suffix in {".py", ".typed"})
+    assert names == {str(path.relative_to(ROOT)) for path in package}
+
+
+def test_the_wheel_says_what_the_project_does(built: Path) -> None:
+    with zipfile.ZipFile(wheel_in(built)) as wheel:
+        [metadata] = (name for name in wheel.namelist() if name.endswith("METADATA"))
+        told = email.message_from_bytes(wheel.read(metadata))
+        [points] = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
+        entry_points = wheel.read(points).decode()
+    assert told["Name"] == PROJECT["name"]
+    assert told["Version"] == PROJECT["version"]
+    assert set(told.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
+    needed = [line for line in told.get_all("Requires-Dist") if "extra ==" not in line]
+    assert sorted(needed) == sorted(PROJECT["dependencies"])
+    assert "dbuffer = dbuffer.integrations.vllm.plugin:register" in entry_points
+
+
+def test_the_sources_can_be_tested(built: Path) -> None:
+    """What the README's commands need is among them."""
+    [source_tree] = (entry for entry in built.iterdir() if entry.is_dir())
+    for name in ("dev.py", "README.md", "requirements-cpu.txt", "requirements-sglang-cpu.txt"):
+        assert (source_tree / name).is_file(), name
+    tests = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")}
+    assert tests == {path.relative_to(source_tree) for path in source_tree.glob("tests/**/*.py")}
+
+
+def test_what_is_installed_publishes_and_receives(built: Path, tmp_path: Path) -> None:
+    place = tmp_path / "installed"
+    place.mkdir()
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    run(
+        *pip, "--disable-pip-version-check", "--target", str(place), str(wheel_in(built)), cwd=place
+    )
+    program = (
+        "import dbuffer, torch\n"
+        "weights = {'a': torch.ones(3)}\n"
+        "dbuffer.WeightSender('store').send(weights)\n"
+        "with dbuffer.WeightReceiver('store').open() as snapshot:\n"
+        "    print(dbuffer.__file__, snapshot.tensors['a'].sum().item())\n"
+    )
+    printed = run("-c", program, cwd=tmp_path, PYTHONPATH=str(place)).split()
+    assert printed == [str(place / "dbuffer" / "__init__.py"), "3.0"]
+    assert "publish" in run("-m", "dbuffer", "--help", cwd=tmp_path, PYTHONPATH=str(place))
