@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import time
@@ -24,8 +25,9 @@ from benchmarks.patching import run as patching_of_an_engine
 from benchmarks.targets import Check
 from benchmarks.transfers import Times
 from dbuffer.format import delta
+from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec, digest
-from dbuffer.io.changes import Found, cut_work, find_changes, write_changes
+from dbuffer.io.changes import Found, Words, cut_work, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import EncodedDelta, apply_delta, encode_delta
 from dbuffer.io.tensors import FileTensors
@@ -51,8 +53,8 @@ _WARM_UPS = 1
 
 MEMCPY, FIND, HASHED, ENCODE, APPLY = "memcpy", "find", "find, checksums", "encode", "apply"
 COMPARE, SCATTER = "floor of find: compare alone", "floor of apply: write alone"
-"""What numpy takes at least: to compare all words once, and to write the changed ones at known
-places."""
+"""What numpy takes at least, as if all were one tensor: to compare all words once, and to write the
+changed ones at known places."""
 
 _PIECE = 1 << 17
 """Words of 8 bytes that are compared at a time: what stays in a core's cache."""
@@ -174,6 +176,7 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
     decoded = delta.decode_header(header, xxh3, layout, versions.layout_xxh3)
     target, copied = _contents(layout), _contents(layout)
     found = find_changes(versions.before, versions.after, copier, hashed=False)
+    places, values = _places(found)
     del before
     times_s: Times = defaultdict(list)
     for turn in range(_WARM_UPS + samples):
@@ -184,8 +187,8 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
             HASHED: lambda: find_changes(versions.before, versions.after, copier, hashed=True),
             ENCODE: lambda: _encode(versions, copier, found),
             APPLY: lambda: apply_delta(decoded, encoded.chunks.__getitem__, target, copier),
-            COMPARE: lambda: _compare(versions, copier),
-            SCATTER: lambda: write_changes(found.changes, target, copier),
+            COMPARE: lambda: _compare(versions.before, copied, copier),
+            SCATTER: lambda: _scatter(places, values, target, copier),
         }
         for name, action in actions.items():
             took_s = timed(action)
@@ -194,22 +197,44 @@ def _measure(shapes: Shapes, copier: Copier, *, samples: int) -> tuple[float, Ti
     return encoded.num_bytes / layout.num_bytes, times_s
 
 
-def _compare(versions: _Versions, copier: Copier) -> None:
+def _compare(before: FileTensors, after: FileTensors, copier: Copier) -> None:
     """See where words of 8 bytes differ, and no more."""
-    pairs = []
-    for view, tensor in zip(versions.before.views, versions.after, strict=True):
-        before, after = (t.view(-1).view(torch.uint8).numpy() for t in (view, tensor))
-        whole = len(before) // 8 * 8
-        old, new = before[:whole].view(np.uint64), after[:whole].view(np.uint64)
-        cuts = range(0, len(old), _PIECE)
-        pairs += [(old[at : at + _PIECE], new[at : at + _PIECE]) for at in cuts]
+    old, new = (np.frombuffer(one.raw, np.uint64) for one in (before, after))
+    cuts = [(at, min(at + _PIECE, len(old))) for at in range(0, len(old), _PIECE)]
 
     def work(first: int, end: int) -> None:
         mask = np.empty(_PIECE, np.bool_)
-        for old, new in pairs[first:end]:
-            np.not_equal(old, new, out=mask[: len(old)])
+        for at, to in cuts[first:end]:
+            np.not_equal(old[at:to], new[at:to], out=mask[: to - at])
 
-    copier.in_parallel(work, cut_work([old.nbytes for old, _ in pairs], copier))
+    copier.in_parallel(work, cut_work([to - at for at, to in cuts], copier))
+
+
+def _scatter(places: Integers, values: Words, target: FileTensors, copier: Copier) -> None:
+    """Write words of 2 bytes at places that are known, and no more."""
+    words = np.frombuffer(target.raw, np.uint16)
+
+    def work(first: int, end: int) -> None:
+        words[places[first:end]] = values[first:end]
+
+    cuts = np.linspace(0, len(places), 8 * _THREADS + 1, dtype=int).tolist()
+    copier.in_parallel(work, list(itertools.pairwise(cuts)))
+
+
+def _places(found: Found) -> tuple[Integers, Words]:
+    """Where all that changed is in the memory of all tensors, and what is there then."""
+    offsets, changes = found.layout.offsets, found.changes
+    places = [
+        np.arange(len(change.values)) if change.positions is None else change.positions
+        for change in changes
+    ]
+    starts = [offsets[change.tensor] // change.values.itemsize for change in changes]
+    return (
+        np.concatenate(
+            [at.astype(np.int64) + start for at, start in zip(places, starts, strict=True)]
+        ),
+        np.concatenate([change.values for change in changes]),
+    )
 
 
 def _nudged(tensor: torch.Tensor) -> torch.Tensor:
