@@ -372,6 +372,23 @@ def test_every_metric_is_documented(tmp_path: Path) -> None:
     assert set(re.findall(r"^\| `(dbuffer_\w+)` \|", text, flags=re.MULTILINE)) == found
 
 
+def test_the_dashboard_shows_each_metric() -> None:
+    board = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    shown = {name for query in queries for name in re.findall(r"dbuffer_\w+", query)}
+    text = (DOCS / "reference.md").read_text(encoding="utf-8")
+    kinds = dict(re.findall(r"^\| `(dbuffer_\w+)` \| (\w+) \|", text, flags=re.MULTILINE))
+    parts = {
+        f"{name}_{part}": name
+        for name, kind in kinds.items()
+        if kind == "histogram"
+        for part in ("bucket", "sum", "count")
+    }
+    assert {parts.get(name, name) for name in shown} == set(kinds)
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
+    assert len(places) == len(board["panels"]), "two panels are at one place"
+
+
 def test_every_option_of_an_engine_is_documented() -> None:
     from dbuffer.integrations.engine.options import EngineOptions
 

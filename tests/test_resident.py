@@ -337,9 +337,9 @@ def test_steps_after_a_publish_are_not_in_it(store: Path) -> None:
                 assert SMALL.version_of(snapshot.tensors) == version
 
 
-def train_for_ever(connection: Connection, store: Path) -> None:
-    model = Patterned()
-    with ResidentModel(model, store) as resident:
+def train_for_ever(connection: Connection, store: Path, delta: bool) -> None:
+    model = Patterned(SPARSE if delta else SMALL)
+    with ResidentModel(model, store, delta=delta) as resident:
         version = 0
         while True:
             version += 1
@@ -349,15 +349,17 @@ def train_for_ever(connection: Connection, store: Path) -> None:
                 connection.send(version)
 
 
-def test_readers_at_full_speed_see_whole_versions_only(store: Path) -> None:
-    with Child(train_for_ever, store) as child, dbuffer.WeightReceiver(store) as receiver:
+@pytest.mark.parametrize("delta", [False, True])
+def test_readers_at_full_speed_see_whole_versions_only(store: Path, delta: bool) -> None:
+    pattern = SPARSE if delta else SMALL
+    with Child(train_for_ever, store, delta) as child, dbuffer.WeightReceiver(store) as receiver:
         assert child.receive() == 1
         seen = []
         while len(seen) < 300:
-            target = SMALL.empty()
+            target = pattern.empty()
             assert receiver.wait_for_version(seen[-1] if seen else None, TIMEOUT_S)
             version = receiver.load_into(target)
-            assert SMALL.version_of(target) == version
+            assert pattern.version_of(target) == version
             seen.append(version)
     assert seen == sorted(set(seen))
 

@@ -30,6 +30,9 @@ _FRAME_BYTES = 1024
 
 _LENGTH_BYTES = 8
 
+_MESSAGE_BYTES = 1 << 30
+"""Of what is collected, in one message."""
+
 _ENDS_WITHIN_S = 1.0
 _LOOK_S = 0.01
 
