@@ -387,8 +387,9 @@ def _place(temporary: Path, path: Path, made: tuple[int, int], *, only_new: bool
 
 
 def _identity_at(path: Path) -> tuple[int, int] | None:
-    """Which file has this name now. Opened: an NFS client would answer from memory otherwise."""
+    """Which file has this name now. Looked up anew: an NFS client answers from memory otherwise."""
     try:
+        refresh(path.parent)
         with Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
             return identity_of(file.number)
     except OSError:

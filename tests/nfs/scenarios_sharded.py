@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
 from dbuffer.format.manifest import part_name
+from dbuffer.store import retirement
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 
@@ -48,6 +49,7 @@ def publish(
     on_last: tuple[Step, Callable[[], None]] | None,
     pattern: Pattern = WEIGHTS,
 ) -> None:
+    retirement.KEEP_AT_LEAST_S = 0.5
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the trainer's own network, which is no NFS
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(HOSTS)

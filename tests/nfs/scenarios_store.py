@@ -509,9 +509,9 @@ def test_the_server_restarts_before_it_has_answered(guest: Guest) -> None:
         for file in ("manifest.json", "CURRENT"):
             stop_at(trio.writer, Step("c_call", "replace", file))
             (temporary,) = scratch.glob(f".{file}.*")
-            guest.delay("w", 5_000)
+            guest.delay("w", 2_000)  # of each answer, and before the rename there are others
             trio.writer.send()
-            until("the server has renamed it", lambda path=temporary: not path.exists())
+            until("the server has renamed it", lambda path=temporary: not path.exists(), 60)
             guest.cut("w")  # before the answer is there
             guest.delay("w", 0)
             guest.restart_server()
