@@ -879,7 +879,7 @@ def test_async_llm_is_really_updated(local: dict[str, Any], fresh: dict[int, Any
 def test_requests_in_flight_in_an_async_llm_are_kept(local: dict[str, Any]) -> None:
     seen = local["async"]
     assert seen["in flight, versions"] == ["1", "2"]
-    assert seen["in flight, tokens"] == 150
+    assert seen["in flight, tokens"] == 200
 
 
 def test_polling_in_the_event_loop_of_the_engine_is_refused(local: dict[str, Any]) -> None:
@@ -1294,9 +1294,10 @@ async def observe_async_llm(place: Path, models: dict[int, Any]) -> dict[str, An
         seen["polled"] = [await poll(10), await poll(0)]
         seen["first"] = await answers("first")
         started.clear()
-        in_flight = asyncio.create_task(respond(PROMPTS[2], 150, "in flight"))
-        await started.wait()
+        # Published before: while the request runs there is to be time for the switch.
         sender.update_weights(models[2])
+        in_flight = asyncio.create_task(respond(PROMPTS[2], 200, "in flight"))
+        await started.wait()
         seen["polled"].append(await poll(10))
         kept = await in_flight
         seen["in flight, versions"] = [span.version for span in kept.weight_versions]
