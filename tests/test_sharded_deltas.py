@@ -32,6 +32,7 @@ import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver
 from dbuffer.publish import chaining
 from dbuffer.publish.rank_output import SharedFile
+from dbuffer.ranks import agreement
 
 MOUNTS = ["local", "network"]
 
@@ -145,6 +146,20 @@ def test_every_version_is_what_the_ranks_hold(world, store, case, mount):
 def test_with_each_option(world, store, options, mount):
     [found, *_] = world.run(follow, fsdp, store, mount, [64] * 5, options)
     assert None not in found[1:]
+
+
+def test_what_ranks_tell_goes_in_messages_of_a_limited_size(world, store):
+    [found, *_] = world.run(follow_in_small_messages, store)
+    assert found[0] is None
+    assert None not in found[1:]
+
+
+def follow_in_small_messages(rank: int, store: Path) -> list[int | None]:
+    whole_bytes, agreement._MESSAGE_BYTES = agreement._MESSAGE_BYTES, 100
+    try:
+        return follow(rank, two_dimensions, store, "network", [64] * 3, {})
+    finally:
+        agreement._MESSAGE_BYTES = whole_bytes
 
 
 @pytest.mark.parametrize("mount", MOUNTS)

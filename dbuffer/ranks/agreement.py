@@ -8,11 +8,12 @@ and dropping it closes its connections, by which the other ranks notice at once.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -123,22 +124,19 @@ class Agreement:
             return len(mine)
 
         sizes = self.each(what, pack)
-        try:
+        told: list[T] = []
+        with self._in_step(what):
             if self.rank:
-                self._group.send(
-                    [torch.frombuffer(bytearray(mine), dtype=torch.uint8)], 0, 0
-                ).wait()
-                return []
-            told = [pickle.loads(mine)]  # noqa: S301
+                data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+                for message in torch.split(data, _MESSAGE_BYTES):
+                    self._group.send([message], 0, 0).wait()
+                return told
+            told.append(pickle.loads(mine))  # noqa: S301
             for rank, num_bytes in enumerate(sizes[1:], 1):
                 data = torch.empty(num_bytes, dtype=torch.uint8)
-                self._group.recv([data], rank, 0).wait()
+                for message in torch.split(data, _MESSAGE_BYTES):
+                    self._group.recv([message], rank, 0).wait()
                 told.append(pickle.loads(data.numpy().data))  # noqa: S301
-        except RuntimeError as error:
-            self._lose(what, error)
-        except BaseException:
-            self.close()  # interrupted, and out of step with the others for good
-            raise
         return told
 
     @property
@@ -154,8 +152,14 @@ class Agreement:
     ) -> list[_Outcome[T]]:
         if not self.is_open:
             raise ClosedError("this sender is closed, or has lost a rank; make a new one")
-        try:
+        with self._in_step(what, cause):
             return [pickle.loads(data) for data in self._gather(pickle.dumps(outcome))]  # noqa: S301
+
+    @contextlib.contextmanager
+    def _in_step(self, what: str, cause: Exception | None = None) -> Iterator[None]:
+        """Talk to the other ranks in a ``with`` block; who is lost in it is named."""
+        try:
+            yield
         except RuntimeError as error:
             self._lose(what, cause or error)
         except BaseException:
