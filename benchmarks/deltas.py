@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
-import os
 import time
 from argparse import Namespace
 from collections import defaultdict
@@ -91,19 +89,12 @@ def main(options: Namespace) -> int:
     if importlib.util.find_spec("vllm") is not None:
         patching = patching_of_an_engine(directory, quick=options.quick)
         checks.append(_pause_check(patching))
-    print(f"\nTargets\n\n{report.targets_table(checks, reference=None)}")
-    environment["load after"] = f"{os.getloadavg()[0]:.1f}"
-    if options.json:
-        found = {
-            "environment": environment,
-            "targets": [asdict(check) for check in checks],
-            "times_s": times_s,
-            "stores": asdict(stores),
-            "pauses": None if patching is None else asdict(patching) | {"model": None},
-        }
-        options.json.write_text(json.dumps(found, indent=1))
-    print(f"\n{time.monotonic() - start_s:.0f} s in all")
-    return 0 if all(check.met for check in checks) else 1
+    found = {
+        "times_s": times_s,
+        "stores": asdict(stores),
+        "pauses": None if patching is None else asdict(patching) | {"model": None},
+    }
+    return report.conclude(environment, checks, found, options.json, start_s)
 
 
 def _store_checks(stores: Stores) -> list[Check]:

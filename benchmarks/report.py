@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -155,6 +157,26 @@ def targets_table(checks: Sequence[Check], *, reference: str | None = "memcpy it
         verdict = "pass" if check.met else "FAIL"
         rows.append((check.what, check.target, check.measured, *referred, verdict))
     return table(header, rows)
+
+
+def conclude(
+    environment: dict[str, str],
+    checks: Sequence[Check],
+    found: dict[str, Any],
+    path: Path | None,
+    start_s: float,
+) -> int:
+    """Print the targets, and write all that was ``found`` where asked; 1 if one was missed."""
+    print(f"\nTargets\n\n{targets_table(checks, reference=None)}")
+    environment["load after"] = f"{os.getloadavg()[0]:.1f}"
+    if path:
+        targets = [asdict(check) for check in checks]
+        path.write_text(
+            json.dumps({"environment": environment, "targets": targets} | found, indent=1)
+        )
+    elapsed_s = time.monotonic() - start_s
+    print(f"\n{elapsed_s:.0f} s in all, load average {environment['load after']} at the end")
+    return 0 if all(check.met for check in checks) else 1
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

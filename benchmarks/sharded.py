@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 import time
@@ -11,7 +10,6 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -61,20 +59,12 @@ def main(options: Namespace) -> int:
     print(f"\n{RANKS} ranks, gloo, {size}, {directory} ({report.filesystem(directory)})\n")
     print(_table(times_s, models.num_bytes(shapes)))
     checks = _check(times_s, extra_bytes, _largest_part_bytes(shapes))
-    print(f"\nTargets\n\n{report.targets_table(checks, reference=None)}")
-    environment["load after"] = f"{os.getloadavg()[0]:.1f}"
-    if options.json:
-        found = {
-            "environment": environment,
-            "targets": [asdict(check) for check in checks],
-            "bytes": models.num_bytes(shapes),
-            "times_s": times_s,
-            "extra_bytes_by_rank": extra_bytes,
-        }
-        options.json.write_text(json.dumps(found, indent=1))
-    elapsed_s = time.monotonic() - start_s
-    print(f"\n{elapsed_s:.0f} s in all, load average {environment['load after']} at the end")
-    return 0 if all(check.met for check in checks) else 1
+    found = {
+        "bytes": models.num_bytes(shapes),
+        "times_s": times_s,
+        "extra_bytes_by_rank": extra_bytes,
+    }
+    return report.conclude(environment, checks, found, options.json, start_s)
 
 
 def _measure(shapes: Shapes, directory: Path, *, samples: int) -> tuple[Times, list[int]]:

@@ -210,15 +210,21 @@ def test_a_rank_stages_its_part_when_that_is_proven_to_do(
     world.run(close)
 
 
+def prove_the_plan(world: World, sender: dbuffer.WeightSender, staging: str) -> dict[str, Any]:
+    """Two versions, which are reloaded; from the third on they are copied. The second one."""
+    world.run(start, sender.store, staging)
+    for version in (1, 2):
+        sender.send(published := weights(version))
+        assert require_right(world.run(update, version), published) == [1] * SIZE
+    return published
+
+
 @pytest.mark.parametrize("staging", ["map", "copy"])
 def test_what_was_staged_for_another_model_is_staged_anew(
     staging: str, world: World, store: Path
 ) -> None:
     with dbuffer.WeightSender(store) as sender:
-        world.run(start, store, staging)
-        for version in (1, 2):
-            sender.send(published := weights(version))
-            assert require_right(world.run(update, version), published) == [1] * SIZE
+        prove_the_plan(world, sender, staging)
         sender.send(published := weights(3))
         assert require_right(world.run(update_after_writing, 3), published) == [2] * SIZE
         sender.send(published := weights(4))
@@ -247,10 +253,7 @@ def test_a_switch_that_fails_on_one_rank_is_taken_back_on_all(
     staging: str, world: World, store: Path
 ) -> None:
     with dbuffer.WeightSender(store) as sender:
-        world.run(start, store, staging)
-        for version in (1, 2):
-            sender.send(published := weights(version))
-            assert require_right(world.run(update, version), published) == [1] * SIZE
+        published = prove_the_plan(world, sender, staging)
         world.run(fail_next_switch)
         sender.send(weights(3))
         world.begin(update, 3)

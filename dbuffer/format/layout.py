@@ -167,6 +167,11 @@ class Layout:
         """Bytes of all tensors, without padding."""
         return sum(self.sizes)
 
+    @functools.cached_property
+    def num_elements(self) -> int:
+        """Of all tensors together."""
+        return sum(math.prod(spec.shape) for spec in self.specs)
+
     @property
     def is_in_parts(self) -> bool:
         return bool(self.part_bytes)

@@ -268,10 +268,8 @@ class _Search:
 
     def _note(self, index: int, found: _Differing, shift: int) -> None:
         """Keep what differs in a block, whose first word is so much further in its tensor."""
-        tensor = self._layout.blocks[index].tensor
-        # Half as long wherever it can be: they may take more memory than the weights.
-        kind = np.uint32 if self._layout.sizes[tensor] < 1 << 32 else np.int64
-        positions: npt.NDArray[np.integer[Any]] = (found.positions + shift).astype(kind)
+        size = self._layout.sizes[self._layout.blocks[index].tensor]
+        positions = narrowed(found.positions + shift, size)
         self._seen[index] = _Seen(len(positions), positions, found.new, found.old)
 
     def changes(self) -> list[Change]:
@@ -412,6 +410,14 @@ def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
     if rest < len(mask):
         found = np.concatenate([found, np.flatnonzero(mask[rest:]) + rest])
     return found
+
+
+def narrowed(positions: Integers, num_bytes: int) -> npt.NDArray[np.integer[Any]]:
+    """Positions in a tensor of so many bytes, half as long wherever they can be.
+
+    They may take more memory than the weights.
+    """
+    return positions.astype(np.uint32 if num_bytes < 1 << 32 else np.int64)
 
 
 def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:

@@ -25,6 +25,15 @@ MAX_CHAIN_SHARE = 0.5
 """Bytes of a chain's deltas, of the whole version's. Beyond, an anchor is the cheaper way."""
 
 
+MAX_CHANGED_SHARE = 0.5
+"""Of all elements. A version of which more changed is published whole."""
+
+
+def is_worth_a_delta(num_changed: int, layout: Layout) -> bool:
+    """Whether so many changed words are few enough not to publish the version whole."""
+    return num_changed <= MAX_CHANGED_SHARE * layout.num_elements
+
+
 class Link(NamedTuple):
     """A version of the chain, and the bytes of the delta that leads to it."""
 
@@ -58,10 +67,9 @@ class Tip:
         """Whether late readers fare better with a new anchor."""
         return _is_long(self.since_anchor, self.footer.layout)
 
-    @property
-    def before(self) -> str | None:
-        """Identity of the version before it, if a delta leads from that one to it."""
-        return self.chain[-2].identity if len(self.chain) > 1 else None
+    def follows(self, identity: str | None) -> bool:
+        """Whether a delta leads to it from this version."""
+        return len(self.chain) > 1 and self.chain[-2].identity == identity
 
     def checksums_after(self, changed: dict[int, int] | None) -> list[int] | None:
         """Those of all tensors when some have ``changed``; None: they were not taken.
@@ -76,25 +84,25 @@ class Tip:
 class Chaining:
     """Begins versions: whole ones, and such as are built upon the last."""
 
-    def __init__(self, drafts: Drafts, *, hashed: bool) -> None:
+    def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
-        self._hashed = hashed
 
     @property
     def keeps_buffers_whole(self) -> bool:
         """Whether every version has a file that holds all of it."""
         return self.drafts.writer.medium.keeps_buffers_whole
 
-    def begin(self, version: int, footer: Footer) -> Step:
-        """A whole version, which begins a chain."""
-        return Step(self.drafts.begin(version, footer, hashed=self._hashed), version)
+    def begin(self, version: int, footer: Footer, *, hashed: bool = False) -> Step:
+        """A whole version, which begins a chain; ``hashed``: its draft takes the checksums."""
+        return Step(self.drafts.begin(version, footer, hashed=hashed), version)
 
     def begin_upon(self, tip: Tip, version: int) -> Step:
         """A version to which a delta leads from the last one."""
         chain, has_file = tip.chain, self.keeps_buffers_whole or tip.is_far_from_anchor
         if self._is_broken(tip):
             chain, has_file = chain[-1:], True
-        draft = self.drafts.begin(version, tip.footer, hashed=self._hashed, with_file=has_file)
+        # Its checksums are known: nothing is hashed as it is written.
+        draft = self.drafts.begin(version, tip.footer, hashed=False, with_file=has_file)
         return Step(draft, version, tip, chain)
 
     def go_on(self, draft: Draft, version: int, tip: Tip | None) -> Step:

@@ -12,7 +12,6 @@ that has just begun takes up what the one before it has left, where that can be 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -27,22 +26,19 @@ from dbuffer.errors import (
     StoreNotFoundError,
     VersionError,
 )
-from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Manifest
 from dbuffer.io.chain import Chain
 from dbuffer.io.changes import Change, Found, find_changes, words_of, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
-from dbuffer.publish.chaining import Chaining, Link, Tip
+from dbuffer.publish.chaining import Chaining, Link, Tip, is_worth_a_delta
 from dbuffer.publish.draft import Draft, Drafts
 from dbuffer.publish.patches import SparsePatch, changes_of
 from dbuffer.store.buffer import Held
 
 logger = logging.getLogger(__name__)
-
-MAX_CHANGED_SHARE = 0.5
-"""Of all elements. A version of which more changed is published whole."""
 
 
 class Wanted(NamedTuple):
@@ -77,7 +73,7 @@ class Deltas:
     """Publishes versions by what changed since the one before, where that is worth it."""
 
     def __init__(self, drafts: Drafts, copier: Copier, *, hashed: bool) -> None:
-        self._chaining = Chaining(drafts, hashed=hashed)
+        self._chaining = Chaining(drafts)
         self._drafts = drafts
         self._copier = copier
         self._hashed = hashed
@@ -93,7 +89,7 @@ class Deltas:
         last, self._last = self._last or self._taken_up(footer), None
         if last is not None and last.tip.footer is footer:
             found = find_changes(last.contents, tensors, self._copier, hashed=self._hashed)
-            if found.num_changed <= MAX_CHANGED_SHARE * num_elements(footer.layout.specs):
+            if is_worth_a_delta(found.num_changed, footer.layout):
                 return self._publish_found(last, found, wanted)
         return self._publish_whole(footer, tensors, wanted)
 
@@ -189,7 +185,7 @@ class Deltas:
     def _publish_whole(
         self, footer: Footer, tensors: Sequence[torch.Tensor], wanted: Wanted
     ) -> Published:
-        with self._chaining.begin(wanted.version, footer) as step:
+        with self._chaining.begin(wanted.version, footer, hashed=self._hashed) as step:
             draft = step.draft
             if self._keeps_buffers_whole:
                 draft.fill(list(tensors), self._copier)
@@ -214,7 +210,7 @@ class Deltas:
             tip = step.commit(wanted.metadata, checksums)
         if not has_file:
             write_changes(found.changes, contents, self._copier)
-        self._last = _Last(tip, contents, _kept(found.changes, contents))
+        self._last = _Last(tip, contents, without_borrowed(found.changes, contents))
         return Published(tip.footer, step.delta_bytes)
 
     def _fill(
@@ -226,7 +222,7 @@ class Deltas:
             draft.fill(last.contents.views, self._copier)
             return last.contents
         mapped = draft.mapped
-        if last.changes is not None and draft.held_before == last.tip.before is not None:
+        if last.changes is not None and last.tip.follows(draft.held_before):
             write_changes(last.changes, mapped, self._copier)
         else:
             self._copier.write(mapped, last.contents.views)
@@ -241,7 +237,6 @@ class Deltas:
             for name, right, now in zip(names, checksums, found_now, strict=True):
                 if now != right:
                     raise ChecksumError(self._damaged(name))
-        draft.checksums = checksums
         return mapped
 
     def _checksums_after(self, changes: list[Change], last: _Last) -> dict[int, int]:
@@ -270,16 +265,11 @@ class Deltas:
         return self._chaining.keeps_buffers_whole
 
 
-def _kept(changes: list[Change], contents: FileTensors) -> list[Change]:
-    """The same, with nothing in them that is the trainer's memory."""
+def without_borrowed(changes: list[Change], contents: FileTensors) -> list[Change]:
+    """The same, with nothing in them that is the trainer's memory; ``contents`` has it all."""
     return [
         replace(change, values=words_of(contents, change.tensor))
         if change.positions is None
         else change
         for change in changes
     ]
-
-
-def num_elements(specs: Iterable[TensorSpec]) -> int:
-    """Of all tensors together."""
-    return sum(math.prod(spec.shape) for spec in specs)

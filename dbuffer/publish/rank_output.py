@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
@@ -21,6 +21,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import DTYPES, KeptMappings, MappedTensors, copy_one, join_blocks
 from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
+from dbuffer.publish.draft import Draft
 from dbuffer.publish.shards import Box, Plan, layout_in_parts
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.store import filesystem
@@ -41,6 +42,11 @@ class Claimed:
     """Of the file, on rank 0's host; None: it has no file of its own."""
     is_patched: bool = False
     """Whether the file holds the version before the last, so that only changes are written."""
+
+    @classmethod
+    def of(cls, version: int, draft: Draft, *, is_patched: bool = False) -> Self:
+        identity = filesystem.identity_of(draft.file) if draft.has_file else None
+        return cls(version, draft.buffer, draft.path.name, identity, is_patched)
 
     def path_in(self, store: Path) -> Path:
         return store / self.buffer / self.file
@@ -244,8 +250,11 @@ def join_shares(layout: Layout, shares: Sequence[list[int]]) -> list[int]:
     return join_blocks(layout.blocks, digests, len(layout.specs))
 
 
-def check_parts(path: Path, layout: Layout) -> None:
-    """See that every part is there, whole, on this host too."""
+def check_parts(draft: Draft) -> None:
+    """See that every part of what ranks have written is there, whole, on this host too."""
+    path, layout = draft.path, draft.layout
+    if not (draft.has_file and layout.is_in_parts):
+        return
     with filesystem.os_errors("look at the parts", path):
         filesystem.refresh(path.parent)
         for part, num_bytes in enumerate(layout.part_bytes):

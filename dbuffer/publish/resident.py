@@ -25,8 +25,7 @@ from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import Layout
 from dbuffer.io.changes import Change, Found, find_changes, write_changes
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.chaining import Chaining, Tip
-from dbuffer.publish.deltas import MAX_CHANGED_SHARE, num_elements
+from dbuffer.publish.chaining import Chaining, Tip, is_worth_a_delta
 from dbuffer.publish.draft import Draft, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import LocalSender
@@ -132,7 +131,7 @@ class ResidentModel(LocalSender):
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
-        self._chaining = Chaining(self._drafts, hashed=self._checksum)
+        self._chaining = Chaining(self._drafts)
         try:
             self._move_in(source)
         except BaseException:
@@ -241,9 +240,7 @@ class ResidentModel(LocalSender):
     def _brought_up_to_date(self, draft: Draft, mapped: MappedTensors) -> bool:
         """Write into the version before the last what changed since, if that is what is there."""
         last = self._last
-        if last is None or last.changes is None:
-            return False
-        if draft.held_before is None or draft.held_before != last.tip.before:
+        if last is None or last.changes is None or not last.tip.follows(draft.held_before):
             return False
         write_changes(last.changes, mapped, self._copier)
         checksums = last.tip.checksums
@@ -274,8 +271,7 @@ class ResidentModel(LocalSender):
         if last is None or last.tip.footer is not footer:
             return None
         found = find_changes(last.mapped, home.tensors, self._copier, hashed=self._checksum)
-        is_little = found.num_changed <= MAX_CHANGED_SHARE * num_elements(footer.layout.specs)
-        return found if is_little else None
+        return found if is_worth_a_delta(found.num_changed, footer.layout) else None
 
     def _change_sides(self, home: _Home, source: Source) -> None:
         try:

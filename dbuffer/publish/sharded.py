@@ -35,7 +35,6 @@ from dbuffer.publish.shards import Boxes, Plan
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
 from dbuffer.runtime.turns import Turns
-from dbuffer.store import filesystem
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium
 from dbuffer.store.writer import BufferWriter
@@ -271,7 +270,7 @@ class ShardedWeightSender(Turns):
     def _make_deltas(self) -> ShardedDeltas:
         chaining = None
         if self._drafts is not None:
-            chaining = Chaining(self._drafts, hashed=self._checksum)
+            chaining = Chaining(self._drafts)
         return ShardedDeltas(
             self._agreement, self._output, self._copier, chaining, hashed=self._checksum
         )
@@ -317,8 +316,7 @@ class ShardedWeightSender(Turns):
         drafts = self._lead()
         version, self._metadata = self._asked(version, metadata)
         self._draft = draft = drafts.begin(version, footer, hashed=False)
-        identity = filesystem.identity_of(draft.file)
-        return Claimed(version, draft.path.parent.name, draft.path.name, identity)
+        return Claimed.of(version, draft)
 
     def _commit(self, checksums: list[int] | None) -> None:
         """Publish what was begun, on rank 0, now that every rank has written its part.
@@ -329,8 +327,7 @@ class ShardedWeightSender(Turns):
         draft = self._draft
         if draft is None:
             raise ClosedError("nothing was begun that could be committed")
-        if draft.layout.is_in_parts:
-            check_parts(draft.path, draft.layout)
+        check_parts(draft)
         draft.checksums = checksums
         draft.commit(self._metadata)
 

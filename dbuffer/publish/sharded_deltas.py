@@ -7,7 +7,7 @@ first one of a sender.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,6 +23,7 @@ from dbuffer.io.changes import (
     Found,
     cut_work,
     find_changes,
+    narrowed,
     words_of,
     write_changes,
 )
@@ -30,12 +31,11 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
 from dbuffer.publish import shards
-from dbuffer.publish.chaining import Chaining, Step, Tip
-from dbuffer.publish.deltas import MAX_CHANGED_SHARE, num_elements
+from dbuffer.publish.chaining import Chaining, Step, Tip, is_worth_a_delta
+from dbuffer.publish.deltas import without_borrowed
 from dbuffer.publish.rank_output import Claimed, RankOutput, check_parts, join_shares
 from dbuffer.publish.shards import Box, Plan
 from dbuffer.ranks.agreement import Agreement
-from dbuffer.store import filesystem
 from dbuffer.weights.sources import Source
 
 Positions: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -101,7 +101,8 @@ class ShardedDeltas:
         else:
             found = share.found
             told = ranks.collect("tell what changed", lambda: found)
-            share.apply(self._copier)
+            for boxes in share.all_boxes:
+                boxes.apply(self._copier)
         checksums = self._fill(share, claimed, asked)
         delta_bytes = ranks.first("commit the version", lambda: self._commit(told, checksums))
         share.keep_found()
@@ -116,25 +117,23 @@ class ShardedDeltas:
 
     def _find(self, share: _Share, asked: Asked) -> bool:
         """Find what changed, on all ranks; whether it is little enough for a delta."""
-        source, specs = asked.source, asked.footer.layout.specs
-        rank = self._ranks.rank
+        source, rank = asked.source, self._ranks.rank
 
         def find() -> int:
-            held = share.held
-            return share.find(held, held.elements_of(source), self._copier)
+            return share.held.find(share.held.elements_of(source), self._copier)
 
         num_changed = sum(self._ranks.each("find what changed in what it holds", find))
         if asked.plan.gathered:
 
             def find_in(index: int, whole: torch.Tensor) -> int:
-                return share.find(share.gathered[index], [whole], self._copier, is_kept=False)
+                return share.gathered[index].find([whole], self._copier, is_kept=False)
 
             def find_gathered() -> int:
                 return sum(shards.each_gathered(source.tensors, asked.plan, rank, find_in))
 
             what = "gather and find what changed"
             num_changed += sum(self._ranks.each(what, find_gathered))
-        return num_changed <= MAX_CHANGED_SHARE * num_elements(specs)
+        return is_worth_a_delta(num_changed, asked.footer.layout)
 
     def _taken(self, asked: Asked) -> _Share:
         """A copy of what is there now."""
@@ -164,18 +163,12 @@ class ShardedDeltas:
             self._step = step = chaining.begin_upon(tip, version)
         else:
             self._step = step = chaining.begin(version, asked.footer)
-        draft = step.draft
         # Not where there are checksums: those of a file's bytes are taken as they lie there, and
         # what is not written now may have been damaged since it was.
         is_patched = (
-            upon
-            and not self._hashed
-            and tip is not None
-            and draft.has_file
-            and draft.held_before == tip.before is not None
+            upon and not self._hashed and tip is not None and tip.follows(step.draft.held_before)
         )
-        identity = filesystem.identity_of(draft.file) if draft.has_file else None
-        return Claimed(version, draft.buffer, draft.path.name, identity, is_patched=is_patched)
+        return Claimed.of(version, step.draft, is_patched=is_patched)
 
     def _fill(self, share: _Share, claimed: Claimed, asked: Asked) -> list[int] | None:
         """Write the version's file, if it is to have one; the checksums of all tensors."""
@@ -210,8 +203,7 @@ class ShardedDeltas:
             num_changed = sum(len(change.values) for change in changes)
             found = Found(draft.layout, changes, changed, num_changed)
             step.add_delta(found, None, self._copier)
-        if draft.has_file and draft.layout.is_in_parts:
-            check_parts(draft.path, draft.layout)
+        check_parts(draft)
         self._tip = step.commit(self._metadata, checksums)
         self._step = None
         return step.delta_bytes
@@ -235,83 +227,40 @@ class _Share:
             if writer == rank
         }
         """By the tensor's index."""
-        self._local: list[tuple[_Boxes, list[Change]]] = []
-        self._digests: dict[int, list[int]] = {}
-        self.found: list[Change] = []
-        """What changed in this rank's boxes, each as a change of its whole tensor."""
         self.found_before: list[Change] = []
-        """The same of the version before."""
+        """As :attr:`found`, of the version before."""
 
     def fits(self, footer: Footer, plan: Plan) -> bool:
         """Whether this is what the rank is to write now."""
         return self._footer is footer and self._plan is plan
 
-    def find(
-        self,
-        boxes: _Boxes,
-        elements: Sequence[torch.Tensor],
-        copier: Copier,
-        *,
-        is_kept: bool = True,
-    ) -> int:
-        """Compare some boxes with the copy; how many words differ.
+    @property
+    def all_boxes(self) -> list[_Boxes]:
+        return [self.held, *self.gathered.values()]
 
-        ``is_kept``: the memory of ``elements`` stays as it is until the version is published.
-        """
-        found = find_changes(boxes.copy, elements, copier, hashed=False)
-        changes = found.changes
-        if not is_kept:
-            changes = [
-                replace(one, values=one.values.copy()) if one.positions is None else one
-                for one in changes
-            ]
-        self._local.append((boxes, changes))
-        self.found += [boxes.in_whole(change) for change in changes]
-        return found.num_changed
-
-    def apply(self, copier: Copier) -> None:
-        """Bring the copy up to date with what was found."""
-        for boxes, changes in self._local:
-            write_changes(changes, boxes.copy, copier)
-            for change in changes:
-                self._digests.pop(boxes.boxes[change.tensor].tensor, None)
+    @property
+    def found(self) -> list[Change]:
+        """What changed in this rank's boxes, each as a change of its whole tensor."""
+        return [change for boxes in self.all_boxes for change in boxes.found]
 
     def keep_found(self) -> None:
-        """Remember what was found, with nothing in it that is the trainer's memory."""
-        kept = []
-        found = iter(self.found)
-        for boxes, changes in self._local:
-            for change in changes:
-                whole = next(found)
-                if change.positions is None:
-                    whole = replace(whole, values=words_of(boxes.copy, change.tensor))
-                kept.append(whole)
-        self.found_before, self.found, self._local = kept, [], []
+        """Remember what was found, for the next version but one."""
+        self.found_before = [change for boxes in self.all_boxes for change in boxes.take_found()]
 
     def digests(self, copier: Copier) -> list[int]:
         """Those of the blocks of all that this rank writes, in the layout's order."""
-        missing = [
-            (boxes, block)
-            for boxes in self._all()
-            for block in boxes.copy.blocks
-            if boxes.boxes[block.tensor].tensor not in self._digests
-        ]
-        found = [0] * len(missing)
-
-        def work(first: int, end: int) -> None:
-            for number, (boxes, block) in enumerate(missing[first:end], first):
-                found[number] = boxes.copy.hash_block(block)
-
-        copier.in_parallel(work, cut_work([block.num_bytes for _, block in missing], copier))
-        for (boxes, block), digest in zip(missing, found, strict=True):
-            self._digests.setdefault(boxes.boxes[block.tensor].tensor, []).append(digest)
-        return [digest for tensor in sorted(self._digests) for digest in self._digests[tensor]]
+        of_tensors = {
+            tensor: digests
+            for boxes in self.all_boxes
+            for tensor, digests in boxes.digests(copier).items()
+        }
+        return [digest for tensor in sorted(of_tensors) for digest in of_tensors[tensor]]
 
     def write(self, output: RankOutput, copier: Copier) -> None:
         """Write all of it."""
         pairs = [
             pair
-            for boxes in self._all()
+            for boxes in self.all_boxes
             for pair in zip(boxes.boxes, boxes.copy.views, strict=True)
         ]
 
@@ -321,10 +270,6 @@ class _Share:
 
         sizes = [elements.nbytes for _, elements in pairs]
         copier.in_parallel(work, cut_work(sizes, copier))
-
-    def _all(self) -> Iterator[_Boxes]:
-        yield self.held
-        yield from self.gathered.values()
 
 
 class _Boxes:
@@ -336,6 +281,10 @@ class _Boxes:
         self.copy = FileTensors.in_memory(
             Layout.of(layout.specs[box.tensor]._replace(shape=box.shape) for box in boxes)
         )
+        self._changes: list[Change] = []
+        self.found: list[Change] = []
+        """The same changes, each as one of its whole tensor."""
+        self._digests: dict[int, list[int]] = {}
 
     def elements_of(self, source: Source) -> list[torch.Tensor]:
         """What is in them now, where it is on this rank."""
@@ -344,7 +293,53 @@ class _Boxes:
             for box in self.boxes
         ]
 
-    def in_whole(self, change: Change) -> Change:
+    def find(
+        self, elements: Sequence[torch.Tensor], copier: Copier, *, is_kept: bool = True
+    ) -> int:
+        """Compare what is in them now with the copy; how many words differ.
+
+        ``is_kept``: the memory of ``elements`` stays as it is until the version is published.
+        """
+        found = find_changes(self.copy, elements, copier, hashed=False)
+        self._changes = found.changes
+        if not is_kept:
+            self._changes = [
+                replace(one, values=one.values.copy()) if one.positions is None else one
+                for one in found.changes
+            ]
+        self.found = list(map(self._in_whole, self._changes))
+        return found.num_changed
+
+    def apply(self, copier: Copier) -> None:
+        """Bring the copy up to date with what was found."""
+        write_changes(self._changes, self.copy, copier)
+        for change in self._changes:
+            self._digests.pop(change.tensor, None)
+
+    def take_found(self) -> list[Change]:
+        """What was found, with nothing in it that is the trainer's memory; then that is over."""
+        kept = without_borrowed(self._changes, self.copy)
+        found = [
+            replace(whole, values=change.values)
+            for whole, change in zip(self.found, kept, strict=True)
+        ]
+        self._changes, self.found = [], []
+        return found
+
+    def digests(self, copier: Copier) -> dict[int, list[int]]:
+        """Those of each tensor's blocks in the copy; hashed if they changed since the last time."""
+        missing = [block for block in self.copy.blocks if block.tensor not in self._digests]
+        found = [0] * len(missing)
+
+        def work(first: int, end: int) -> None:
+            found[first:end] = map(self.copy.hash_block, missing[first:end])
+
+        copier.in_parallel(work, cut_work([block.num_bytes for block in missing], copier))
+        for block, digest in zip(missing, found, strict=True):
+            self._digests.setdefault(block.tensor, []).append(digest)
+        return {self.boxes[index].tensor: of_one for index, of_one in self._digests.items()}
+
+    def _in_whole(self, change: Change) -> Change:
         """A change of a box as one of its tensor; before it is applied to the copy."""
         box = self.boxes[change.tensor]
         spec = self._specs[box.tensor]
@@ -364,9 +359,7 @@ def _in_whole(positions: Positions, box: Box, spec: TensorSpec) -> Positions:
     elements, rest = np.divmod(positions.astype(np.int64), words)
     inside = np.unravel_index(elements, box.shape)
     index = tuple(one + start for one, start in zip(inside, box.start, strict=True))
-    found: Positions = np.ravel_multi_index(index, spec.shape) * words + rest
-    # Half as long wherever it can be, as `find_changes` has them.
-    return found.astype(np.uint32 if spec.num_bytes < 1 << 32 else np.int64)
+    return narrowed(np.ravel_multi_index(index, spec.shape) * words + rest, spec.num_bytes)
 
 
 def _joined(told: Iterable[list[Change]]) -> list[Change]:
