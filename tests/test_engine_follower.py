@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,10 +42,11 @@ from dbuffer.errors import (
     StoreFullError,
 )
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.follower import UNKNOWN_VERSION, Follower
 from dbuffer.integrations.engine.messages import (
+    BeginRequest,
     RankAnswer,
     RankRequest,
     decode_answer,
@@ -57,6 +60,7 @@ from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.states import FollowerState
 from dbuffer.integrations.vllm import FollowStore
+from dbuffer.integrations.vllm.api_servers import LOOK_S, Leadership
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -108,13 +112,14 @@ class Rank:
     module = torch.nn.Module()
     not_weights = ()
     packing = None
+    replica = ""
 
     def __init__(self, model: Model) -> None:
         self.ranks = OneRank()
         self._model = model
 
     def engine_id(self, options: EngineOptions) -> str:
-        return options.engine_id or "engine"
+        return (options.engine_id or "engine") + self.replica
 
     def make_model(self, before: Any) -> Any:
         return before or self._model
@@ -163,11 +168,14 @@ class LightEngine(Engine):
     def ask(self, request: RankRequest) -> list[RankAnswer]:
         self._call()
         request = decode_request(json.loads(json.dumps(encode_request(request))))
-        answer = self.endpoint.answer(request, lambda: Rank(self.model))
+        answer = self.endpoint.answer(request, self.make_rank)
         if isinstance(request, UpdateRequest) and self.lost_answer is not None:
             error, self.lost_answer = self.lost_answer, None
             raise error
         return [decode_answer(json.loads(json.dumps(encode_answer(answer))))]
+
+    def make_rank(self) -> Rank:
+        return Rank(self.model)
 
     @property
     def receiver(self) -> RankReceiver:
@@ -750,7 +758,9 @@ class Lifespan:
 def following_with(monkeypatch: pytest.MonkeyPatch, store: Path) -> Callable[..., SimpleNamespace]:
     """What vLLM's server has of an engine, with an engine of ours to be followed in its place."""
 
-    def make(engine: LightEngine, *, load_format: str = "auto") -> SimpleNamespace:
+    def make(
+        engine: LightEngine, *, load_format: str = "auto", servers: int = 1
+    ) -> SimpleNamespace:
         settings = {"store": str(store), "timeout_s": 1, "poll_interval_s": 0.05}
         given = EngineOptions.parse(settings)
         monkeypatch.setattr(
@@ -759,7 +769,8 @@ def following_with(monkeypatch: pytest.MonkeyPatch, store: Path) -> Callable[...
         )
         return SimpleNamespace(
             vllm_config=SimpleNamespace(
-                parallel_config=SimpleNamespace(),
+                parallel_config=SimpleNamespace(_api_process_count=servers),
+                instance_id=secrets.token_hex(8),
                 load_config=SimpleNamespace(load_format=load_format),
                 additional_config={"dbuffer": settings},
             )
@@ -839,6 +850,210 @@ def test_following_ends_before_the_server_does_and_raises_nothing(
     engine.close()
 
 
+# Several API servers of one engine
+
+
+def test_one_api_server_follows_and_the_next_one_when_it_ends(
+    sender: dbuffer.WeightSender, store: Path, following_with: Any
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = LightEngine()
+    client = following_with(engine, servers=2)
+
+    async def run() -> None:
+        first, second = Lifespan(client), Lifespan(client)
+        for lifespan in (first, second):
+            assert await lifespan.do("startup") == {"type": "lifespan.startup.complete"}
+        assert engine.label == "1"
+        await first.do("shutdown")
+        sender.send(SMALL.weights(2))
+        async with asyncio.timeout(WAIT_S):
+            while engine.label != "2":
+                await asyncio.sleep(0.01)
+        await second.do("shutdown")
+        await first.end()
+        await second.end()
+        # Nothing is left of their lock.
+        assert not Leadership(client.vllm_config.instance_id).is_ready()
+
+    asyncio.run(run())
+    engine.close()
+
+
+def test_api_server_that_stands_by_asks_the_engine_nothing(
+    sender: dbuffer.WeightSender, following_with: Any
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = LightEngine()
+    client = following_with(engine, servers=2)
+
+    async def run() -> None:
+        first, second = Lifespan(client), Lifespan(client)
+        await first.do("startup")
+        calls = engine.calls
+        await second.do("startup")
+        await asyncio.sleep(2.5 * LOOK_S)
+        assert engine.calls == calls
+        for lifespan in (second, first):
+            await lifespan.do("shutdown")
+            await lifespan.end()
+
+    asyncio.run(run())
+    engine.close()
+
+
+def test_no_api_server_is_ready_before_the_engine_is(
+    sender: dbuffer.WeightSender, following_with: Any
+) -> None:
+    engine = LightEngine()
+    client = following_with(engine, load_format="dummy", servers=2)
+
+    async def run() -> None:
+        lifespans = [Lifespan(client), Lifespan(client)]
+        for lifespan in lifespans:
+            await lifespan.tell("startup")
+        await asyncio.sleep(2.5 * LOOK_S)
+        assert all(lifespan.answers.empty() for lifespan in lifespans)
+        sender.send(SMALL.weights(1))
+        for lifespan in lifespans:
+            answer = await asyncio.wait_for(lifespan.answers.get(), WAIT_S)
+            assert answer == {"type": "lifespan.startup.complete"}
+        for lifespan in lifespans:
+            await lifespan.do("shutdown")
+            await lifespan.end()
+
+    asyncio.run(run())
+    engine.close()
+
+
+def test_no_api_server_starts_where_none_can_follow(
+    sender: dbuffer.WeightSender, store: Path, following_with: Any
+) -> None:
+    sender.send(SMALL.weights(1))
+    client = following_with(LightEngine(), servers=2)
+    mend = make_group_writable(store)
+
+    async def run() -> None:
+        for refused in await asyncio.gather(refusal(client), refusal(client)):
+            assert "others can write to" in refused
+
+    try:
+        asyncio.run(run())
+    finally:
+        mend()
+
+
+# Replicas
+
+
+class Replica(LightEngine):
+    """One of several that step each by itself."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._replica = name
+
+    def facts(self) -> EngineFacts:
+        return replace(super().facts(), replica=self._replica)
+
+    def make_rank(self) -> Rank:
+        rank = super().make_rank()
+        rank.replica = self._replica
+        return rank
+
+
+@pytest.fixture
+def replicas(store: Path) -> Iterator[tuple[list[Replica], ReplicaFollowers]]:
+    engines = [Replica(""), Replica(".dp-1")]
+    followers = [Follower(engine, options(store, "several")) for engine in engines]
+    with ReplicaFollowers("several", followers) as follower:
+        yield engines, follower
+
+
+def test_replicas_have_a_version_when_all_of_them_do(
+    sender: dbuffer.WeightSender, replicas: tuple[list[Replica], ReplicaFollowers]
+) -> None:
+    engines, follower = replicas
+    assert follower.applied is None
+    sender.send(SMALL.weights(1))
+    assert follower.wait_applied(1, WAIT_S) == follower.applied == 1
+    mend = fail_to_take(engines[1])
+    sender.send(SMALL.weights(2))
+    follower.replicas[0].wait_applied(2, WAIT_S)
+    with pytest.raises(dbuffer.VersionTimeoutError, match=r"several\.dp-1 has version 1.*2 within"):
+        follower.wait_applied(2, 0.2)
+    assert follower.applied == 1
+    assert [engine.label for engine in engines] == ["2", "1"]
+    mend()
+    assert follower.wait_applied(2, WAIT_S) == 2
+    assert follower.error is None
+    sender.wait_applied(2, receivers=["several", "several.dp-1"], timeout_s=WAIT_S)
+
+
+def fail_to_take(engine: LightEngine) -> Callable[[], None]:
+    """Let an engine refuse every version, until it is mended."""
+    stager = engine.receiver._stager
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not now")
+
+    stager.take = fail  # type: ignore[method-assign]
+    return lambda: delattr(stager, "take")
+
+
+def test_replicas_that_cannot_be_followed_are_refused_before_one_is(store: Path) -> None:
+    engines = [Replica(""), Replica(".dp-1")]
+    engines[1].error = lambda: EngineUnsupportedError("not this one")
+    with pytest.raises(EngineUnsupportedError, match="not this one"):
+        ReplicaFollowers("several", [Follower(engine, options(store)) for engine in engines])
+    assert not [thread for thread in threading.enumerate() if thread.name == "dbuffer-follower"]
+
+
+class MeetsInSteps(LightEngine):
+    """One whose ranks can tell each other something only while it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began_paused: list[bool] = []
+
+    def facts(self) -> EngineFacts:
+        return replace(super().facts(), begins_paused=True)
+
+    def ask(self, request: RankRequest) -> list[RankAnswer]:
+        if isinstance(request, BeginRequest):
+            self.began_paused.append(self.paused)
+        return super().ask(request)
+
+
+def test_ranks_that_meet_in_each_step_begin_in_a_pause(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = MeetsInSteps()
+    with Follower(engine, options(store)) as follower:
+        follower.sync()
+        assert engine.began_paused == [True]
+        assert not engine.paused
+        assert engine.label == "1"
+
+
+def test_pause_for_a_beginning_that_fails_is_ended(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    sender.send(SMALL.weights(1))
+    engine = MeetsInSteps()
+    engine.failing_resumes = 1
+    mend = make_group_writable(store)
+    with Follower(engine, options(store)) as follower:
+        with pytest.raises(EngineUpdateError):
+            follower.sync()  # the first resume fails, the second is ours as well
+        assert not engine.paused
+        mend()
+        follower.sync()
+        assert engine.began_paused == [True, True]
+        assert not engine.paused
+
+
 # The middleware, in a real uvicorn
 
 
@@ -851,28 +1066,17 @@ from starlette.applications import Starlette
 
 from dbuffer.integrations.vllm import FollowStore
 
-def engine(*, servers=1, dbuffer=None):
-    return SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            parallel_config=SimpleNamespace(_api_process_count=servers),
-            additional_config={"dbuffer": dbuffer or {}},
-        ),
-        output_handler=None,
-        engine_core=None,
-    )
-
+engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}))
 app = Starlette()
 app.add_middleware(FollowStore)
 app.state.engine_client = {
-    "several API servers": engine(servers=2, dbuffer={"store": "/nowhere"}),
-    "no store": engine(),
+    "no store": engine,
     "not vLLM": None,
 }[sys.argv[1]]
 uvicorn.run(app, port=0)
 """
 
 REFUSALS = {
-    "several API servers": "--api-server-count 1",
     "no store": "FollowStore needs a store",
     "not vLLM": "FollowStore is for vLLM's API server",
 }

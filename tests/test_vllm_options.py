@@ -28,7 +28,13 @@ from dbuffer.integrations.vllm.config import (
     engine_settings,
     options_of,
 )
-from dbuffer.integrations.vllm.facts import EXTENSION, facts_of, has_backend, has_extension
+from dbuffer.integrations.vllm.facts import (
+    EXTENSION,
+    facts_of,
+    has_backend,
+    has_extension,
+    replicas_of,
+)
 
 STORE = "/dev/shm/policy"
 
@@ -281,7 +287,17 @@ def test_unknown_keys_of_a_request_are_refused(values: Any) -> None:
 
 def config_of(**changes: Any) -> dict[str, Any]:
     """What an engine's configuration looks like in JSON."""
-    parallel = {"world_size": 2, "data_parallel_size": 1, "worker_extension_cls": ""}
+    parallel = {
+        "world_size": 2,
+        "worker_extension_cls": "",
+        "is_moe_model": False,
+        "data_parallel_size": 1,
+        "data_parallel_size_local": 1,
+        "data_parallel_rank": 0,
+        "data_parallel_rank_local": None,
+        "data_parallel_hybrid_lb": False,
+        "data_parallel_external_lb": False,
+    }
     config = {
         "instance_id": "abc",
         "parallel_config": parallel,
@@ -356,7 +372,15 @@ def test_an_extension_of_somebodys_own(name: str, is_ours: bool) -> None:
     [
         ({"weight_transfer_config": None}, "not started for dbuffer"),
         ({"weight_transfer_config": {"backend": "nccl"}}, "not started for dbuffer"),
-        ({"data_parallel_size": 2}, "data_parallel_size above 1"),
+        ({"data_parallel_size": 2}, "2 replicas step each by itself.*FollowStore"),
+        (
+            {"is_moe_model": True, "data_parallel_size": 2, "data_parallel_external_lb": True},
+            "2 replicas step together, and this front end has only some",
+        ),
+        (
+            {"is_moe_model": True, "data_parallel_size": 2, "data_parallel_rank_local": 1},
+            "2 replicas step together, and this front end has only some",
+        ),
     ],
     ids=str,
 )
@@ -522,3 +546,40 @@ def test_a_vllm_with_another_weight_transfer_is_warned_and_starts(
 def test_all_errors_are_dbuffers_own() -> None:
     assert issubclass(OptionError, DBufferError)
     assert issubclass(EngineUnsupportedError, DBufferError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "replicas"),
+    [
+        ({}, [0]),
+        ({"data_parallel_size": 3}, [0, 1, 2]),
+        ({"data_parallel_size": 3, "is_moe_model": True}, [0]),
+        (
+            {
+                "data_parallel_size": 4,
+                "data_parallel_size_local": 2,
+                "data_parallel_rank": 2,
+                "data_parallel_hybrid_lb": True,
+            },
+            [2, 3],
+        ),
+        (
+            {"data_parallel_size": 4, "data_parallel_rank": 3, "data_parallel_external_lb": True},
+            [3],
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("made", [lambda config: config, as_object], ids=["JSON", "object"])
+def test_replicas_of_a_front_end(changes: dict[str, Any], replicas: list[int], made: Any) -> None:
+    config = made(config_of(**changes))
+    assert replicas_of(config) == replicas
+    names = [facts_of(config, replica).replica for replica in replicas]
+    assert names == [f".dp-{replica}" if replica else "" for replica in replicas]
+
+
+def test_replicas_that_step_together_are_one_engine_of_all_their_ranks() -> None:
+    facts = facts_of(config_of(data_parallel_size=3, is_moe_model=True))
+    assert (facts.num_ranks, facts.begins_paused, facts.replica) == (6, True, "")
+    alone = facts_of(config_of(is_moe_model=True))
+    assert (alone.num_ranks, alone.begins_paused) == (2, False)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 from dbuffer.errors import EngineEndedError, VersionTimeoutError
@@ -17,7 +20,62 @@ from dbuffer.runtime.trouble import Trouble
 logger = logging.getLogger(__name__)
 
 
-class BackgroundFollower:
+class InBackground(ABC):
+    """What follows until it is closed: an engine, or all replicas of one."""
+
+    @property
+    @abstractmethod
+    def engine_id(self) -> str:
+        """The engine's name among the store's receivers."""
+
+    @property
+    @abstractmethod
+    def applied(self) -> int | None:
+        """The version that the engine serves; None: what it was started with."""
+
+    @abstractmethod
+    def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
+        """Wait until the engine serves this version or a later one; which one.
+
+        Raises:
+            OptionError: a value is invalid.
+            VersionTimeoutError: it does not, in time; the message says what went wrong last.
+        """
+
+    async def wait_applied_async(self, version: int, timeout_s: float = 60.0) -> int:
+        """As :meth:`wait_applied`, in an event loop."""
+        return await asyncio.to_thread(self.wait_applied, version, timeout_s)
+
+    @abstractmethod
+    async def wait_started_async(self) -> None:
+        """Wait until the engine serves what was there when following began.
+
+        Raises:
+            DBufferError: why it does not.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop following, after the switch that is under way. Not for the engine's event loop."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    async def aclose(self) -> None:
+        """As :meth:`close`, in the engine's event loop, which a switch needs to end."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+
+class BackgroundFollower(InBackground):
     """Follows in a thread of its own, until it is closed. Made by :func:`follow`.
 
     Whatever fails is logged and counted, the engine serves on with what it has, and the next
@@ -37,21 +95,13 @@ class BackgroundFollower:
 
     @property
     def engine_id(self) -> str:
-        """The engine's name among the store's receivers."""
         return self._follower.engine_id
 
     @property
     def applied(self) -> int | None:
-        """The version that the engine serves; None: what it was started with."""
         return self._follower.applied
 
     def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
-        """Wait until the engine serves this version or a later one; which one.
-
-        Raises:
-            OptionError: a value is invalid.
-            VersionTimeoutError: it does not, in time; the message says what went wrong last.
-        """
         checks.whole_number("version", version)
         checks.seconds("timeout_s", timeout_s)
         with self._condition:
@@ -67,38 +117,12 @@ class BackgroundFollower:
             )
         return applied
 
-    async def wait_applied_async(self, version: int, timeout_s: float = 60.0) -> int:
-        """As :meth:`wait_applied`, in an event loop."""
-        return await asyncio.to_thread(self.wait_applied, version, timeout_s)
-
     def close(self) -> None:
-        """Stop following, after the switch that is under way. Not for the engine's event loop."""
         self._stop.set()
         self._thread.join()
         self._follower.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    async def aclose(self) -> None:
-        """As :meth:`close`, in the engine's event loop, which a switch needs to end."""
-        await asyncio.to_thread(self.close)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        await self.aclose()
-
     async def wait_started_async(self) -> None:
-        """Wait until the engine serves what was there when following began.
-
-        Raises:
-            DBufferError: why it does not.
-        """
         await asyncio.to_thread(self._has_begun.wait)
         if self.error is not None:
             raise self.error
@@ -114,6 +138,55 @@ class BackgroundFollower:
             self._has_begun.set()
             with self._condition:
                 self._condition.notify_all()
+
+
+class ReplicaFollowers(InBackground):
+    """Follows with each replica of an engine by itself, so that the others serve on meanwhile.
+
+    One that cannot switch serves on with what it has, and is tried again; what it answers tells
+    its own version. All have a version when :attr:`applied` says so.
+
+    Args:
+        engine_id: what the replicas' names begin with.
+        followers: of each replica, not begun.
+    """
+
+    def __init__(self, engine_id: str, followers: Sequence[Follower]) -> None:
+        for follower in followers:
+            follower.require_followable()
+        self._engine_id = engine_id
+        self.replicas = [BackgroundFollower(follower) for follower in followers]
+        """One for each."""
+
+    @property
+    def engine_id(self) -> str:
+        return self._engine_id
+
+    @property
+    def applied(self) -> int | None:
+        """The version that all replicas serve, or the oldest of those that they serve."""
+        applied = [replica.applied for replica in self.replicas]
+        return None if None in applied else min(filter(None, applied))
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the last attempt failed with the first replica with which it did."""
+        return next((replica.error for replica in self.replicas if replica.error), None)
+
+    def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
+        deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
+        return min(
+            replica.wait_applied(version, max(0.0, deadline - time.monotonic()))
+            for replica in self.replicas
+        )
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for replica in self.replicas:
+                stack.callback(replica.close)
+
+    async def wait_started_async(self) -> None:
+        await asyncio.gather(*(replica.wait_started_async() for replica in self.replicas))
 
 
 def begin(follower: Follower, *, when_told: bool) -> Follower | BackgroundFollower:

@@ -115,14 +115,16 @@ class Follower:
         options = self._options_for(facts)
         view = self._look_anew(facts, options)
         # Ranks that follow since the engine's start need not begin again, unless they were lost.
-        self._begin(view, unless_following=is_first and options == facts.configured)
+        unless_following = is_first and options == facts.configured
+        with self._paused_if(facts.begins_paused and not was_paused):
+            self._begin(view, unless_following=unless_following)
         view.note_ranks()
         self._served = _served_by(view.engine_record())
         if self.applied is not None:
             self._label(str(self.applied))
-        if was_paused and is_first and self._engine.is_server:
+        if was_paused and is_first and self._engine.may_be_left_paused:
             # Left over by a follower that was killed in a switch; nobody else would end it.
-            logger.warning("the server was paused when following began: resuming it")
+            logger.warning("%s was paused when following began: resuming it", view.engine_id)
             self._engine.resume()
         self._note(FollowerEvent.STARTED)
         serves = "what it was started with" if self.applied is None else f"version {self.applied}"
@@ -140,16 +142,30 @@ class Follower:
     def _look_anew(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
         if self._view is not None:
             self._view.close()
-        engine_id = options.engine_id or self._engine.default_id(facts)
+        engine_id = (options.engine_id or self._engine.default_id(facts)) + facts.replica
         self._view = StoreView(facts, options, engine_id, FollowerReport(engine_id))
         return self._view
 
     def _begin(self, view: StoreView, *, unless_following: bool) -> None:
-        options = replace(
-            view.options, engine_id=view.engine_id, instance_id=view.facts.instance_id
-        )
+        # The ranks know themselves of which replica they are.
+        shared = view.engine_id.removesuffix(view.facts.replica)
+        options = replace(view.options, engine_id=shared, instance_id=view.facts.instance_id)
         with self._in_our_terms("follow the store"):
             self._engine.do(BeginRequest(options=options, unless_following=unless_following))
+
+    @contextlib.contextmanager
+    def _paused_if(self, must_pause: bool) -> Iterator[None]:
+        """Keep the engine paused meanwhile, if it must be."""
+        if not must_pause:
+            yield
+            return
+        self._note(FollowerEvent.PAUSED)
+        try:
+            with self._in_our_terms("pause"):
+                self._engine.pause("keep")
+            yield
+        finally:
+            self._resume()
 
     def _started(self) -> StoreView:
         self._engine.require_alive()

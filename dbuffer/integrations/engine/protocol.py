@@ -30,6 +30,11 @@ class EngineFacts:
     num_ranks: int
     configured: EngineOptions | None = None
     """The store and so on that it was started with, if with any."""
+    replica: str = ""
+    """What follows the name that its replicas share, in the name of this one."""
+    begins_paused: bool = False
+    """Its ranks meet in each step: they may tell each other something only while it is paused, or
+    one of them waits in a step for another, which waits for it to tell something."""
 
 
 class Engine:
@@ -40,6 +45,8 @@ class Engine:
 
     is_server: bool = False
     """It runs apart from this process, and may be restarted while it is followed."""
+    may_be_left_paused: bool = False
+    """Another process may have followed it before, and have died in a switch."""
 
     def close(self) -> None:
         """Release what this process holds of it."""

@@ -41,6 +41,7 @@ class EngineServer(Engine):
     """
 
     is_server = True
+    may_be_left_paused = True
     IS_WHAT: str
     """What serves there, for messages."""
     WITHOUT_ROUTE: str

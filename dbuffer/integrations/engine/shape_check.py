@@ -33,7 +33,7 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         embedding: the class of embeddings and heads, which are padded to a round number of rows;
             no checkpoint has the last ones, and the loaders check the rows they get.
         default_loader: of tensors without a ``weight_loader``.
-        tp_size: over how many ranks a tensor may be spread.
+        tp_size: over how many ranks a tensor may be spread, of which nothing else is known.
     """
 
     def __init__(
@@ -73,6 +73,10 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
         """A loader has written so many elements of this; of a part of it, or of it as a whole."""
 
+    def num_shares(self, tensor: Any) -> int:  # noqa: ARG002
+        """Over how many ranks a tensor may be spread."""
+        return self._tp_size
+
     def count_of(self, tensor: Any) -> int:
         return self._loaded.get(id(tensor), 0)
 
@@ -109,7 +113,7 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 result = loader(*args, **kwargs)
             # Each rank takes its share, or all of it, or nothing (another rank's expert).
             is_padded = id(param) in self._padded
-            if not is_padded and 0 < copied.count * self._tp_size < loaded.numel():
+            if not is_padded and 0 < copied.count * self.num_shares(param) < loaded.numel():
                 raise WeightsMismatchError(f"only {copied.count} of {loaded.numel()} elements fit")
             self.note_loaded(param, copied.count, is_part=bool(which_part))
             self._loaded[id(param)] = self.count_of(param) + copied.count

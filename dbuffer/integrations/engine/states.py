@@ -24,15 +24,16 @@ class FollowerState(enum.Enum):
     ::
 
         NEW ──started──► FOLLOWING ──────────lost──────────► LOST
-                           │   ▲  ◄────────started──────────  ▲
-                         paused │                             │
-                           │  resumed                      resumed
-                           ▼   │                              │
+                           │   ▲  ◄────────started──────────  │  ▲
+                         paused │                           paused │
+                           │  resumed                         │ resumed
+                           ▼   │                              ▼  │
                           PAUSING ───────────lost──────────► LOST_PAUSING
                                   ◄────────started──────────
 
-    A switch goes down and up again. Only in FOLLOWING and PAUSING is it known which weights the
-    engine has; the version in ``Follower.applied`` is the last one known in the other states.
+    A switch goes down and up again; so does a beginning that needs a pause, from NEW or LOST. Only
+    in FOLLOWING and PAUSING is it known which weights the engine has; the version in
+    ``Follower.applied`` is the last one known in the other states.
     """
 
     NEW = "new"
@@ -63,6 +64,8 @@ _NEXT = {
     (FollowerState.NEW, FollowerEvent.STARTED): FollowerState.FOLLOWING,
     (FollowerState.LOST, FollowerEvent.STARTED): FollowerState.FOLLOWING,
     (FollowerState.LOST_PAUSING, FollowerEvent.STARTED): FollowerState.PAUSING,
+    (FollowerState.NEW, FollowerEvent.PAUSED): FollowerState.LOST_PAUSING,
+    (FollowerState.LOST, FollowerEvent.PAUSED): FollowerState.LOST_PAUSING,
     (FollowerState.FOLLOWING, FollowerEvent.LOST): FollowerState.LOST,
     (FollowerState.PAUSING, FollowerEvent.LOST): FollowerState.LOST_PAUSING,
     (FollowerState.FOLLOWING, FollowerEvent.PAUSED): FollowerState.PAUSING,

@@ -30,9 +30,19 @@ def is_launched(parallel_config: Any) -> bool:
     return bool(parallel_config.distributed_executor_backend == "external_launcher")
 
 
+def shares_engine(vllm_config: Any) -> bool:
+    """Whether this is one of several API servers that have an engine together."""
+    return int(getattr(vllm_config.parallel_config, "_api_process_count", 1)) > 1
+
+
 def default_engine_id(instance_id: str) -> str:
     """An engine's name among a store's receivers, from what vLLM calls the engine itself."""
     return f"vllm-{host_in_id()}-{instance_id}"
+
+
+def replica_name(index: int) -> str:
+    """What follows an engine's name in that of one of its data-parallel replicas."""
+    return f".dp-{index}" if index else ""
 
 
 def options_of(additional_config: Any) -> EngineOptions | None:

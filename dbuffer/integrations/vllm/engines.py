@@ -27,7 +27,7 @@ from dbuffer.integrations.engine.messages import (
 )
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
-from dbuffer.integrations.vllm.config import CALL, default_engine_id, is_launched
+from dbuffer.integrations.vllm.config import CALL, default_engine_id, is_launched, shares_engine
 from dbuffer.integrations.vllm.facts import facts_here, facts_of
 
 ResultT = TypeVar("ResultT")
@@ -121,6 +121,8 @@ class AsyncVllm(_Vllm):
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._loop = loop
+        # Of several API servers that share it, another one may have followed it before.
+        self.may_be_left_paused = shares_engine(engine.vllm_config)
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
@@ -202,6 +204,55 @@ class AsyncVllm(_Vllm):
             raise
 
 
+class AsyncReplica(AsyncVllm):
+    """One of several data-parallel replicas of an ``AsyncLLM``, which step each by itself.
+
+    It is an engine of its own: the others serve on while it switches.
+    """
+
+    def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop, replica: int) -> None:
+        super().__init__(engine, loop)
+        self._replica = replica
+
+    def facts(self) -> EngineFacts:
+        return facts_here(self._engine.vllm_config, self._replica)
+
+    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+        return list(self._call(self._ask_core("collective_rpc", method, None, (), arguments)))
+
+    def is_paused(self) -> bool:
+        return bool(self._call(self._ask_core("is_scheduler_paused")))
+
+    async def _pause(self, mode: PauseMode) -> None:
+        await self._ask_core("pause_scheduler", mode, False)
+        # The front end keeps nothing of a core's caches where there are several cores.
+        is_reset, *_ = await asyncio.gather(
+            self._ask_core("reset_prefix_cache", True, True),
+            self._ask_core("reset_mm_cache"),
+            self._ask_core("reset_encoder_cache"),
+        )
+        if not is_reset:
+            raise EngineUpdateError("the engine could not reset its prefix cache")
+
+    def resume(self) -> None:
+        self._call(self._ask_core("resume_scheduler"))
+
+    def weight_version(self) -> str:
+        return str(self._call(self._ask_core("get_weight_version")))
+
+    def set_weight_version(self, version: str) -> None:
+        self._call(self._ask_core("set_weight_version", version))
+
+    def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
+        # What vLLM's own calls ask of all cores is answered by the first, whatever the others say.
+        client = self._engine.engine_core
+        identity = self._replica.to_bytes(2, "little")
+        call: Coroutine[Any, Any, Any] = client._call_utility_async(  # noqa: SLF001
+            method, *arguments, engine=identity
+        )
+        return call
+
+
 def _is_in_loop(loop: asyncio.AbstractEventLoop) -> bool:
     try:
         return asyncio.get_running_loop() is loop
@@ -264,6 +315,11 @@ def is_one_of_several(target: Any) -> bool:
     return is_launched(parallel) and parallel.world_size > 1
 
 
+def is_async(target: Any) -> bool:
+    """Whether it is an ``AsyncLLM``."""
+    return hasattr(target, "output_handler") and hasattr(target, "engine_core")
+
+
 def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
     """The engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL."""
     if isinstance(target, str):
@@ -275,6 +331,6 @@ def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
         )
     if hasattr(target, "llm_engine"):
         return OfflineVllm(target)
-    if hasattr(target, "output_handler") and hasattr(target, "engine_core"):
+    if is_async(target):
         return AsyncVllm(target, AsyncVllm.loop_of(target))
     raise EngineUnsupportedError(f"a {type(target).__name__} is not an engine of vLLM")

@@ -10,7 +10,7 @@ from typing import Any
 
 from dbuffer.errors import EngineUnsupportedError
 from dbuffer.integrations.engine.protocol import EngineFacts
-from dbuffer.integrations.vllm.config import BACKEND, options_of
+from dbuffer.integrations.vllm.config import BACKEND, options_of, replica_name
 from dbuffer.integrations.vllm.plugin import serves_every_worker
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
@@ -18,8 +18,13 @@ EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 _EXTENSION_CLASS = "dbuffer.integrations.vllm.extension.WorkerExtension"
 
 
-def facts_of(config: Any) -> EngineFacts:
-    """From a ``VllmConfig``, or from what one looks like in JSON."""
+def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
+    """From a ``VllmConfig``, or from what one looks like in JSON.
+
+    Args:
+        config: the front end's.
+        replica: of several that are followed each by itself, this one.
+    """
     parallel = _get(config, "parallel_config")
     if not (has_backend(config) or has_extension(config)):
         raise EngineUnsupportedError(
@@ -28,16 +33,59 @@ def facts_of(config: Any) -> EngineFacts:
             f'{EXTENSION!r}; a server: --weight-transfer-config \'{{"backend": '
             f'"{BACKEND}"}}\', or --worker-extension-cls {EXTENSION}'
         )
-    if _get(parallel, "data_parallel_size") > 1:
+    replicas = replicas_of(config)
+    if replica is None and len(replicas) > 1:
         raise EngineUnsupportedError(
-            "an engine with data_parallel_size above 1 cannot be followed as one: start one "
-            "engine for each replica, and let each follow the store"
+            f"{len(replicas)} replicas step each by itself, and are followed each by itself: by "
+            "dbuffer.integrations.vllm.follow, given an AsyncLLM; or by the server itself, with "
+            "--middleware dbuffer.integrations.vllm.FollowStore"
         )
+    in_step = _num_in_step(parallel)
     return EngineFacts(
         instance_id=_get(config, "instance_id"),
-        num_ranks=_get(parallel, "world_size"),
+        num_ranks=_get(parallel, "world_size") * in_step,
         configured=options_of(_get(config, "additional_config")),
+        replica=replica_name(replicas[0] if replica is None else replica),
+        begins_paused=in_step > 1,
     )
+
+
+def replicas_of(config: Any) -> list[int]:
+    """Which data-parallel replicas a front end has, of those that step each by itself.
+
+    Dense models' do, and nothing that one of them does reaches another. Replicas of a model with
+    experts step together, and are one engine.
+    """
+    parallel = _get(config, "parallel_config")
+    size = _get(parallel, "data_parallel_size")
+    if size == 1 or _num_in_step(parallel) > 1:
+        return [0]
+    first = _get(parallel, "data_parallel_rank")
+    return list(range(first, first + (_num_local(parallel) or size)))
+
+
+def _num_in_step(parallel: Any) -> int:
+    """How many replicas make each step together."""
+    size: int = _get(parallel, "data_parallel_size")
+    if size == 1 or not _get(parallel, "is_moe_model"):
+        return 1
+    if _num_local(parallel) not in (None, size):
+        raise EngineUnsupportedError(
+            f"{size} replicas step together, and this front end has only some of them: it cannot "
+            "know what the others are told. Use one front end for all, without "
+            "--data-parallel-hybrid-lb and --data-parallel-external-lb"
+        )
+    return size
+
+
+def _num_local(parallel: Any) -> int | None:
+    """How many replicas a front end has that does not have all; None: it has all."""
+    if _get(parallel, "data_parallel_rank_local") is not None:  # one LLM for each, side by side
+        return 1
+    kinds = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
+    if any(_get(parallel, kind) for kind in kinds):
+        return int(_get(parallel, "data_parallel_size_local"))
+    return None
 
 
 def has_backend(config: Any) -> bool:
@@ -73,10 +121,10 @@ def _is_extension(qualified_name: str | None, *, may_import: bool) -> bool:
     )
 
 
-def facts_here(config: Any) -> EngineFacts:
+def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
     """Those of an engine that this process, or one of its children, runs; see :func:`facts_of`."""
     from vllm.plugins import load_general_plugins
 
     # A front end whose configuration was made in another process has loaded none; its workers have.
     load_general_plugins()
-    return facts_of(config)
+    return facts_of(config, replica)

@@ -6,11 +6,20 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.background import BackgroundFollower, begin
+from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers, begin
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import PauseMode
-from dbuffer.integrations.vllm.engines import OfflineVllm, is_one_of_several, vllm_engine_of
+from dbuffer.integrations.vllm.config import default_engine_id, options_of
+from dbuffer.integrations.vllm.engines import (
+    AsyncReplica,
+    AsyncVllm,
+    OfflineVllm,
+    is_async,
+    is_one_of_several,
+    vllm_engine_of,
+)
+from dbuffer.integrations.vllm.facts import replicas_of
 from dbuffer.runtime import options as checks
 
 if TYPE_CHECKING:
@@ -24,13 +33,14 @@ def follow(
     pause: PauseMode = "keep",
     api_key: str | None = None,
     **options: Any,
-) -> Follower | BackgroundFollower | LaunchedFollower:
+) -> Follower | BackgroundFollower | ReplicaFollowers | LaunchedFollower:
     """Keep an engine on a store's newest version.
 
     Args:
         engine: a ``vllm.LLM``: call ``sync()`` of what is returned between generations. If it is
             one rank of an engine that torchrun started, let every rank make these calls. An
-            ``AsyncLLM``, in its event loop: it is followed in the background, until ``aclose()``.
+            ``AsyncLLM``, in its event loop: it is followed in the background, until ``aclose()``;
+            each of several data-parallel replicas of a dense model by itself.
             The URL of a server in development mode: followed in the background, until ``close()``.
         store: the store's directory, as the engine's workers and this process see it. Default:
             the one in the engine's ``additional_config``.
@@ -56,6 +66,21 @@ def follow(
         launched = LaunchedFollower(engine, chosen)
         launched.start()
         return launched
+    if is_async(engine) and len(replicas_of(engine.vllm_config)) > 1:
+        return _follow_replicas(engine, chosen, pause)
     found = vllm_engine_of(engine, api_key=api_key)
     follower = Follower(found, chosen, pause=pause)
     return begin(follower, when_told=isinstance(found, OfflineVllm))
+
+
+def _follow_replicas(
+    engine: Any, options: EngineOptions | None, pause: PauseMode
+) -> ReplicaFollowers:
+    config = engine.vllm_config
+    loop = AsyncVllm.loop_of(engine)
+    told = options or options_of(config.additional_config)
+    shared_id = (told and told.engine_id) or default_engine_id(config.instance_id)
+    replicas = [AsyncReplica(engine, loop, replica) for replica in replicas_of(config)]
+    return ReplicaFollowers(
+        shared_id, [Follower(replica, options, pause=pause) for replica in replicas]
+    )

@@ -8,7 +8,7 @@ An ASGI middleware, which vLLM puts into its server when it is told so::
 
 The server is not reported ready before it serves the newest version that is there. With
 ``--load-format dummy`` there must be one, or come in time. A server that cannot follow does not
-start.
+start. Of several API servers with one engine, one follows, and all are ready when the engine is.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from dbuffer.errors import (
     OptionError,
     VersionTimeoutError,
 )
-from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.background import InBackground
 from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.vllm.config import engine_settings, options_of
+from dbuffer.integrations.vllm.api_servers import Leadership, SharedFollowing
+from dbuffer.integrations.vllm.config import engine_settings, options_of, shares_engine
 from dbuffer.integrations.vllm.following import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
 
@@ -77,44 +78,53 @@ def _refusal(error: Exception) -> str:
     return f"this server does not start, because it cannot follow: {' '.join(reason.split())}"
 
 
-async def _end(follower: BackgroundFollower) -> None:
+async def _end(following: InBackground | SharedFollowing) -> None:
     """Stop following; again does nothing. What goes wrong must not keep the server from its end."""
     try:
-        await follower.aclose()
+        await following.aclose()
     except (DBufferError, OSError) as error:
-        logger.warning("%s did not stop following properly: %s", follower.engine_id, error)
+        logger.warning("this server did not stop following properly: %s", error)
 
 
-async def _start(scope: Scope) -> BackgroundFollower:
+async def _start(scope: Scope) -> InBackground | SharedFollowing:
     """Begin to follow, and wait until the engine serves what is there."""
     engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if engine is None:
         raise EngineUnsupportedError("FollowStore is for vLLM's API server, and this is another")
     config = engine.vllm_config
-    if getattr(config.parallel_config, "_api_process_count", 1) > 1:
-        raise EngineUnsupportedError(
-            "several API servers share this engine, and each would follow: --api-server-count 1"
-        )
     settings = engine_settings(config.additional_config)
     if "store" not in settings:
         raise OptionError(
             'FollowStore needs a store: --additional-config \'{"dbuffer": {"store": directory}}\''
         )
-    follower = follow(engine, pause=settings.get("pause", "keep"))
-    assert isinstance(follower, BackgroundFollower)  # noqa: S101 - an AsyncLLM is followed so
+
+    def begin() -> InBackground:
+        follower = follow(engine, pause=settings.get("pause", "keep"))
+        assert isinstance(follower, InBackground)  # noqa: S101 - an AsyncLLM is followed so
+        return follower
+
+    if shares_engine(config):
+        leadership = Leadership(config.instance_id)
+        return await SharedFollowing.begin(leadership, begin, lambda one: _wait_ready(one, config))
+    follower = begin()
     try:
-        await follower.wait_started_async()
-        if config.load_config.load_format == "dummy" and follower.applied is None:
-            options = options_of(config.additional_config)
-            assert options is not None  # noqa: S101 - it has a store
-            await _wait_for_weights(follower, options)
+        await _wait_ready(follower, config)
     except BaseException:
         await follower.aclose()
         raise
     return follower
 
 
-async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:
+async def _wait_ready(follower: InBackground, config: Any) -> None:
+    """Wait until the engine serves what is there; and is no dummy any more."""
+    await follower.wait_started_async()
+    if config.load_config.load_format == "dummy" and follower.applied is None:
+        options = options_of(config.additional_config)
+        assert options is not None  # noqa: S101 - it has a store
+        await _wait_for_weights(follower, options)
+
+
+async def _wait_for_weights(follower: InBackground, options: EngineOptions) -> None:
     """Wait for the first version: weights of ``--load-format dummy`` are nobody's."""
     logger.info(
         "%s has a dummy's weights: waiting %g s (timeout_s) for a version in %s",

@@ -14,7 +14,7 @@ from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.serving import KEPT_AS, ServingModel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
-from dbuffer.integrations.vllm.config import default_engine_id, is_launched
+from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
 from dbuffer.integrations.vllm.model import VllmModel
 from dbuffer.integrations.vllm.packing import CpuPacking
 from dbuffer.integrations.vllm.shape_check import vllm_shape_check
@@ -44,9 +44,9 @@ class WorkerRank:
         parallel = self._vllm_config.parallel_config
         if is_launched(parallel):  # each process has made up an instance id
             return self.ranks.gather(name)[0]
-        if parallel.data_parallel_size > 1:
-            name += f".dp-{parallel.data_parallel_rank}"
-        return name
+        if parallel.data_parallel_size > 1:  # replicas that step together are one engine
+            return name
+        return name + replica_name(getattr(parallel, "data_parallel_index", 0))
 
     def make_model(self, before: ServingModel | None) -> ServingModel:
         """The model, to swap weights in: the same as before, which knows whether it may serve."""
@@ -61,7 +61,7 @@ class WorkerRank:
 
 
 class WorkerRanks(Ranks):
-    """All workers of a vLLM engine."""
+    """All workers of a vLLM engine, of all replicas that step together."""
 
     def __init__(self, vllm_config: Any) -> None:
         parallel = vllm_config.parallel_config

@@ -61,9 +61,13 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
                 total = sum(map(_count_loadable, own))
                 for tensor in own:
                     self._layers.setdefault(id(tensor), (prefix, total))
+        self._num_shares = dict(_shares_of_experts(model))
         self._optional = {
             id(tensor) for module in model.modules() for tensor in _find_optional(module)
         }
+
+    def num_shares(self, tensor: Any) -> int:
+        return self._num_shares.get(id(tensor)) or super().num_shares(tensor)
 
     def reset(self) -> None:
         super().reset()
@@ -124,6 +128,15 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
                 )
         if not num_loaded:
             raise WeightsMismatchError("nothing of the engine's model was published")
+
+
+def _shares_of_experts(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
+    """Over how many ranks experts are spread, by tensor: of all replicas that step together."""
+    for module in model.modules():
+        parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
+        if parallel is not None:
+            for tensor in module.parameters(recurse=False):
+                yield id(tensor), parallel.tp_size * parallel.ep_size
 
 
 def _count_loadable(tensor: Any) -> int:
