@@ -12,7 +12,6 @@ import importlib
 import json
 import logging
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -61,6 +60,7 @@ from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.states import FollowerState
 from dbuffer.integrations.vllm import FollowStore
 from dbuffer.integrations.vllm.api_servers import LOOK_S, Leadership
+from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -770,7 +770,6 @@ def following_with(monkeypatch: pytest.MonkeyPatch, store: Path) -> Callable[...
         return SimpleNamespace(
             vllm_config=SimpleNamespace(
                 parallel_config=SimpleNamespace(_api_process_count=servers),
-                instance_id=secrets.token_hex(8),
                 load_config=SimpleNamespace(load_format=load_format),
                 additional_config={"dbuffer": settings},
             )
@@ -874,7 +873,7 @@ def test_one_api_server_follows_and_the_next_one_when_it_ends(
         await first.end()
         await second.end()
         # Nothing is left of their lock.
-        assert not Leadership(client.vllm_config.instance_id).is_ready()
+        assert not Leadership(instance_of_api_servers()).is_ready()
 
     asyncio.run(run())
     engine.close()
@@ -966,7 +965,7 @@ class Replica(LightEngine):
 def replicas(store: Path) -> Iterator[tuple[list[Replica], ReplicaFollowers]]:
     engines = [Replica(""), Replica(".dp-1")]
     followers = [Follower(engine, options(store, "several")) for engine in engines]
-    with ReplicaFollowers("several", followers) as follower:
+    with ReplicaFollowers(followers) as follower:
         yield engines, follower
 
 
@@ -1005,7 +1004,7 @@ def test_replicas_that_cannot_be_followed_are_refused_before_one_is(store: Path)
     engines = [Replica(""), Replica(".dp-1")]
     engines[1].error = lambda: EngineUnsupportedError("not this one")
     with pytest.raises(EngineUnsupportedError, match="not this one"):
-        ReplicaFollowers("several", [Follower(engine, options(store)) for engine in engines])
+        ReplicaFollowers([Follower(engine, options(store)) for engine in engines])
     assert not [thread for thread in threading.enumerate() if thread.name == "dbuffer-follower"]
 
 

@@ -46,6 +46,7 @@ DENSE_VERSIONS = 40
 MIN_VERSIONS_SEEN = 10
 LOCKSTEP_VERSIONS = 6
 NUM_TOKENS = 24
+LATE_S = 0.2
 
 
 @pytest.fixture(scope="module")
@@ -415,9 +416,9 @@ async def observe_lockstep(directory: Path) -> dict[str, Any]:
     program = Program(engine, directory / "store")
     from dbuffer.integrations.vllm import follow
 
+    reach_late(engine, REPLICAS[1])
     await program.send(make_model(family, 2))
     seeds = {"default": 1, "1": 2}
-    follower: Any = None
 
     class NotYet:
         applied = None
@@ -440,6 +441,19 @@ async def observe_lockstep(directory: Path) -> dict[str, Any]:
     await follower.aclose()
     program.engine.shutdown()
     return seen | answer_afresh(directory, family, program.responses, seeds)
+
+
+def reach_late(engine: Any, replica: int) -> None:
+    """Let what a replica is asked reach it late: the other one is in a later step then."""
+    core = engine.engine_core
+    send = core._send_input_message
+
+    async def send_late(message: Any, identity: bytes) -> Any:
+        if identity == core.core_engines[replica]:
+            await asyncio.sleep(LATE_S)
+        return await send(message, identity)
+
+    core._send_input_message = send_late
 
 
 async def observe_served(directory: Path) -> dict[str, Any]:

@@ -50,6 +50,12 @@ class Process:
         return _here(os.getpid())
 
     @classmethod
+    def parent(cls) -> Process:
+        """The one that started this one, or who has taken its place."""
+        pid = os.getppid()
+        return dataclasses.replace(cls.here(), pid=pid, started=_state_of(pid)[1])
+
+    @classmethod
     def of(cls, record: ReceiverRecord | WriterRecord) -> Process:
         return cls(record.host, record.boot, record.pid_namespace, record.pid, record.started)
 

@@ -147,20 +147,19 @@ class ReplicaFollowers(InBackground):
     its own version. All have a version when :attr:`applied` says so.
 
     Args:
-        engine_id: what the replicas' names begin with.
         followers: of each replica, not begun.
     """
 
-    def __init__(self, engine_id: str, followers: Sequence[Follower]) -> None:
+    def __init__(self, followers: Sequence[Follower]) -> None:
         for follower in followers:
             follower.require_followable()
-        self._engine_id = engine_id
         self.replicas = [BackgroundFollower(follower) for follower in followers]
         """One for each."""
 
     @property
     def engine_id(self) -> str:
-        return self._engine_id
+        """The names of all replicas."""
+        return ", ".join(replica.engine_id for replica in self.replicas)
 
     @property
     def applied(self) -> int | None:

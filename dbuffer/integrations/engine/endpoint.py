@@ -93,7 +93,8 @@ class RankEndpoint:
         if request.unless_following:
             # Together: a rank that began alone would wait for those that need not.
             try:
-                if all(rank.ranks.gather(self._is_following(request.options), begins=True)):
+                is_following = self._is_following(rank, request.options)
+                if all(rank.ranks.gather(is_following, begins=True)):
                     return
             except RankFailedError as failure:
                 raise EngineUpdateError(
@@ -103,9 +104,10 @@ class RankEndpoint:
         self._last, self.receiver = self.receiver or self._last, None
         self.receiver = start_on_all_ranks(rank, request.options, self._last)
 
-    def _is_following(self, options: EngineOptions) -> bool:
-        """Whether it follows with these options; whatever the engine goes by."""
-        if self.receiver is None:
+    def _is_following(self, rank: EngineRank, options: EngineOptions) -> bool:
+        """Whether it follows with these options, under the name that they give."""
+        names = rank.engine_id(options), options.instance_id or rank.instance_id
+        if self.receiver is None or names != (self.receiver.engine_id, self.receiver.instance_id):
             return False
         ids = {"engine_id": None, "instance_id": None}
         return asdict(options) | ids == asdict(self.receiver.options) | ids

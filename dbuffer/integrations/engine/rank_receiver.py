@@ -80,8 +80,8 @@ class RankReceiver:
             else None
         )
         self.engine_id = engine_id
-        instance_id = options.instance_id or rank.instance_id
-        names = EngineNames(engine_id, instance_id)
+        self.instance_id = options.instance_id or rank.instance_id
+        names = EngineNames(engine_id, self.instance_id)
         name = names.of_rank(self.ranks.rank)
         # Before anything is read: it puts away what an earlier run may have left there.
         self._mirror = options.start_mirror()
@@ -104,7 +104,7 @@ class RankReceiver:
         self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id, spare=names.spare(engine_id))
-        self._record.set(instance=names.instance, is_made_up=instance_id in engine_id)
+        self._record.set(instance=names.instance, is_made_up=self.instance_id in engine_id)
         self._record_engine()
 
     def serving(self, store: str) -> Serving:

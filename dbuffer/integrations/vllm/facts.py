@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from dbuffer.errors import EngineUnsupportedError
+from dbuffer.format.layout import digest
 from dbuffer.integrations.engine.protocol import EngineFacts
-from dbuffer.integrations.vllm.config import BACKEND, options_of, replica_name
+from dbuffer.integrations.vllm.config import BACKEND, options_of, replica_name, shares_engine
 from dbuffer.integrations.vllm.plugin import serves_every_worker
+from dbuffer.store.liveness import Process
 
 EXTENSION = "dbuffer.integrations.vllm.WorkerExtension"
 
@@ -127,4 +130,12 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
 
     # A front end whose configuration was made in another process has loaded none; its workers have.
     load_general_plugins()
-    return facts_of(config, replica)
+    facts = facts_of(config, replica)
+    if not shares_engine(config):
+        return facts
+    return dataclasses.replace(facts, instance_id=instance_of_api_servers())
+
+
+def instance_of_api_servers() -> str:
+    """What API servers of one engine share: each makes an id up; but one process started all."""
+    return digest(repr(Process.parent()).encode())

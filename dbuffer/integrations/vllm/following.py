@@ -10,7 +10,6 @@ from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFo
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import PauseMode
-from dbuffer.integrations.vllm.config import default_engine_id, options_of
 from dbuffer.integrations.vllm.engines import (
     AsyncReplica,
     AsyncVllm,
@@ -76,11 +75,6 @@ def follow(
 def _follow_replicas(
     engine: Any, options: EngineOptions | None, pause: PauseMode
 ) -> ReplicaFollowers:
-    config = engine.vllm_config
     loop = AsyncVllm.loop_of(engine)
-    told = options or options_of(config.additional_config)
-    shared_id = (told and told.engine_id) or default_engine_id(config.instance_id)
-    replicas = [AsyncReplica(engine, loop, replica) for replica in replicas_of(config)]
-    return ReplicaFollowers(
-        shared_id, [Follower(replica, options, pause=pause) for replica in replicas]
-    )
+    replicas = [AsyncReplica(engine, loop, one) for one in replicas_of(engine.vllm_config)]
+    return ReplicaFollowers([Follower(replica, options, pause=pause) for replica in replicas])

@@ -27,6 +27,7 @@ from dbuffer.integrations.engine.background import InBackground
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.vllm.api_servers import Leadership, SharedFollowing
 from dbuffer.integrations.vllm.config import engine_settings, options_of, shares_engine
+from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.integrations.vllm.following import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
 
@@ -104,7 +105,7 @@ async def _start(scope: Scope) -> InBackground | SharedFollowing:
         return follower
 
     if shares_engine(config):
-        leadership = Leadership(config.instance_id)
+        leadership = Leadership(instance_of_api_servers())
         return await SharedFollowing.begin(leadership, begin, lambda one: _wait_ready(one, config))
     follower = begin()
     try:
