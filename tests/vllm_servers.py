@@ -167,11 +167,11 @@ class Server:
         )
         return other
 
-    def metrics_by_engine(self) -> dict[tuple[str, str], float]:
-        """Ours of each engine, by name and engine."""
+    def metrics_by_engine(self) -> dict[str, float]:
+        """Ours, as ``NAME of ENGINE``."""
         sample = re.compile(r'(dbuffer_\w+){engine="([^"]+)"\} (\S+)$', re.MULTILINE)
         found = sample.findall(self.client.get("/metrics").text)
-        return {(name, engine): float(value) for name, engine, value in found}
+        return {f"{name} of {engine}": float(value) for name, engine, value in found}
 
     def metrics(self) -> dict[str, float]:
         """Ours, without labels and buckets."""

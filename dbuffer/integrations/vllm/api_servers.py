@@ -4,66 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
-import tempfile
+import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Self
 
 from dbuffer.errors import DBufferError
-from dbuffer.format.layout import digest
 from dbuffer.integrations.engine.background import InBackground
-from dbuffer.store import filesystem
-from dbuffer.store.filesystem import Descriptor
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
 """How often an API server looks whether it is its turn."""
 
-_READY = b"ready"
+_MAX_API_SERVERS = 4096
 
 
 class Leadership:
-    """Which of the API servers follows: that which has a lock, for as long as it lives.
+    """Which of the API servers follows: the one that has a socket's name, for as long as it lives.
 
-    They are processes of one host and one parent, so the lock is a file of its directory for
-    temporary files. It is not in the store: that may not be there yet.
+    They are processes of one host and one parent, and vLLM ends them by SIGKILL: a name of the
+    kernel's, in no directory, is free again at once. It is not the store's lock: the store may not
+    be there yet.
 
     Args:
         instance_id: what the API servers share, and no others.
     """
 
     def __init__(self, instance_id: str) -> None:
-        name = f"dbuffer-leader-{digest(instance_id.encode())}"
-        self._path = Path(tempfile.gettempdir()) / name
-        self._lock: Descriptor | None = None
+        self._name = f"\0dbuffer-leader-{instance_id}"
+        self._socket: socket.socket | None = None
 
     def try_take(self) -> bool:
         """Take it, if nobody has it."""
-        lock = filesystem.take_lock(self._path, "leader's", may_lack_locks=False)
-        # Who had it removes the file, and then lets go of it.
-        if lock is not None and not filesystem.is_at(lock, self._path):
-            lock.close()
-            lock = None
-        self._lock = lock
-        return lock is not None
+        taken = socket.socket(socket.AF_UNIX)
+        try:
+            taken.bind(self._name)
+        except OSError as error:
+            taken.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+        self._socket = taken
+        return True
 
     def say_ready(self) -> None:
         """Tell the others that the engine serves what was there: they may serve, too."""
-        assert self._lock is not None  # noqa: S101 - by try_take()
-        filesystem.write_at(self._lock.number, 0, _READY)
+        assert self._socket is not None  # noqa: S101 - by try_take()
+        self._socket.listen(_MAX_API_SERVERS)
 
     def is_ready(self) -> bool:
-        """Whether who has it, or who had it before, has said so."""
-        with contextlib.suppress(FileNotFoundError):
-            return filesystem.read_small(self._path, len(_READY)) == _READY
-        return False
+        """Whether the one that has it has said so."""
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.setblocking(False)
+            # A name that nobody listens at refuses; one that nobody has, as well.
+            return asking.connect_ex(self._name) in (0, errno.EAGAIN)
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._path.unlink(missing_ok=True)
-            self._lock.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
 class SharedFollowing:
