@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
-from lab import VERSIONS, Lab, Scenario, skip_or_fail
+from lab import LIMIT_S, VERSIONS, Lab, Scenario, skip_or_fail
 from uml import UnavailableError
 
 
@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _scenario_of(item) is not None:
             item.add_marker(pytest.mark.nfs)
             # A test waits for those before it in the guest, each of which has its own limit.
-            item.add_marker(pytest.mark.timeout(2400))
+            item.add_marker(pytest.mark.timeout(6 * LIMIT_S))
 
 
 @pytest.fixture(scope="session")
