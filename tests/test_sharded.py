@@ -216,11 +216,12 @@ def strided(size: int) -> Case:
 def sums(size: int) -> Case:
     """What is yet to be added up."""
     mesh = init_device_mesh("cpu", (size,))
-    full = {"sum": whole(6, 2), "rows": whole(5, 2)}
+    full = {"sum": whole(6, 2), "none": torch.empty(0, 2), "rows": whole(5, 2)}
     part = full["sum"] / size
     full["sum"] = sum([part] * size, torch.zeros(6, 2))
     return {
         "sum": DTensor.from_local(part, mesh, [Partial()]),
+        "none": DTensor.from_local(full["none"], mesh, [Partial()]),
         "rows": distribute_tensor(full["rows"], mesh, [Shard(0)]),
     }, full
 
