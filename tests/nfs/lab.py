@@ -111,7 +111,6 @@ def scenario(
     def decorate(function: Callable[[Any], None]) -> Callable[..., None]:
         described = Scenario(function.__module__, function.__name__, quiet, disruptive)
 
-        @pytest.mark.xdist_group("nfs")  # one process, and one pair of guests
         def test(lab: Lab, record_property: Record) -> None:
             result = lab.result_of(described)
             for name, number in result.figures.items():
