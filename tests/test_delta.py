@@ -29,7 +29,7 @@ from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
 from dbuffer.io.changes import Change, find_changes, write_changes
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import apply_delta, changed_positions, encode_delta
+from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
 from dbuffer.io.tensors import DTYPES, FileTensors
 
 SIZES = (0, 1, 2, 7, 64, 1001, 40_000)
@@ -301,6 +301,37 @@ class TestApply:
         other = Guarded(layout_of([torch.zeros(50)], ["float32"]), [torch.zeros(50)])
         with pytest.raises(StoreCorruptError, match="for other tensors"):
             apply_delta(step.header, step.encoded.chunks.__getitem__, other, copier)
+
+    @pytest.mark.usefixtures("small_chunks")
+    @pytest.mark.parametrize("absolute", [False, True])
+    @pytest.mark.parametrize("seed", range(20))
+    def test_to_an_excerpt(self, copier, seed, absolute):
+        """As what a rank writes: a part of some tensors, and nothing of the others."""
+        rng = np.random.default_rng(seed)
+        sizes = rng.integers(1, 3000, 12).tolist()
+        dtypes = rng.choice(["bfloat16", "float32", "uint8", "complex128"], 12).tolist()
+        shares = rng.choice([0.0, 0.01, 0.4, 1.0], 12).tolist()
+        step = random_step(seed, dtypes, sizes, shares, copier, absolute=absolute)
+        starts, tensors = [], []
+        for index in sorted(rng.choice(12, 5, replace=False)):
+            first, end = sorted(rng.integers(0, sizes[index] + 1, 2))
+            starts.append(step.layout.offsets[index] + first * step.before[index].itemsize)
+            tensors.append((step.before[index][first:end], step.after[index][first:end]))
+        before, after = zip(*tensors, strict=True)
+        own = layout_of(before, [str(tensor.dtype).removeprefix("torch.") for tensor in before])
+        contents = Guarded(own, before)
+        ends = np.array(starts) + own.sizes
+        excerpt = Excerpt(np.array(starts), ends, np.array(own.offsets))
+        read: list[int] = []
+
+        def read_chunk(number):
+            read.append(number)
+            return step.encoded.chunks[number]
+
+        apply_delta(step.header, read_chunk, contents, copier, excerpt)
+        assert torch.equal(contents.data, Guarded(own, after).data)
+        contents.assert_guarded()
+        assert len(read) < len(step.encoded.chunks), "some change nothing in it"
 
     def test_what_reading_raises_is_raised(self, copier):
         step = random_step(3, ["bfloat16"], [100], [0.1], copier)

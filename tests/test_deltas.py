@@ -288,6 +288,35 @@ def test_a_sender_builds_upon_no_version_with_other_tensors_or_none(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_sender_that_takes_checksums_builds_upon_no_version_without(
+    store: Path, mount: str, checksum: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor the other way round."""
+    with make_sender(store, checksum=not checksum) as first:
+        publish(first, 1, 2, 3)
+    with make_sender(store, checksum=checksum) as second:
+        assert publish(second, 4) == [None]
+        assert publish(second, 5)[0] is not None
+    assert newest(store, verify=checksum) == 5
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mounts", [("local", "network"), ("network", "local")])
+def test_a_sender_builds_upon_no_version_of_another_kind_of_mount(
+    store: Path, mounts: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on the server itself, for what was published across the network."""
+    for mount, versions in zip(mounts, ((1, 2, 3), (4, 5)), strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DBUFFER_MOUNT", mount)
+            with make_sender(store) as sender:
+                has_delta = [found is not None for found in publish(sender, *versions)]
+            assert has_delta == [False, *[True] * (len(versions) - 1)]
+            assert newest(store, verify=True) == versions[-1]
+    assert not caplog.records
+
+
 def test_two_senders_the_first_superseded_in_the_middle_of_a_chain(
     store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,11 +216,12 @@ def strided(size: int) -> Case:
 def sums(size: int) -> Case:
     """What is yet to be added up."""
     mesh = init_device_mesh("cpu", (size,))
-    full = {"sum": whole(6, 2), "rows": whole(5, 2)}
+    full = {"sum": whole(6, 2), "none": torch.empty(0, 2), "rows": whole(5, 2)}
     part = full["sum"] / size
     full["sum"] = sum([part] * size, torch.zeros(6, 2))
     return {
         "sum": DTensor.from_local(part, mesh, [Partial()]),
+        "none": DTensor.from_local(full["none"], mesh, [Partial()]),
         "rows": distribute_tensor(full["rows"], mesh, [Shard(0)]),
     }, full
 
@@ -752,6 +753,8 @@ class Way(NamedTuple):
 
     mount: str = "auto"
     delta: bool = False
+    is_restarted: bool = False
+    """Whether the fourth version is the first one of a sender, which takes up the third."""
 
     @property
     def has_checksums(self) -> bool:
@@ -790,9 +793,13 @@ def send_until(
 
     None: it was published, and nothing was done.
     """
-    with mounted(way.mount), way.open(store, rank_timeout_s=timeout_s) as sender:
+    with mounted(way.mount), contextlib.ExitStack() as stack:
+        sender = stack.enter_context(way.open(store, rank_timeout_s=timeout_s))
         for version in (1, 2, 3):
             sender.send(way.weights(version))
+        if way.is_restarted:
+            sender.close()
+            sender = stack.enter_context(way.open(store, rank_timeout_s=timeout_s))
         weights = way.weights(4)
         if rank == on_rank:
             number, names = at
@@ -854,6 +861,8 @@ def survives(
         pytest.param(2, 1, Way(delta=True), 1, id="rank 1 of 2, a delta"),
         pytest.param(2, 0, Way("network", delta=True), 4, id="rank 0 of 2, a delta upon parts"),
         pytest.param(2, 1, Way("network", delta=True), 5, id="rank 1 of 2, a delta upon parts"),
+        pytest.param(2, 0, Way("auto", True, True), 3, id="rank 0 of 2, restarted"),
+        pytest.param(2, 1, Way("network", True, True), 2, id="rank 1 of 2, restarted, parts"),
     ],
 )
 def test_a_rank_that_is_killed_at_any_moment(
@@ -863,7 +872,8 @@ def test_a_rank_that_is_killed_at_any_moment(
     has_flipped = False
     kills = 0
     # What another rank than 0 does with a delta is little.
-    for number in numbers(first, every=2 if way.delta and on_rank else 6):
+    is_short = way.delta and on_rank and not way.is_restarted
+    for number in numbers(first, every=2 if is_short else 6):
         store = shm_path / f"{number}"
         there = survives(store, tmp_path, size, on_rank, number, way)
         if there is None:

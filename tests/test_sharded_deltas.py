@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from damage import flip_bit
 from support import SPARSE, newest
 from test_sharded import (
     Case,
     fsdp,
+    hsdp,
     mounted,
     partly_fsdp,
     pattern_of,
@@ -30,9 +33,11 @@ from worlds import Failure, World
 
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver
+from dbuffer.io.transfer import part_path
 from dbuffer.publish import chaining
-from dbuffer.publish.rank_output import SharedFile
+from dbuffer.publish.rank_output import OwnFile, SharedFile
 from dbuffer.ranks import agreement
+from dbuffer.store.buffer import DoubleBuffer, Held
 
 MOUNTS = ["local", "network"]
 
@@ -92,10 +97,12 @@ def follow(
     mount: str,
     one_in: list[int],
     options: dict[str, Any],
+    restarts: Collection[int] = (),
 ) -> list[int | None]:
     """Publish versions of which each changes one element in so many; the bytes of their deltas.
 
-    Rank 0 reads each of them, as who has followed all along and as one who comes late.
+    Rank 0 reads each of them, as who has followed all along and as one who comes late. Before some
+    versions all ranks are closed and begin anew.
     """
     torch.manual_seed(0)
     chaining.MAX_CHAIN = 3
@@ -109,6 +116,9 @@ def follow(
         if rank == 0:
             follower = stack.enter_context(WeightReceiver(store, receiver_id="follower"))
         for version, share in enumerate(one_in, 1):
+            if version in restarts:
+                sender.close()
+                sender = stack.enter_context(ShardedWeightSender(store, delta=True, **options))
             nudge(weights, share, version)
             publication = sender.send(weights)
             assert publication.version == version
@@ -146,6 +156,170 @@ def test_every_version_is_what_the_ranks_hold(world, store, case, mount):
 def test_with_each_option(world, store, options, mount):
     [found, *_] = world.run(follow, fsdp, store, mount, [64] * 5, options)
     assert None not in found[1:]
+
+
+ALL_WAYS = [*CASES, hsdp]
+
+
+@pytest.mark.parametrize(
+    ("mount", "checksum"), [("local", False), ("local", True), ("network", True)]
+)
+@pytest.mark.parametrize("case", ALL_WAYS, ids=lambda case: case.__name__)
+def test_ranks_that_were_restarted_go_on(world, store, case, mount, checksum):
+    """From a whole version, from one in a chain, from one that a restart has begun with."""
+    options, restarts = {"checksum": checksum}, (2, 4, 5, 7)
+    for found in world.run(follow, case, store, mount, [64] * 8, options, restarts):
+        assert found[0] is None
+        assert None not in found[1:]
+
+
+def test_ranks_that_were_restarted_go_on_without_checksums_across_a_network(world, store):
+    [found, *_] = world.run(
+        follow, two_dimensions, store, "network", [64] * 6, {"checksum": False}, (3, 5)
+    )
+    assert None not in found[1:]
+
+
+class Went(NamedTuple):
+    """How a sender that was begun went, on one rank."""
+
+    has_delta: list[bool]
+    log: list[str]
+
+
+def go_on(
+    rank: int,
+    case: Callable[[int], Case],
+    store: Path,
+    mount: str,
+    versions: range,
+    hindrance: tuple[int, Any, str, Any] | None = None,
+) -> Went:
+    """Begin a sender, and publish some of the versions that nudges lead to, one after another.
+
+    Rank 0 reads each. The ``hindrance`` is a rank, and what of which class is something else there.
+    """
+    torch.manual_seed(0)
+    weights, _ = case(distributed.get_world_size())
+    has_delta = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mounted(mount))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        log = stack.enter_context(warnings_logged())
+        if hindrance is not None and rank == hindrance[0]:
+            patch.setattr(*hindrance[1:])
+        sender = stack.enter_context(ShardedWeightSender(store, delta=True, checksum=True))
+        for version in range(1, versions.stop):
+            nudge(weights, 64, version)
+            if version not in versions:
+                continue
+            has_delta.append(sender.send(weights).delta_bytes is not None)
+            full = gathered(weights)
+            if rank == 0:
+                with WeightReceiver(store, verify=True) as late, late.open() as snapshot:
+                    assert snapshot.version == version
+                    assert_same(snapshot.tensors, full)
+    return Went(has_delta, log)
+
+
+def fail_to_read(*_: Any) -> None:
+    raise dbuffer.StoreAccessError("it went up in smoke")
+
+
+def hold_the_one_before(self: DoubleBuffer, version: int, history: str | None) -> Held | None:
+    """As who is late to see what was published, or early to see what comes after it."""
+    idle = next(buffer for buffer in "AB" if self.manifest(buffer).version < version)
+    return self.hold_buffer(idle)
+
+
+@contextlib.contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("dbuffer").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("dbuffer").removeHandler(handler)
+
+
+def damage_base(store: Path, mount: str) -> None:
+    """A bit of what one rank has written and was published; on a network mount, of the anchor."""
+    held = DoubleBuffer(store).hold_newest(newer_than=None)
+    with held:
+        path = held.path if mount == "local" else part_path(held.path, 2)
+    flip_bit(path, 8 * (path.stat().st_size // 2))
+
+
+def damage_delta(store: Path, mount: str) -> None:
+    path = max((store / "deltas").iterdir())
+    flip_bit(path, 8 * path.stat().st_size - 9 if mount == "network" else 8 * 60)
+
+
+def lose_delta(store: Path, mount: str) -> None:
+    max((store / "deltas").iterdir()).unlink()
+
+
+def lose_base(store: Path, mount: str) -> None:
+    with DoubleBuffer(store).hold_newest(newer_than=None) as held:
+        path = held.path if mount == "local" else part_path(held.path, 1)
+    path.unlink()
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("damage", [damage_base, damage_delta, lose_delta, lose_base])
+def test_ranks_build_upon_nothing_that_is_damaged(world, store, damage, mount):
+    world.run(go_on, fsdp, store, mount, range(1, 4))
+    with mounted(mount):
+        damage(store, mount)
+    first, *others = world.run(go_on, fsdp, store, mount, range(4, 7))
+    assert first.has_delta == [False, True, True]
+    assert all(went == Went(first.has_delta, []) for went in others)
+    assert sum("not upon its last" in message for message in first.log) == 1, first.log
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+@pytest.mark.parametrize("failing", [0, 3])
+@pytest.mark.parametrize("why", ["it went up in smoke", "it does not see version 3 as rank 0 does"])
+def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
+    world, store, failing, mount, why
+):
+    world.run(go_on, fsdp, store, mount, range(1, 4))
+    hindrance = (failing, DoubleBuffer, "hold_version", hold_the_one_before)
+    if "smoke" in why:
+        output = SharedFile if mount == "local" else OwnFile
+        hindrance = (failing, output, "read_back", fail_to_read)
+    first, *others = world.run(go_on, fsdp, store, mount, range(4, 7), hindrance)
+    assert first.has_delta == [False, True, True]
+    assert all(went == Went(first.has_delta, []) for went in others)
+    [message] = first.log
+    assert f"not upon its last: rank {failing}: {why}" in message
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_other_tensors_begin_with_a_whole_version(world, store, mount):
+    world.run(go_on, fsdp, store, mount, range(1, 4))
+    for went in world.run(go_on, tied, store, mount, range(4, 7)):
+        assert went == Went([False, True, True], [])
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_another_number_of_ranks(world, store, mount, tmp_path_factory):
+    """On one machine the file is the same; across a network each rank has written a part."""
+    world.run(go_on, fsdp, store, mount, range(1, 4))
+    with World(tmp_path_factory.mktemp("world"), 2) as two:
+        for went in two.run(go_on, fsdp, store, mount, range(4, 7)):
+            assert went == Went([mount == "local", True, True], [])
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_what_was_published_by_one_process_before(world, store, mount):
+    with mounted(mount), dbuffer.WeightSender(store, delta=True) as sender:
+        for version in (1, 2, 3):
+            sender.send(SPARSE.weights(version))
+    world.run(publish_sparse, store, range(4, 8), mount, mount == "local")
+    assert newest_version(store, mount) == 7
 
 
 def test_what_ranks_tell_goes_in_messages_of_a_limited_size(world, store):
@@ -289,22 +463,22 @@ def test_other_shares_make_the_next_version_whole(world, store, mount):
 
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_a_mirror_brings_them_on(world, store, monkeypatch, mount):
-    """Also the first one of a new sender, which is whole, and those above it."""
+    """Also those of a sender that was restarted."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     local = store.parent / "local"
     with dbuffer.Mirror(store, local, poll_interval_s=0.01).start() as mirror:
         for versions in (range(1, 2), range(2, 6), range(6, 9)):
-            world.run(publish_sparse, store, versions, mount)
+            world.run(publish_sparse, store, versions, mount, versions[0] > 1)
             mirror.wait_until_current(30)
             assert newest(local) == versions[-1]
 
 
-def publish_sparse(rank: int, store: Path, versions: range, mount: str) -> None:
+def publish_sparse(rank: int, store: Path, versions: range, mount: str, goes_on: bool) -> None:
     with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
         for version in versions:
             weights = pattern_of(version, distributed.get_world_size(), SPARSE)
             has_delta = sender.send(weights, version=version).delta_bytes is not None
-            assert has_delta == (version > versions[0])
+            assert has_delta == (goes_on or version > versions[0])
 
 
 def test_options_are_refused(world, store):

@@ -56,7 +56,7 @@ def make_model() -> nn.Module:
     return model.append(nn.Linear(33, 900))
 
 
-def make_engine(persisted: int) -> Any:
+def make_engine(persisted: int, model: nn.Module | None = None) -> Any:
     """An engine of it, that keeps parameters whole below so many elements."""
     import deepspeed
 
@@ -65,7 +65,7 @@ def make_engine(persisted: int) -> Any:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": persisted},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
-    return deepspeed.initialize(model=make_model(), config=config)[0]
+    return deepspeed.initialize(model=model or make_model(), config=config)[0]
 
 
 def count_gathered() -> tuple[list[int], Callable[[], None]]:
@@ -121,6 +121,42 @@ def test_parameters_are_gathered_one_at_a_time(world, store, monkeypatch, persis
     with WeightReceiver(store) as receiver, receiver.open() as snapshot:
         assert snapshot.version == 2
         assert snapshot.tensors.keys() == expected.keys()
+        for name, tensor in expected.items():
+            wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
+            assert torch.equal(snapshot.tensors[name], wanted), name
+
+
+def publish_deltas(rank: int, store: Path, mount: str, versions: range) -> list[bool]:
+    """From a checkpoint: each version is the first one with so many of its elements changed."""
+    has_delta = []
+    os.environ[filesystem.MOUNT_VARIABLE] = mount
+    try:
+        with ShardedWeightSender(store, delta=True, dtype=torch.bfloat16) as sender:
+            for version in versions:
+                engine = make_engine(10_000, changed_model(version))
+                has_delta.append(sender.send(engine).delta_bytes is not None)
+    finally:
+        del os.environ[filesystem.MOUNT_VARIABLE]
+    return has_delta
+
+
+def changed_model(version: int) -> nn.Module:
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.data.view(-1)[: 3 * version] *= 2
+    return model
+
+
+@pytest.mark.parametrize("mount", ["local", "network"])
+def test_ranks_that_were_restarted_go_on_with_deltas(world, store, monkeypatch, mount):
+    for found in world.run(publish_deltas, store, mount, range(1, 4)):
+        assert found == [False, True, True]
+    for found in world.run(publish_deltas, store, mount, range(4, 6)):
+        assert found == [True, True]
+    monkeypatch.setenv(filesystem.MOUNT_VARIABLE, mount)
+    expected = changed_model(5).state_dict()
+    with WeightReceiver(store) as receiver, receiver.open() as snapshot:
+        assert snapshot.version == 5
         for name, tensor in expected.items():
             wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
             assert torch.equal(snapshot.tensors[name], wanted), name

@@ -8,7 +8,8 @@ neither version, and is of no use if one of them cannot be read.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -23,9 +24,9 @@ from dbuffer.format.delta import (
     decode_prefix,
     words_an_element,
 )
-from dbuffer.format.layout import Layout, digest
+from dbuffer.format.layout import Layout, Piece, digest
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import apply_delta, changed_positions
+from dbuffer.io.delta import Excerpt, apply_delta, changed_positions
 from dbuffer.io.tensors import FileTensors, unpack_checksums
 from dbuffer.io.transfer import OnBytes, read_tensors
 from dbuffer.store import filesystem
@@ -91,10 +92,40 @@ class Chain:
             file, path = held.file.number, held.path
             read_tensors(file, path, self._layout, memory, copier, hashed=False, on_bytes=on_bytes)
             since = manifest.anchor or manifest.identity
-        for identity in manifest.deltas_after(since):
-            opened = self._open(identity)
+        self._apply_after(since, memory, copier, on_bytes=on_bytes)
+
+    def read_pieces(self, pieces: Sequence[Piece], memory: FileTensors, copier: Copier) -> None:
+        """Read pieces of the held version that are in one part.
+
+        ``memory`` has a tensor for each of them, in this order.
+        """
+        held, layout, manifest = self._held, self._layout, self._held.manifest
+        parts = {piece.part for piece in pieces}
+        own = dataclasses.replace(
+            memory.layout,
+            part_bytes=tuple(n * (part in parts) for part, n in enumerate(layout.part_bytes)),
+            pieces=tuple(p._replace(tensor=i, offset=0) for i, p in enumerate(pieces)),
+        )
+        read_tensors(held.file.number, held.path, own, memory, copier, hashed=False)
+        starts = np.array([layout.offsets[p.tensor] + p.offset for p in pieces], np.int64)
+        sizes = np.array([p.num_bytes for p in pieces], np.int64)
+        places, order = np.array(own.offsets, np.int64), np.argsort(starts)
+        excerpt = Excerpt(starts[order], (starts + sizes)[order], places[order])
+        self._apply_after(manifest.anchor or manifest.identity, memory, copier, excerpt=excerpt)
+
+    def _apply_after(
+        self,
+        identity: str,
+        memory: FileTensors,
+        copier: Copier,
+        *,
+        excerpt: Excerpt | None = None,
+        on_bytes: OnBytes | None = None,
+    ) -> None:
+        for later in self._held.manifest.deltas_after(identity):
+            opened = self._open(later)
             with _naming(opened.path):
-                apply_delta(opened.header, opened.reader(on_bytes), memory, copier)
+                apply_delta(opened.header, opened.reader(on_bytes), memory, copier, excerpt)
 
     def changed_since(
         self, identity: str, copier: Copier

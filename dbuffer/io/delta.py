@@ -301,6 +301,47 @@ class _Memory:
                 target[:] = values
 
 
+class Excerpt(NamedTuple):
+    """Parts of a file's data that some memory holds, in the file's order."""
+
+    starts: Integers
+    """Bytes from the first tensor's beginning, in the file."""
+    ends: Integers
+    places: Integers
+    """Where they begin in the memory."""
+
+    def overlaps(self, stretch: _Stretch, chunk: Chunk) -> bool:
+        """Whether words of a chunk may be in it."""
+        sizes = stretch.num_words if chunk.num_rows > 1 else np.array([chunk.num_words])
+        starts = stretch.places * stretch.word_bytes
+        ends = starts + sizes * stretch.word_bytes
+        # Of the parts that end behind a tensor's first word, the first one is the one that counts.
+        which = np.searchsorted(self.ends, starts, side="right")
+        is_there = which < len(self.ends)
+        return bool((self.starts[which[is_there]] < ends[is_there]).any())
+
+
+class _ExcerptMemory(_Memory):
+    """The same, where memory holds an excerpt only: the rest is passed over."""
+
+    def __init__(self, contents: FileTensors, excerpt: Excerpt) -> None:
+        super().__init__(contents)
+        self._excerpt = excerpt
+
+    def write(self, stretch: _Stretch, positions: Integers | None, rows: _Rows) -> None:
+        if positions is None:
+            positions = np.arange(len(rows.values))
+        starts, ends, places = self._excerpt
+        at = stretch.in_memory(positions, rows.counts) * stretch.word_bytes
+        which = np.searchsorted(ends, at, side="right")
+        which[which == len(ends)] = 0  # behind all, and so behind the first
+        is_inside = (starts[which] <= at) & (at < ends[which])
+        which, values = which[is_inside], rows.values[is_inside]
+        own = (at[is_inside] - starts[which] + places[which]) // stretch.word_bytes
+        words = self._words[stretch.word_bytes]
+        words[own] = words[own] + values if rows.is_added else values
+
+
 class _Rows(NamedTuple):
     """What a chunk holds."""
 
@@ -375,6 +416,7 @@ def apply_delta(
     read_chunk: Callable[[int], bytes | memoryview],
     contents: FileTensors,
     copier: Copier,
+    excerpt: Excerpt | None = None,
 ) -> None:
     """Make of the version before, which the contents hold, the one after.
 
@@ -386,20 +428,27 @@ def apply_delta(
         read_chunk: called with a chunk's number, in any order and from several threads: its bytes.
         contents: memory of the caller's own, which nobody else writes.
         copier: its threads do it.
+        excerpt: what of the version the contents hold. Chunks that change nothing in it are not
+            read. None: all of it, as the layout says.
 
     Raises:
         ChecksumError: a chunk is not as it was written. Others may have been applied.
         StoreCorruptError: what a chunk holds is not what the header says, or the contents have
             another layout. Other chunks may have been applied.
     """
-    _check_layout(header, contents)
-    memory = _Memory(contents)
+    if excerpt is None:
+        _check_layout(header, contents)
+        memory = _Memory(contents)
+    else:
+        memory = _ExcerptMemory(contents, excerpt)
 
     def work(first: int, end: int) -> None:
         for number in range(first, end):
             chunk = header.chunks[number]
-            streams = _streams(header, number, read_chunk(number))
             stretch = _stretch_of(header, chunk)
+            if excerpt is not None and not excerpt.overlaps(stretch, chunk):
+                continue
+            streams = _streams(header, number, read_chunk(number))
             counts = _counts_of(header, chunk)
             positions = _positions(chunk, stretch, counts, streams)
             values = _values(chunk, stretch, streams)

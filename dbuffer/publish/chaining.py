@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
+from dbuffer.errors import (
+    ChecksumError,
+    StoreAccessError,
+    StoreCorruptError,
+    StoreInsecureError,
+    StoreNotFoundError,
+)
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Manifest, delta_file
+from dbuffer.io.chain import Chain
 from dbuffer.io.changes import Found
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
 from dbuffer.publish.draft import Draft, Drafts
+from dbuffer.store.buffer import Held
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +36,11 @@ MAX_CHAIN_SHARE = 0.5
 
 MAX_CHANGED_SHARE = 0.5
 """Of all elements. A version of which more changed is published whole."""
+
+UNREADABLE = (StoreAccessError, StoreCorruptError, StoreInsecureError, StoreNotFoundError)
+"""What a version raises that cannot be read back, or is not what was published."""
+
+T = TypeVar("T")
 
 
 def is_worth_a_delta(num_changed: int, layout: Layout) -> bool:
@@ -55,6 +69,21 @@ class Tip:
     """The versions that deltas connect, up to it; the first one's bytes do not count."""
     anchor_version: int
     """That whose weights file it stands on; its own, where that is whole."""
+
+    @classmethod
+    def of(cls, held: Held, chain: Chain, footer: Footer, *, hashed: bool) -> Self:
+        """A held version, by what it says of itself; ``hashed``: with its checksums."""
+        manifest = held.manifest
+        checksums = chain.expected({}) if hashed else None
+        if hashed and checksums is None:
+            raise ChecksumError(f"{held.path}: its checksums were damaged after it was published")
+        names = manifest.chain or [manifest.identity]
+        links = [Link(name, chain.header(name).num_bytes) for name in names[1:]]
+        anchor_version = manifest.version
+        if upon_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
+            anchor_version = chain.header(upon_anchor[0]).version - 1
+        chain_so_far = [Link(names[0], 0), *links]
+        return cls(manifest, held.buffer, footer, checksums, chain_so_far, anchor_version)
 
     @property
     def since_anchor(self) -> list[Link]:
@@ -91,6 +120,56 @@ class Chaining:
     def keeps_buffers_whole(self) -> bool:
         """Whether every version has a file that holds all of it."""
         return self.drafts.writer.medium.keeps_buffers_whole
+
+    def take_up(
+        self,
+        footer: Footer | None,
+        read: Callable[[Held, Chain, Tip], T],
+        *,
+        hashed: bool,
+    ) -> T | None:
+        """What ``read`` makes of the version that the sender before this one has left.
+
+        None: there is none, it has other tensors or is not as this sender would publish it; or,
+        logged, it cannot be read.
+
+        Args:
+            footer: that of the tensors to be published; None: whatever that version has.
+            read: called while the version is held. What it raises of `UNREADABLE` is that.
+            hashed: whether this sender's versions have checksums.
+        """
+        store = self.drafts.writer.store
+        try:
+            held = store.hold_newest(newer_than=None)
+            if held is None:
+                return None
+            with held:
+                if not self._could_have_published(held.manifest, hashed=hashed):
+                    return None
+                if footer is None:
+                    layout = held.read_layout()
+                    footer = self.drafts.footer_of(layout.specs, layout.aliases)
+                if footer.layout_xxh3 != held.manifest.layout_xxh3:
+                    return None
+                with Chain(held, footer.layout) as chain:
+                    return read(held, chain, Tip.of(held, chain, footer, hashed=hashed))
+        except UNREADABLE as error:
+            self.say_why_whole(str(error))
+            return None
+
+    def say_why_whole(self, reason: str) -> None:
+        """Log why nothing is built upon the version that is there."""
+        root = self.drafts.writer.root
+        logger.warning("%s: publishing a whole version, not upon its last: %s", root, reason)
+
+    def _could_have_published(self, manifest: Manifest, *, hashed: bool) -> bool:
+        writer = self.drafts.writer
+        return (
+            manifest.history == writer.record.history
+            and manifest.is_final != writer.medium.can_rewrite_in_place
+            and (manifest.checksums_xxh3 is not None) == hashed
+            and (manifest.anchor is None or not self.keeps_buffers_whole)
+        )
 
     def begin(self, version: int, footer: Footer, *, hashed: bool = False) -> Step:
         """A whole version, which begins a chain; ``hashed``: its draft takes the checksums."""

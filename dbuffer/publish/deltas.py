@@ -18,22 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dbuffer.errors import (
-    ChecksumError,
-    StoreAccessError,
-    StoreCorruptError,
-    StoreInsecureError,
-    StoreNotFoundError,
-    VersionError,
-)
+from dbuffer.errors import ChecksumError, VersionError
 from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import Manifest
 from dbuffer.io.chain import Chain
 from dbuffer.io.changes import Change, Found, find_changes, words_of, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
-from dbuffer.publish.chaining import Chaining, Link, Tip, is_worth_a_delta
+from dbuffer.publish.chaining import Chaining, Tip, is_worth_a_delta
 from dbuffer.publish.draft import Draft, Drafts
 from dbuffer.publish.patches import SparsePatch, changes_of
 from dbuffer.store.buffer import Held
@@ -123,63 +115,17 @@ class Deltas:
         if self._has_begun:
             return None
         self._has_begun = True
-        store = self._drafts.writer.store
-        try:
-            held = store.hold_newest(newer_than=None)
-            if held is None:
-                return None
-            with held:
-                return self._read(held, footer)
-        except (
-            StoreAccessError,
-            StoreCorruptError,
-            StoreInsecureError,
-            StoreNotFoundError,
-        ) as error:
-            logger.warning(
-                "%s: publishing a whole version, not upon its last: %s", store.root, error
-            )
-            return None
+        return self._chaining.take_up(footer, self._read, hashed=self._hashed)
 
-    def _could_have_published(self, manifest: Manifest) -> bool:
-        writer = self._drafts.writer
-        return (
-            manifest.history == writer.record.history
-            and manifest.is_final != writer.medium.can_rewrite_in_place
-            and (manifest.checksums_xxh3 is not None) == self._hashed
-            and (manifest.anchor is None or not self._keeps_buffers_whole)
-        )
-
-    def _read(self, held: Held, footer: Footer | None) -> _Last | None:
-        if not self._could_have_published(held.manifest):
-            return None
-        if footer is None:
-            layout = held.read_layout()
-            footer = self._drafts.footer_of(layout.specs, layout.aliases)
-        if footer.layout_xxh3 != held.manifest.layout_xxh3:
-            return None
-        with Chain(held, footer.layout) as chain:
-            return self._read_along(chain, held, footer)
-
-    def _read_along(self, chain: Chain, held: Held, footer: Footer) -> _Last:
-        manifest = held.manifest
+    def _read(self, held: Held, chain: Chain, tip: Tip) -> _Last:
+        footer = tip.footer
         if self._keeps_buffers_whole:
             contents: FileTensors = self._drafts.map_file(held.path, held.file.number, footer)
         else:
             contents = FileTensors.in_memory(footer.layout)
             chain.read(contents, self._copier)
-        checksums = None
-        if self._hashed:
-            checksums = chain.expected({})
-            if checksums is None or self._copier.checksums(contents) != checksums:
-                raise ChecksumError(f"{held.path}: damaged after it was published")
-        names = manifest.chain or [manifest.identity]
-        links = [Link(name, chain.header(name).num_bytes) for name in names[1:]]
-        anchor_version = manifest.version
-        if upon_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
-            anchor_version = chain.header(upon_anchor[0]).version - 1
-        chain_so_far = [Link(names[0], 0), *links]
-        tip = Tip(manifest, held.buffer, footer, checksums, chain_so_far, anchor_version)
+        if self._hashed and self._copier.checksums(contents) != tip.checksums:
+            raise ChecksumError(f"{held.path}: damaged after it was published")
         return _Last(tip, contents)
 
     def _publish_whole(

@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -16,15 +16,24 @@ import torch
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import Layout, Piece
+from dbuffer.io.chain import Chain
 from dbuffer.io.changes import Change, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import DTYPES, KeptMappings, MappedTensors, copy_one, join_blocks
+from dbuffer.io.tensors import (
+    DTYPES,
+    FileTensors,
+    KeptMappings,
+    MappedTensors,
+    copy_one,
+    join_blocks,
+)
 from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
 from dbuffer.publish.draft import Draft
 from dbuffer.publish.shards import Box, Plan, layout_in_parts
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.store import filesystem
+from dbuffer.store.buffer import Held
 from dbuffer.store.filesystem import Descriptor
 
 PASS_BYTES = 32 << 20
@@ -81,6 +90,25 @@ class RankOutput(ABC):
         raise NotImplementedError
 
     @abstractmethod
+    def read_back(
+        self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier
+    ) -> None:
+        """Read what this rank writes of a version of this layout: ``boxes``, each a tensor there.
+
+        Raises:
+            StoreNotFoundError, StoreCorruptError, StoreInsecureError, StoreAccessError: it cannot.
+        """
+
+    @abstractmethod
+    def checksums_read(
+        self, ranks: Agreement, layout: Layout, digests: Callable[[], list[int]]
+    ) -> list[int] | None:
+        """The checksums of all tensors of what was read back; ``digests``: those of its blocks.
+
+        Collective.
+        """
+
+    @abstractmethod
     def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
         """Wait until all ranks have all bytes in their files; the tensors' checksums, if wanted.
 
@@ -126,11 +154,15 @@ class SharedFile(RankOutput):
                     f"{path} is another file than rank 0's: is {self._store} the same directory "
                     "for all ranks?"
                 )
-            self._mapped = self._kept.of(
-                path,
-                file.number,
-                lambda: MappedTensors(file.number, footer.file_bytes, footer.layout, shared=True),
-            )
+            self._map(path, file.number, footer)
+
+    def _map(self, path: Path, file: int, footer: Footer) -> MappedTensors:
+        self._mapped = mapped = self._kept.of(
+            path,
+            file,
+            lambda: MappedTensors(file, footer.file_bytes, footer.layout, shared=True),
+        )
+        return mapped
 
     def write(self, box: Box, source: torch.Tensor) -> None:
         _copy(box.of(self._begun().views[box.tensor]), source)
@@ -153,6 +185,21 @@ class SharedFile(RankOutput):
         shares = ranks.each("hash its share", hash_share)
         digests = list(itertools.chain.from_iterable(shares))
         return join_blocks(mapped.blocks, digests, len(mapped.layout.specs))
+
+    def read_back(
+        self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier
+    ) -> None:
+        views = self._map(held.path, held.file.number, footer).views
+        copier.write(copy, [box.of(views[box.tensor]) for box in boxes])
+
+    def checksums_read(
+        self,
+        ranks: Agreement,
+        layout: Layout,  # noqa: ARG002
+        digests: Callable[[], list[int]],  # noqa: ARG002
+    ) -> list[int] | None:
+        # Of the file, now that all have copied out of it: a box is no run of its blocks.
+        return self.finish(ranks, hashed=True)
 
     def drop(self) -> None:
         """Nothing is this rank's own: rank 0 abandons the file."""
@@ -192,7 +239,7 @@ class OwnFile(RankOutput):
 
     def begin(self, claimed: Claimed, footer: Footer) -> None:
         self._layout = layout = footer.layout
-        self._mine = {p.tensor: p for p in layout.pieces if p.part == self._rank}
+        self._mine = self._pieces_of(layout)
         self._digests = {}
         if self._mine:
             self._path = part_path(claimed.path_in(self._store), self._rank)
@@ -218,6 +265,22 @@ class OwnFile(RankOutput):
         shares = ranks.each("flush its part", flush)
         self._file = None  # rank 0 abandons all, from here on
         return join_shares(self._layout, shares) if hashed else None
+
+    def read_back(
+        self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier
+    ) -> None:
+        mine = self._pieces_of(footer.layout)
+        with Chain(held, footer.layout) as chain:
+            chain.read_pieces([mine[box.tensor] for box in boxes], copy, copier)
+
+    def checksums_read(
+        self, ranks: Agreement, layout: Layout, digests: Callable[[], list[int]]
+    ) -> list[int] | None:
+        return join_shares(layout, ranks.each("hash what it has read", digests))
+
+    def _pieces_of(self, layout: Layout) -> dict[int, Piece]:
+        """This rank's, by the tensor."""
+        return {piece.tensor: piece for piece in layout.pieces if piece.part == self._rank}
 
     def drop(self) -> None:
         if self._file is not None:

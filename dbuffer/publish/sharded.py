@@ -35,6 +35,7 @@ from dbuffer.publish.shards import Boxes, Plan
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
 from dbuffer.runtime.turns import Turns
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium
 from dbuffer.store.writer import BufferWriter
@@ -125,6 +126,7 @@ class ShardedWeightSender(Turns):
             options.choice("checksum", checksum, (True, False, "auto"))
             if options.flag("delta", delta):
                 require_compression()
+            self._seen = DoubleBuffer(store, allow_shared_store=allow_shared_store)
             self._describer = Describer(dtype=dtype, rename=rename, sharded=True)
             threads = self._share_of_cores() if num_threads is None else num_threads
             self._copier = Copier(threads)
@@ -272,7 +274,12 @@ class ShardedWeightSender(Turns):
         if self._drafts is not None:
             chaining = Chaining(self._drafts)
         return ShardedDeltas(
-            self._agreement, self._output, self._copier, chaining, hashed=self._checksum
+            self._agreement,
+            self._output,
+            self._copier,
+            self._seen,
+            chaining,
+            hashed=self._checksum,
         )
 
     def _asked(

@@ -1,12 +1,14 @@
 """`ShardedDeltas`: deltas of a trainer of many ranks; each finds what changed in what it writes.
 
 Every rank keeps a copy of that, as it was published last, and tells rank 0 what differs, which
-writes the delta. Whatever fails, on whichever rank, the next version is published whole; so is the
-first one of a sender.
+writes the delta. Whatever fails, on whichever rank, the next version is published whole. A sender
+that has just begun takes up what the one before it has left, where every rank can read what it
+writes of that.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
@@ -18,6 +20,7 @@ import torch
 from dbuffer.errors import ClosedError
 from dbuffer.format.delta import words_an_element
 from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.format.manifest import Manifest
 from dbuffer.io.changes import (
     Change,
     Found,
@@ -31,11 +34,12 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
 from dbuffer.publish import shards
-from dbuffer.publish.chaining import Chaining, Step, Tip, is_worth_a_delta
+from dbuffer.publish.chaining import UNREADABLE, Chaining, Step, Tip, is_worth_a_delta
 from dbuffer.publish.deltas import without_borrowed
 from dbuffer.publish.rank_output import Claimed, RankOutput, check_parts, join_shares
 from dbuffer.publish.shards import Box, Plan
 from dbuffer.ranks.agreement import Agreement
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.sources import Source
 
 Positions: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -63,6 +67,7 @@ class ShardedDeltas:
         ranks: Agreement,
         output: RankOutput,
         copier: Copier,
+        store: DoubleBuffer,
         chaining: Chaining | None,
         *,
         hashed: bool,
@@ -70,8 +75,10 @@ class ShardedDeltas:
         self._ranks = ranks
         self._output = output
         self._copier = copier
+        self._store = store
         self._chaining = chaining
         self._hashed = hashed
+        self._has_begun = False
         self._share: _Share | None = None
         self._tip: Tip | None = None
         """The version that was published last; on rank 0."""
@@ -88,7 +95,7 @@ class ShardedDeltas:
         Raises:
             DBufferError: what went wrong on any rank, on all of them.
         """
-        ranks, share, self._share = self._ranks, self._share, None
+        ranks, share, self._share = self._ranks, self._share or self._taken_up(asked), None
         if share is not None and not (
             share.fits(asked.footer, asked.plan) and self._find(share, asked)
         ):
@@ -114,6 +121,60 @@ class ShardedDeltas:
         if self._step is not None:
             self._step.draft.abandon()
             self._step = None
+
+    def _taken_up(self, asked: Asked) -> _Share | None:
+        """What the sender before this one has left; None: one rank at least cannot build upon it.
+
+        As it is with `Deltas`: compared with its checksums, and once.
+        """
+        if self._has_begun:
+            return None
+        self._has_begun = True
+        ranks, footer = self._ranks, asked.footer
+        manifest = ranks.first("look at the last version", lambda: self._look(footer))
+        if manifest is None:
+            return None
+        share = _Share(footer, asked.plan, ranks.rank)
+        hindered = ranks.each("read it back", lambda: self._read_back(manifest, share, footer))
+        checksums = None
+        if self._hashed and not any(hindered):
+            digests = functools.partial(share.digests, self._copier)
+            checksums = self._output.checksums_read(ranks, footer.layout, digests)
+        self._output.drop()
+        is_right = ranks.first("compare it", lambda: self._is_right(hindered, checksums))
+        return share if is_right else None
+
+    def _look(self, footer: Footer) -> Manifest | None:
+        """On rank 0: which version it is that can be built upon."""
+        found = self._lead().take_up(footer, lambda _held, _chain, tip: tip, hashed=self._hashed)
+        self._tip = found
+        return None if found is None else found.manifest
+
+    def _read_back(self, manifest: Manifest, share: _Share, footer: Footer) -> str | None:
+        """Read what this rank writes of a version; what hinders that, if anything does."""
+        try:
+            held = self._store.hold_version(manifest.version, manifest.history)
+            if held is not None:
+                with held:
+                    if held.manifest == manifest:
+                        boxes, copy = share.boxes, share.copy
+                        self._output.read_back(held, footer, boxes, copy, self._copier)
+                        return None
+        except UNREADABLE as error:
+            return str(error)
+        return f"it does not see version {manifest.version} as rank 0 does"
+
+    def _is_right(self, hindered: Sequence[str | None], checksums: list[int] | None) -> bool:
+        """On rank 0: whether all ranks have what was published; else why not, in the log."""
+        tip = self._tip
+        for rank, hindrance in enumerate(hindered):
+            if hindrance is not None:
+                self._lead().say_why_whole(f"rank {rank}: {hindrance}")
+                return False
+        if tip is None or tip.checksums != checksums:
+            self._lead().say_why_whole("it was damaged after it was published")
+            return False
+        return True
 
     def _find(self, share: _Share, asked: Asked) -> bool:
         """Find what changed, on all ranks; whether it is little enough for a delta."""
@@ -181,7 +242,7 @@ class ShardedDeltas:
 
         def write() -> None:
             output.begin(claimed, asked.footer)
-            if not claimed.is_patched:
+            if share.found_before is None or not claimed.is_patched:
                 share.write(output, self._copier)
                 return
             for changes in (share.found_before, share.found):
@@ -219,16 +280,21 @@ class _Share:
 
     def __init__(self, footer: Footer, plan: Plan, rank: int) -> None:
         self._footer, self._plan = footer, plan
-        layout = footer.layout
-        self.held = _Boxes(layout, plan.boxes[rank])
+        specs, held = footer.layout.specs, plan.boxes[rank]
+        gathered = [index for index, writer in plan.gathered if writer == rank]
+        self.boxes = [*held, *(shards.whole_box(index, specs[index].shape) for index in gathered)]
+        self.copy = FileTensors.in_memory(_layout_of(self.boxes, specs))
+        """Of all of them."""
+        data = self.copy.data
+        self.held = _Boxes(specs, held, data)
+        starts = self.copy.layout.offsets
         self.gathered = {
-            index: _Boxes(layout, [shards.whole_box(index, layout.specs[index].shape)])
-            for index, writer in plan.gathered
-            if writer == rank
+            self.boxes[number].tensor: _Boxes(specs, [self.boxes[number]], data[starts[number] :])
+            for number in range(len(held), len(self.boxes))
         }
         """By the tensor's index."""
-        self.found_before: list[Change] = []
-        """As :attr:`found`, of the version before."""
+        self.found_before: list[Change] | None = None
+        """As :attr:`found`, of the version before; None: it is not known."""
 
     def fits(self, footer: Footer, plan: Plan) -> bool:
         """Whether this is what the rank is to write now."""
@@ -273,14 +339,14 @@ class _Share:
 
 
 class _Boxes:
-    """Some boxes that a rank writes, and a copy of what is in them."""
+    """Some boxes that a rank writes, and a copy of what is in them, in ``data``."""
 
-    def __init__(self, layout: Layout, boxes: Sequence[Box]) -> None:
+    def __init__(
+        self, specs: Sequence[TensorSpec], boxes: Sequence[Box], data: torch.Tensor
+    ) -> None:
         self.boxes = list(boxes)
-        self._specs = layout.specs
-        self.copy = FileTensors.in_memory(
-            Layout.of(layout.specs[box.tensor]._replace(shape=box.shape) for box in boxes)
-        )
+        self._specs = specs
+        self.copy = FileTensors(data, _layout_of(boxes, specs))
         self._changes: list[Change] = []
         self.found: list[Change] = []
         """The same changes, each as one of its whole tensor."""
@@ -351,6 +417,11 @@ class _Boxes:
             positions = np.arange(len(change.values))
             replaced = words_of(self.copy, change.tensor).copy()
         return Change(box.tensor, _in_whole(positions, box, spec), change.values, replaced)
+
+
+def _layout_of(boxes: Iterable[Box], specs: Sequence[TensorSpec]) -> Layout:
+    """Of boxes as tensors of their own."""
+    return Layout.of(specs[box.tensor]._replace(shape=box.shape) for box in boxes)
 
 
 def _in_whole(positions: Positions, box: Box, spec: TensorSpec) -> Positions:

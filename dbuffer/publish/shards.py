@@ -151,6 +151,8 @@ def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes], *, rows_only: 
     busy_bytes = [0] * len(held)
     shared: list[tuple[int, Box, list[int]]] = []
     for index, spec in enumerate(specs):
+        if not spec.num_bytes:  # also of what would be gathered: a piece of a part has bytes
+            continue
         owners = _owners([boxes[index] for boxes in held])
         if (
             owners is None
@@ -240,8 +242,6 @@ def _covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
     that divide a dimension, and whose runs so described do too, are those runs: from the front,
     whatever lies before the next share's first index can belong to this share only.
     """
-    if not math.prod(shape):
-        return not boxes
     num_boxes = 1
     for dimension, extent in enumerate(shape):
         runs = sorted({(box.start[dimension], box.shape[dimension]) for box in boxes})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import pytest
-from lab import VERSIONS, Lab, Scenario, skip_or_fail
+from lab import LIMIT_S, VERSIONS, Lab, Scenario, skip_or_fail
+from support import is_soak
 from uml import UnavailableError
 
 
@@ -15,34 +17,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _scenario_of(item) is not None:
             item.add_marker(pytest.mark.nfs)
             # A test waits for those before it in the guest, each of which has its own limit.
-            item.add_marker(pytest.mark.timeout(2400))
+            item.add_marker(pytest.mark.timeout(6 * LIMIT_S))
 
 
 @pytest.fixture(scope="session")
-def labs(request: pytest.FixtureRequest) -> Iterator[dict[str, Lab]]:
-    """A running guest for each NFS version; both at once, for a machine with two cores."""
+def boot(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Lab]]:
+    """Boots the guest of an NFS version, once; both at once, for a machine with two cores."""
     queues: dict[str, list[Scenario]] = {version: [] for version in VERSIONS}
     for item in request.session.items:
         scenario = _scenario_of(item)
         if scenario is not None and isinstance(item, pytest.Function):
             queues[item.callspec.params["lab"]].append(scenario)
     with contextlib.ExitStack() as stack:
-        guests = {}
+
+        @functools.cache
+        def boot_one(version: str) -> Lab:
+            guest = Lab(version, queues[version])
+            stack.callback(guest.close)
+            return guest
+
         for version, queue in queues.items():
-            if queue:
-                guests[version] = Lab(version, queue)
-                stack.callback(guests[version].close)
-        yield guests
+            # In a soak any process takes any test: each boots what its own need.
+            if queue and not is_soak():
+                boot_one(version)
+        yield boot_one
 
 
 @pytest.fixture(params=VERSIONS, ids=[f"v{version}" for version in VERSIONS])
 def lab(request: pytest.FixtureRequest) -> Lab:
     """The guest of one NFS version."""
     try:
-        labs: dict[str, Lab] = request.getfixturevalue("labs")
+        found: Lab = request.getfixturevalue("boot")(request.param)
     except UnavailableError as error:
         skip_or_fail(error)
-    return labs[request.param]
+    return found
 
 
 def _scenario_of(item: pytest.Item) -> Scenario | None:

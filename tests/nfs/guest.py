@@ -28,14 +28,13 @@ from typing import Any
 
 import pytest
 import support
+from lab import LIMIT_S
 
 LAB = Path("/lab")
 EXPORT = Path("/export")
 _DEVICE = "/dev/mapper/export"
 _CLONE_NEWUTS = 0x04000000
 _ONE_PAGE_CACHE = "1\n"
-_LIMIT_S = 400.0
-"""A scenario that takes longer hangs. Most take 10 s; beside other work, on a slow machine, 100."""
 
 
 class Guest:
@@ -52,6 +51,8 @@ class Guest:
         self.server_path = EXPORT / name
         """The scenario's own directory as the server itself sees it, with no NFS between."""
         self.server_path.mkdir(mode=0o700)
+        self.figures: dict[str, int] = {}
+        """What a soak is to tell that was done."""
 
     def path(self, client: str) -> Path:
         """The scenario's own directory as a client sees it."""
@@ -218,7 +219,7 @@ class Running:
         """Whether it is over; then its result is written and its traces are removed."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         took_s = time.monotonic() - self._started
-        is_late = not pid and took_s > _LIMIT_S
+        is_late = not pid and took_s > LIMIT_S
         if not pid and not is_late:
             return False
         if is_late:
@@ -227,7 +228,7 @@ class Running:
         _end_session(self._pid)
         if not pid:
             os.waitpid(self._pid, 0)
-        ended_by = f"took longer than {_LIMIT_S} s"
+        ended_by = f"took longer than {LIMIT_S} s"
         if pid:
             ended_by = f"its process ended with {os.waitstatus_to_exitcode(status)}"
         self._report(ended_by, took_s)
@@ -237,9 +238,9 @@ class Running:
         return True
 
     def _report(self, ended_by: str, took_s: float) -> None:
-        outcome, detail = "failed", ended_by
+        outcome, detail, figures = "failed", ended_by, {}
         if self._result.exists():
-            outcome, detail = json.loads(self._result.read_text())
+            outcome, detail, figures = json.loads(self._result.read_text())
         if outcome == "failed":
             detail += "\nthe kernel said:\n" + _output("dmesg | tail -n 12")
         result = {
@@ -247,6 +248,7 @@ class Running:
             "detail": detail,
             "output": self._output.read_text(errors="replace")[-20_000:],
             "duration_s": took_s,
+            "figures": figures,
         }
         temporary = LAB / f"{self.name}.tmp"
         with temporary.open("w") as file:
@@ -279,7 +281,7 @@ class Running:
             outcome, detail = "failed", "".join(described.format())
         sys.stdout.flush()
         temporary = self._result.with_suffix(".tmp")
-        temporary.write_text(json.dumps((outcome, detail)))
+        temporary.write_text(json.dumps((outcome, detail, self._guest.figures)))
         temporary.rename(self._result)
         os._exit(0)
 

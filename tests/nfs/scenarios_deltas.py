@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import signal
 import statistics
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 from guest import Guest
 from lab import scenario
 from scenarios_mirror import local_stores, mirror
-from scenarios_store import require_no_mix_at_full_speed
-from support import TIMEOUT_S, Sparse, newest
+from scenarios_store import read_with_delays, require_no_mix_at_full_speed
+from support import TIMEOUT_S, Sparse, is_soak, newest
 
 import dbuffer
+from dbuffer.store import retirement
 
 MB = 1 << 20
 SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)
 NUM_PUBLISHES = 80
+NUM_WITH_DEATHS = 2_000 if is_soak() else 40
+MOST_BETWEEN_DEATHS = 50 if is_soak() else 8
 LARGE = Sparse(num_tensors=4, numel=MB // 4, one_in=256)
 LARGE_BYTES = 8 * MB
 NUM_VERSIONS = 8
@@ -29,6 +35,53 @@ LATE = 5
 @scenario()
 def test_publishing_deltas_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
     require_no_mix_at_full_speed(guest, NUM_PUBLISHES, SMALL_CHANGES, delta=True)
+
+
+def publish_to_the_last(connection: Connection, path: Path, last: int) -> None:
+    """Go on from the version that is there; send whether each is a delta."""
+    retirement.KEEP_AT_LEAST_S = 2.0
+    with dbuffer.WeightSender(path / "store", num_threads=1, delta=True) as sender:
+        for version in range(sender._writer.next_version(None), last + 1):
+            published = sender.send(SMALL_CHANGES.weights(version))
+            assert published.version == version
+            connection.send((version, published.delta_bytes is not None))
+
+
+@pytest.mark.soak
+@scenario()
+def test_senders_of_deltas_are_killed_at_any_moment_and_started_again(guest: Guest) -> None:
+    """Each goes on from the last version; two hosts follow, and one comes late after each death."""
+    rng, version, num_deaths = random.Random(0), 0, 0
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        readers = []
+        for seed, client in enumerate(("r", "r2")):
+            reader = guest.on(client, read_with_delays, seed, NUM_WITH_DEATHS, SMALL_CHANGES)
+            readers.append(stack.enter_context(reader))
+            assert readers[-1].receive() == "ready"
+        while version < NUM_WITH_DEATHS:
+            is_first = not version
+            until = min(version + rng.randint(1, MOST_BETWEEN_DEATHS), NUM_WITH_DEATHS)
+            with guest.on("w", publish_to_the_last, NUM_WITH_DEATHS) as writer:
+                while version < until:
+                    version, is_delta = writer.receive()
+                    assert is_delta or is_first, "it did not go on from what was there"
+                    is_first = False
+                time.sleep(rng.uniform(0, 0.2))
+                writer.signal(signal.SIGKILL)
+                num_deaths += writer.wait() == -signal.SIGKILL
+            late = newest(guest.path("r2") / "store", SMALL_CHANGES, verify=True)
+            assert late is not None
+            assert late >= version
+            version = late
+        read = [reader.receive(2 * TIMEOUT_S) for reader in readers]
+    assert all(versions == sorted(set(versions)) for versions in read), "twice, or backwards"
+    guest.figures |= {
+        "versions published with deltas over NFS": NUM_WITH_DEATHS,
+        "reads of them on other hosts, none of them a mix": sum(map(len, read)),
+        "kills of their sender, and a late reader after each": num_deaths,
+    }
+    print(f"in {time.monotonic() - started:.1f} s: {guest.figures}")
 
 
 def publish_when_told(connection: Connection, path: Path, name: str, delta: bool) -> None:

@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
-from dbuffer.format.manifest import part_name
+from dbuffer.format.manifest import BUFFERS, part_name
 from dbuffer.store import retirement
+from dbuffer.store.buffer import DoubleBuffer
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 
@@ -84,16 +85,17 @@ def read(connection: Connection, path: Path, last: int, pattern: Pattern = WEIGH
     connection.send(versions[1:])
 
 
-def published_by_two(guest: Guest, last: int, pattern: Pattern) -> list[int]:
+def published_by_two(guest: Guest, last: int, pattern: Pattern, first: int = 1) -> list[int]:
     """Publish from two hosts; the versions that a third one reads meanwhile."""
-    arguments = Path("/run", f"{guest.name}.rendezvous"), range(1, last + 1), None, pattern
+    rendezvous = Path("/run", f"{guest.name}.{first}")
+    arguments = rendezvous, range(first, last + 1), None, pattern
     with guest.on("r2", read, last, pattern) as reader:
         assert reader.receive() == "ready"
         with (
-            guest.on(HOSTS[0], publish, 0, *arguments) as first,
-            guest.on(HOSTS[1], publish, 1, *arguments) as second,
+            guest.on(HOSTS[0], publish, 0, *arguments) as one,
+            guest.on(HOSTS[1], publish, 1, *arguments) as other,
         ):
-            assert first.receive() == second.receive() == "none"
+            assert one.receive() == other.receive() == "none"
             versions: list[int] = reader.receive()
     print(f"{len(versions)} versions of {last} read")
     return versions
@@ -112,9 +114,13 @@ def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
 
 @scenario()
 def test_two_hosts_write_deltas_and_a_third_reads_no_mix(guest: Guest) -> None:
-    """Upon an anchor of which each has written a part."""
+    """Upon an anchor of which each has written a part; so do those who come after them."""
     last = NUM_PUBLISHES // 2
-    assert len(published_by_two(guest, last, CHANGING)) > 1
+    assert len(published_by_two(guest, last - 2, CHANGING)) > 1
+    published_by_two(guest, last, CHANGING, first=last - 1)
+    store = DoubleBuffer(guest.server_path / "store")
+    manifests = [store.undamaged_manifest(buffer) for buffer in BUFFERS]
+    assert {found.version for found in manifests if found and found.anchor} == {last - 1, last}
     with guest.on("r2", read, last, CHANGING) as late:
         assert late.receive() == "ready"
         assert late.receive() == [last]
