@@ -329,7 +329,10 @@ def switch(follower: Any, sender: dbuffer.WeightSender, weights: Any) -> int:
 
 def versions_reported(llm: Any) -> list[str]:
     outputs = llm.generate([{"prompt_token_ids": [7]}], greedy_parameters(4), use_tqdm=False)
-    return [span.version for span in outputs[0].outputs[0].weight_versions]
+    answer = outputs[0].outputs[0]
+    if hasattr(answer, "weight_versions"):
+        return [span.version for span in answer.weight_versions]
+    return [llm.llm_engine.get_weight_version()]  # before 0.32, answers do not tell
 
 
 def records(store: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch
 from support import SHARED_MEMORY, Record, is_soak
 from tiny_models import make_model, revealing_weights, save_model, save_revealing, token_of
 from vllm_engines import (
+    ANSWERS_TELL_VERSIONS,
     NEEDS_VLLM,
     TIMEOUT_S,
     engine_arguments,
@@ -34,7 +35,7 @@ from vllm_engines import (
 
 import dbuffer
 
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, ANSWERS_TELL_VERSIONS]
 
 STEP_TIMEOUT_S = 60.0
 NUM_STREAMS = 6

