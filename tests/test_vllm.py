@@ -378,7 +378,8 @@ def observe_stock_calls(store: Path, llm: Any, seen: dict[str, Any]) -> None:
         sender.send(make_model("qwen3", 1))
         sender.send(make_model("qwen3", 1))
         seen["stock gone"] = update(version=3)
-    llm.shutdown_weight_transfer_engine()
+    if hasattr(llm, "shutdown_weight_transfer_engine"):  # from 0.32 on
+        llm.shutdown_weight_transfer_engine()
 
 
 def observe_parsing(llm: Any, seen: dict[str, Any]) -> None:
