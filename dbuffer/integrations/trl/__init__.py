@@ -1,7 +1,8 @@
 """TRL's weights through a store, with no process group between trainer and servers.
 
 * :func:`over_store`, for `GRPOTrainer` and every other trainer that generates with vLLM, in a
-  server or in its own processes (:mod:`.making`; :mod:`.syncing` is what it leaves in a trainer);
+  server or in its own processes (:mod:`.making`; :mod:`.clients` is what it lets TRL make, and
+  :mod:`.syncing` what it leaves in a trainer);
 * :class:`StoreWeightTransfer`, for ``AsyncGRPOTrainer(weight_transfer=...)``
   (:mod:`.asynchronous`).
 """

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.trl.syncing import WeightSync, WeightSyncOptions
@@ -56,7 +53,9 @@ def over_store(
     )
 
     def make(*args: P.args, **kwargs: P.kwargs) -> TrainerT:
-        with _clients_without_group():
+        from dbuffer.integrations.trl.clients import without_group  # imports vLLM
+
+        with without_group():
             trainer: Any = trainer_class(*args, **kwargs)
         generation = getattr(trainer, "vllm_generation", None)
         if generation is None:
@@ -70,25 +69,3 @@ def over_store(
         return trainer  # type: ignore[no-any-return]
 
     return make
-
-
-class ClientWithoutGroup(VLLMClient):  # type: ignore[misc]  # trl is not typed
-    """TRL's client of a server, which asks for tokens and does not join the server's workers."""
-
-    def init_communicator(self, device: object = 0) -> None:
-        """Do nothing: TRL's would open a group over NCCL, and refuse every device but CUDA."""
-
-
-@contextlib.contextmanager
-def _clients_without_group() -> Iterator[None]:
-    """Let TRL make its clients so in a ``with`` block.
-
-    There is no seam for that: in its constructor a trainer makes a client by this name, and lets
-    it join at once. The name is as it was as soon as the trainer is made.
-    """
-    own = vllm_generation.VLLMClient
-    vllm_generation.VLLMClient = ClientWithoutGroup
-    try:
-        yield
-    finally:
-        vllm_generation.VLLMClient = own
