@@ -2,8 +2,8 @@
 
 ``python -m dbuffer.examples.NAME``: ``cartpole``, ``grpo`` and ``lora`` need
 ``pip install '.[examples]'`` in a clone of dbuffer; ``grpo``, ``atropos``, ``lightrft`` and ``trl``
-(with the extra of that name) need vLLM as well. ``sglang_rollouts`` drives an SGLang server. With ``--broken-sync`` new weights are
-held back, and an example must fail.
+(``'.[examples,trl]'``) need vLLM as well. ``sglang_rollouts`` drives an SGLang server. With
+``--broken-sync`` new weights are held back, and an example must fail.
 """
 
 import os
