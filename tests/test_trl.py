@@ -1,10 +1,10 @@
 """TRL's trainers over a store: real ones, on a real vLLM server that follows by itself.
 
 One program trains: with the weights held back, then a whole model, then an adapter, in whose
-training the server is killed and started again; then TRL's asynchronous trainer's code sends. What
-the trainer computes of each token is compared with what the server sampled it with: they differ
-where the server had other weights. The tests judge what the program saw. (An engine in the
-trainer's process: ``test_examples``.)
+training the server is killed and started again; then a sharded model, on two ranks of torchrun;
+then TRL's asynchronous trainer's code sends. What the trainer computes of each token is compared
+with what the server sampled it with: they differ where the server had other weights. The tests
+judge what the program saw. (One engine in the trainer's process: ``test_examples``.)
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,10 @@ from typing import Any
 
 import pytest
 import torch
+from lightrft_parts import by_rank, run_ranks
+from support import in_soaks_alone, is_soak
 from test_vllm_server import BACKEND_FLAGS, Server, free_port
+from torch import distributed
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, leave, observe
 
 import dbuffer
@@ -36,14 +41,22 @@ NUM_STEPS = 8
 RESTART_AT = 3
 MAX_DIFFERENCE = 1e-3
 """Of log-probabilities of one token under the same weights, in float32: computed twice."""
+MAX_DIFFERENCE_BF16 = 0.2
 KINDS = ["full", "lora"]
+NUM_RANK_STEPS = 3
+
+
+def run(role: str, directory: Path) -> Any:
+    more = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    # Only the server has processes of its own.
+    env = environment(processes=False, PYTHONPATH=os.pathsep.join(filter(None, paths)), **more)
+    return observe(__file__, directory, role, timeout_s=TIMEOUT_S, env=env)
 
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    # Only the server has processes of its own.
-    env = environment(processes=False, PYTHONWARNINGS="ignore", TQDM_DISABLE="1")
-    return observe(__file__, tmp_path_factory.mktemp("trl"), timeout_s=TIMEOUT_S, env=env)
+    return run("server", tmp_path_factory.mktemp("trl"))
 
 
 class TestSynchronous:
@@ -101,6 +114,31 @@ class TestSynchronous:
 
     def test_trl_has_its_own_client_again(self, observed: Any) -> None:
         assert observed["client"] == "trl.generation.vllm_client"
+
+
+class TestRanks:
+    pytestmark = NEEDS_TRL
+
+    def test_each_rank_publishes_its_part_to_the_server(self, observed: Any) -> None:
+        for seen in observed["zero-3"]:
+            assert seen["sender"] == "ShardedWeightSender"
+            assert seen["partitioned"] > 0
+            assert len(seen["differences"]) == NUM_RANK_STEPS
+            assert max(seen["differences"]) < MAX_DIFFERENCE
+        assert len({seen["version"] for seen in observed["zero-3"]}) == 1
+
+    @in_soaks_alone
+    def test_adapters_of_ranks_that_hold_all_are_merged(self, observed: Any) -> None:
+        for seen in observed["zero-2 lora"]:
+            assert len(seen["differences"]) == NUM_RANK_STEPS
+            assert max(seen["differences"]) < MAX_DIFFERENCE
+
+    @in_soaks_alone
+    def test_each_rank_switches_the_engine_in_its_process(self, tmp_path: Path) -> None:
+        for seen in run("colocate", tmp_path):
+            assert seen["version"] == NUM_RANK_STEPS + 1
+            assert len(seen["differences"]) == NUM_RANK_STEPS
+            assert max(seen["differences"]) < MAX_DIFFERENCE_BF16
 
 
 class TestAsynchronous:
@@ -243,6 +281,8 @@ class Program:
         seen["not followed"] = self.error_of(self.train_elsewhere)
         seen["full"] = self.train("full")
         seen["lora"] = self.train("lora", kill=True)
+        for kind in ("zero-3", *(["zero-2 lora"] if is_soak() else [])):
+            seen[kind] = self.train_on_ranks(kind)
         seen["asynchronous"] = self.send_asynchronously()
         seen["client"] = vllm_generation.VLLMClient.__module__
         return seen
@@ -301,11 +341,7 @@ class Program:
         trainer.vllm_generation.sync_weights()
         seen = {
             "rewards": self.rewards,
-            "differences": [
-                entry["sampling/sampling_logp_difference/max"]
-                for entry in trainer.state.log_history
-                if "sampling/sampling_logp_difference/max" in entry
-            ],
+            "differences": differences_in(trainer),
             "was killed": bool(killed),
             "answers before": before,
             "answers": self.answers(),
@@ -330,6 +366,13 @@ class Program:
             trainer.train()
         finally:
             trainer.weight_sync.close()
+
+    def train_on_ranks(self, kind: str) -> Any:
+        directory = self.directory / kind
+        directory.mkdir()
+        command = [sys.executable, __file__, str(directory), kind, str(self.store), self.server.url]
+        subprocess.run(command, check=True, timeout=TIMEOUT_S)
+        return json.loads((directory / "observed.json").read_text())
 
     def send_asynchronously(self) -> dict[str, Any]:
         """Let TRL's own code bring new weights to the server.
@@ -400,7 +443,83 @@ class Program:
         return []
 
 
+def train_as_rank(directory: Path) -> None:
+    """One rank of a trainer that torchrun started; the first leaves what all of them saw."""
+    from trl import GRPOTrainer
+
+    from dbuffer.examples.trl import LORA, configuration, first_model, make_dataset, save
+    from dbuffer.integrations.trl import over_store
+    from dbuffer.tools.demo.policy import Task
+
+    kind, *server = sys.argv[2:]
+    torch.set_num_threads(1)
+    task, has_adapter = Task(seed=0), kind.endswith("lora")
+    checkpoint = directory / "first"
+    if distributed.get_rank() == 0:
+        save(first_model(lora=has_adapter), checkpoint)
+    distributed.barrier()
+    config = configuration(
+        directory,
+        len(task.prompts),
+        per_device_train_batch_size=32,
+        max_steps=NUM_RANK_STEPS,
+        logging_strategy="steps",
+        logging_steps=1,
+        deepspeed=deepspeed_configuration(kind),
+        **({"vllm_mode": "server", "vllm_server_base_url": server[1]} if server else {}),
+    )
+    store = server[0] if server else directory / "store"
+    trainer: Any = over_store(GRPOTrainer, store, timeout_s=300)(
+        model=str(checkpoint),
+        reward_funcs=lambda completion_ids, **_: task.rewards(
+            tuple(map(tuple, completion_ids))
+        ).tolist(),
+        args=config,
+        train_dataset=make_dataset(task.prompts),
+        peft_config=LORA if has_adapter else None,
+    )
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    seen = by_rank(
+        {
+            "sender": type(trainer.weight_sync.sender).__name__,
+            "version": trainer.weight_sync.version,
+            "partitioned": sum(p.numel() == 0 for p in trainer.model.parameters()),
+            "differences": differences_in(trainer),
+        }
+    )
+    if distributed.get_rank() == 0:
+        leave(directory, seen)
+    os._exit(0)
+
+
+def deepspeed_configuration(kind: str) -> dict[str, Any] | None:
+    """For a kind such as "zero-3 lora"."""
+    if not kind.startswith("zero-"):
+        return None
+    import deepspeed
+
+    # It would compile a way of its own to add up over shared memory, for minutes.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        # The latter so that it really partitions parameters as small as these.
+        "zero_optimization": {"stage": int(kind[5]), "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    }
+
+
+def differences_in(trainer: Any) -> list[float]:
+    """The largest of each step: of log-probabilities that trainer and sampler have of a token."""
+    name = "sampling/sampling_logp_difference/max"
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
 def main(directory: Path) -> None:
+    if sys.argv[2] != "server":
+        run_ranks(__file__, train_as_rank)
+        return
     torch.set_num_threads(1)
     program = Program(directory)
     try:
