@@ -524,6 +524,9 @@ def main(directory: Path) -> None:
     program = Program(directory)
     try:
         seen = program.observe()
+    except Exception:
+        print(f"the server's log: {program.server.log()[-10_000:]}", flush=True)
+        raise
     finally:
         program.server.kill()
     leave(directory, seen)
