@@ -10,7 +10,7 @@ python3 dev.py soak   [options of pytest]            (what guarantees rest on, f
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
 
 Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
-environment (two to three minutes, 2.9 GB); later ones reuse it until what it was made from changes.
+environment (two to three minutes, 3.2 GB); later ones reuse it until what it was made from changes.
 """
 
 import sys

@@ -94,6 +94,30 @@ class TestGRPO:
         assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
 
 
+class TestTRL:
+    pytestmark = NEEDS_VLLM
+
+    def test_engine_learns_with_its_trainer(self, shm_path: Path) -> None:
+        done = run("trl", shm_path)
+        assert done.code == 0, done.text
+        assert ": climbed\n" in done.text
+        assert "the engine's greedy answers and the fresh one's are equal" in done.text
+
+    @in_soaks_alone
+    def test_engine_learns_with_the_trainer_of_an_adapter(self, shm_path: Path) -> None:
+        done = run("trl", shm_path, "--lora")
+        assert done.code == 0, done.text
+        assert ": climbed\n" in done.text
+        assert "the engine's greedy answers and the fresh one's are equal" in done.text
+
+    @in_soaks_alone
+    def test_engine_without_new_weights_is_seen(self, shm_path: Path) -> None:
+        done = run("trl", shm_path, "--broken-sync")
+        assert done.code == 1, done.text
+        assert ": did not climb\n" in done.text
+        assert "the engine's greedy answers and the fresh one's differ" in done.text
+
+
 class TestLightRFT:
     pytestmark = NEEDS_VLLM
 

@@ -20,6 +20,8 @@ PACKAGE = Path(dbuffer.__file__).parent
 
 OPTIONAL_PACKAGES = (
     *(
+        "accelerate",
+        "datasets",
         "deepspeed",
         "httpx",
         "huggingface_hub",
@@ -29,7 +31,7 @@ OPTIONAL_PACKAGES = (
         "requests",
         "rich",
     ),
-    *("peft", "safetensors", "sglang", "torchrl", "transformers", "typer", "vllm", "zstandard"),
+    *("safetensors", "sglang", "torchrl", "transformers", "trl", "typer", "vllm", "zstandard"),
 )
 
 MAX_SHARE = 0.15

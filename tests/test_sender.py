@@ -571,7 +571,8 @@ class TestWaitingForReceiversByName:
                 sender.wait_applied(1, receivers=["one"], timeout_s=60)
             one.record.write(problem="tensor 'a' is odd", problem_version=1)
             # Whichever will do: another one may come.
-            with pytest.raises(AcknowledgementTimeoutError):
+            because = r"one is at None, because of: tensor 'a' is odd"
+            with pytest.raises(AcknowledgementTimeoutError, match=because):
                 sender.wait_applied(1, receivers=1, timeout_s=0)
             sender.send(WEIGHTS)
             # What was wrong with one version says nothing of the next.

@@ -86,9 +86,10 @@ class Server:
         if api_servers > 1:
             module = ["vllm.entrypoints.cli.main", "serve", str(checkpoint)]
             shape["--api-server-count"] = api_servers
-        command = [sys.executable, "-m", *module, *flags]
+        command = [sys.executable, "-m", *module]
         command += ["--served-model-name", MODEL, "--skip-tokenizer-init", "--enforce-eager"]
         command += [str(word) for pair in shape.items() for word in pair]
+        command += flags  # last, so that they count where both say something
         more = {"VLLM_SERVER_DEV_MODE": "1"} if development else {}
         if api_servers > 1:  # vLLM's command wants to know its version from a package of this name
             more["PYTHONPATH"] = os.pathsep.join([vllm_metadata(log.parent), *sys.path])

@@ -59,13 +59,21 @@ def wait_applied(
                     _check(store, record, version, history, ended_at)
         left = deadline - time.monotonic()
         if left <= 0:
-            states = ", ".join(f"{r.receiver} is at {r.applied_version}" for r in records)
+            states = ", ".join(_state(record, version, history) for record in records)
             raise AcknowledgementTimeoutError(
                 f"{num_applied} of {needed} receivers applied version {version} of "
                 f"{store.root} within {timeout_s:g} s ({states or 'no receiver came yet'})"
             )
         time.sleep(min(pause_s, left))
         pause_s = min(2 * pause_s, _POLL_MAX_S)
+
+
+def _state(record: ReceiverRecord, version: int, history: str | None) -> str:
+    """In a few words, with what keeps it from the version."""
+    state = f"{record.receiver} is at {record.applied_version}"
+    if record.has_problem_with(version, history):
+        return f"{state}, because of: {record.problem}"
+    return state
 
 
 def _check(

@@ -1,0 +1,96 @@
+"""`StoreWeightTransfer`: for TRL's `AsyncGRPOTrainer`, whose servers follow a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+
+import torch
+
+from dbuffer.errors import NotReadyError
+from dbuffer.publish.sender import WeightSender
+from dbuffer.runtime import options
+
+
+class StoreWeightTransfer:
+    """TRL's ``WeightTransferProtocol`` over a store: ``AsyncGRPOTrainer(weight_transfer=...)``.
+
+    Nothing is paused while weights are published: servers that follow the store generate on, make
+    the version ready meanwhile, and each pauses for the moment of its own switch. They come and go
+    as they like; no process group knows of them.
+
+    Args:
+        store: the store's directory, as the servers see it.
+        receivers: how many engines must have a version before TRL counts the rollouts as its; or
+            their ids (``engine_id``), so that one that cannot apply it is learned at once. 0: none;
+            what TRL takes for rollouts of a version may then be of the one before.
+        timeout_s: for how long they are waited for.
+        dtype: publish floating-point tensors in this dtype. Default: each in its own.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        receivers: int | str | Collection[str] = 1,
+        timeout_s: float = 600.0,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.store = options.directory("store", store).absolute()
+        """The store's directory."""
+        options.names("receivers", receivers)
+        self._receivers = receivers
+        self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
+        self._dtype = dtype
+        self._sender: WeightSender | None = None
+        self.version: int | None = None
+        """The last one that was published."""
+
+    def init_weight_transfer(self) -> None:
+        """Open the store. TRL does so on its main process only, as it makes every call here.
+
+        Raises:
+            WriterActiveError, StoreInsecureError, StoreAccessError: as for `WeightSender`.
+        """
+        # Not sooner: ranks that publish nothing make one of these too.
+        if self._sender is None:
+            self._sender = WeightSender(self.store, dtype=self._dtype)
+
+    def pause(self) -> None:
+        """Do nothing: each server pauses by itself, when it has the version ready."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publish ``(name, tensor)`` pairs, tensor by tensor, while the servers generate.
+
+        Raises:
+            InvalidWeightsError, StoreFullError, StoreAccessError, WriterSupersededError: as
+                `WeightSender.send`. Nothing was published, and the servers serve on.
+            NotReadyError: `init_weight_transfer` was not called.
+        """
+        self.version = self._opened().send(iterator).version
+
+    def resume(self) -> None:
+        """Return when the servers generate with what was sent; they were never held up for it.
+
+        Raises:
+            AcknowledgementTimeoutError: too few of them do, in time; the message says who does.
+            ReceiverFailedError: one of those named cannot apply it, or its process has ended.
+            NotReadyError: `init_weight_transfer` was not called.
+        """
+        sender = self._opened()
+        if self.version is not None:
+            sender.wait_applied(self.version, receivers=self._receivers, timeout_s=self._timeout_s)
+
+    def destroy(self) -> None:
+        """Give the store up. The last version stays published; servers go on with it."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+
+    def _opened(self) -> WeightSender:
+        if self._sender is None:
+            raise NotReadyError(f"{self.store} is not open: call init_weight_transfer() first")
+        return self._sender
