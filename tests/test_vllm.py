@@ -30,6 +30,7 @@ from vllm_engines import (
     greedy_parameters,
     leave,
     observe,
+    vllm_release,
 )
 
 import dbuffer
@@ -87,7 +88,9 @@ def test_switches_are_copies_and_layers_that_were_packed_meanwhile(
 ) -> None:
     """Experts are always packed on a CPU."""
     seen = observed[swap]
-    assert seen["reloads of two switches"] == 0
+    # Into a form that has no image: the plan says so, and leaves the model with the reload.
+    is_packed_otherwise = "bfloat16 packed" in swap and () < vllm_release() < (0, 31)
+    assert seen["reloads of two switches"] == (2 if is_packed_otherwise else 0)
     assert seen["after two more"] == seen["backend, fresh"]
     assert seen["on the way there"] == seen["none, fresh"]
 

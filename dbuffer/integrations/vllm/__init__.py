@@ -23,7 +23,10 @@ from typing import TYPE_CHECKING
 from dbuffer.integrations.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.background import BackgroundFollower as BackgroundFollower
+    from dbuffer.integrations.engine.background import (
+        BackgroundFollower as BackgroundFollower,
+        ReplicaFollowers as ReplicaFollowers,
+    )
     from dbuffer.integrations.engine.follower import Follower as Follower
     from dbuffer.integrations.engine.options import EngineOptions as EngineOptions
     from dbuffer.integrations.vllm.adapters import adapter_request as adapter_request
@@ -48,6 +51,7 @@ else:
             "EngineOptions": "dbuffer.integrations.engine.options",
             "FollowStore": ".middleware",
             "Follower": "dbuffer.integrations.engine.follower",
+            "ReplicaFollowers": "dbuffer.integrations.engine.background",
             "WorkerExtension": ".extension",
             "adapter_request": ".adapters",
             "follow": ".following",
