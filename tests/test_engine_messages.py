@@ -141,12 +141,13 @@ def test_a_model_keeps_its_endpoint() -> None:
 
 def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank: OneRank) -> None:
     first = rank.begin(unless_following=True)
-    rank.options = replace(rank.options, engine_id="another")
-    assert rank.begin(unless_following=True) is first, "as its follower calls it"
+    assert rank.begin(unless_following=True) is first
     second = rank.begin()
     assert second is not first
-    rank.options = replace(rank.options, timeout_s=6)
-    assert rank.begin(unless_following=True) is not second
+    for changed in ({"timeout_s": 6}, {"engine_id": "another"}, {"instance_id": "another"}):
+        rank.options = replace(rank.options, **changed)
+        before, second = second, rank.begin(unless_following=True)
+        assert second is not before, "whoever asks would not find it under the name that it has"
 
 
 def test_an_update_before_the_beginning_is_refused(rank: OneRank) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from support import Child
 from torch import distributed
 
-OUTCOME_TIMEOUT_S = 30.0
+OUTCOME_TIMEOUT_S = 120.0
 
 
 class Failure(NamedTuple):
