@@ -24,9 +24,9 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     return done.stdout
 
 
@@ -95,3 +95,18 @@ def test_what_is_installed_publishes_and_receives(built: Path, tmp_path: Path) -
     printed = run("-c", program, cwd=tmp_path, PYTHONPATH=str(place)).split()
     assert printed == [str(place / "dbuffer" / "__init__.py"), "3.0"]
     assert "publish" in run("-m", "dbuffer", "--help", cwd=tmp_path, PYTHONPATH=str(place))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["0.10.0", "0.15.3"])
+def test_the_oldest_and_the_newest_tensordict_will_do(version: str, tmp_path: Path) -> None:
+    """All tests that a TensorDict is published, loaded into, or read out of a weights file."""
+    pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    run(*pip, "--target", str(tmp_path), f"tensordict=={version}", cwd=tmp_path)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    told = "import tensordict; print(tensordict.__version__)"
+    assert run("-c", told, cwd=ROOT, PYTHONPATH=path).strip() == version
+    tests = ["test_sources.py", "test_targets.py", "test_sender.py"]
+    chosen = [str(ROOT / "tests" / name) for name in tests]
+    options = ["-q", "-k", "tensordict or stack", "-p", "no:cacheprovider"]
+    assert " passed" in run("-m", "pytest", *options, *chosen, cwd=ROOT, PYTHONPATH=path)

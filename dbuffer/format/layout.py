@@ -277,7 +277,7 @@ class Layout:
     def encode_for_tensordict(self) -> bytes:
         """The end of the file as ``TensorDict.from_consolidated`` wants it.
 
-        The form was read off tensordict 0.14 and 0.15: nested metadata, then its length. What it
+        The form was read off tensordict 0.10 to 0.15: nested metadata, then its length. What it
         can not hold is left out: float8, float4, and names that it keeps for itself.
         """
         padding = 0
