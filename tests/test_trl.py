@@ -409,8 +409,9 @@ class Program:
         seen = {
             "counted": trainer.model_version,
             "version": transfer.version,
-            "serves": self.server.version(),
+            # First: it acknowledges in its pause, and an answer comes when that is over.
             "answers": self.answers(),
+            "serves": self.server.version(),
             "answers before": before,
             "expected": self.fresh_answers(save(model, self.directory / "asynchronous")),
             "paused": paused,
