@@ -92,6 +92,14 @@ def shm_path() -> Iterator[Path]:
     shutil.rmtree(path, ignore_errors=True)
 
 
+@pytest.fixture(scope="module")
+def directory() -> Iterator[Path]:
+    """A directory in shared memory for the whole file."""
+    path = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=SHARED_MEMORY))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
 @pytest.fixture
 def store(shm_path: Path) -> Path:
     """Where a store in shared memory will be; nothing is there yet."""

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -115,12 +114,6 @@ def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S)
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.02)
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

@@ -107,6 +107,13 @@ OTHER = Pattern(num_tensors=5, numel=700)
 SPARSE = Sparse()
 
 
+def free_port() -> int:
+    """One that nobody listens at now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextlib.contextmanager
 def small_disk(path: Path, num_bytes: int) -> Iterator[Path]:
     """A filesystem of its own; skips the test where none may be mounted."""

@@ -159,7 +159,7 @@ class WithRoutes:
 
     def __init__(self, directory: Path) -> None:
         import httpx
-        from test_vllm_server import free_port
+        from support import free_port
 
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -250,7 +250,8 @@ def train_with_stock(directory: Path, server: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def stock_server(directory: Path) -> Iterator[Any]:
-    from test_vllm_server import Server, free_port
+    from support import free_port
+    from vllm_servers import Server
 
     flags = ("--worker-extension-cls", EXTENSION, "--api-key", "secret")
     log = directory / "stock.log"

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import TIMEOUT_S, Child
+from support import TIMEOUT_S, Child, free_port
 from torch import nn
 
 import dbuffer
@@ -118,12 +117,6 @@ def running(store: Path, routes: dict[str, Any], *, follows: bool = True) -> Ite
 
 def config_for(url: str = "http://127.0.0.1:9", **more: Any) -> BridgeConfig:
     return BridgeConfig(**{"vllm_api_url": url, "device": "cpu", "timeout_seconds": 30.0, **more})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

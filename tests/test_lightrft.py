@@ -45,8 +45,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    env = environment(processes=False, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    env = environment(processes=False)
     directory = tmp_path_factory.mktemp("lightrft")
     yield observe(__file__, directory, timeout_s=TIMEOUT_S, env=env)
     for path in SHARED_MEMORY.glob(f"{shared_memory_name(directory)}*"):

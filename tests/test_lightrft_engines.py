@@ -26,8 +26,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    env = environment(processes=True, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    env = environment(processes=True)
     return observe(__file__, tmp_path_factory.mktemp("engines"), timeout_s=TIMEOUT_S, env=env)
 
 
@@ -86,8 +85,9 @@ class Program:
 
     def start_engines(self, checkpoint: Path, api_key: str) -> None:
         import vllm
-        from test_vllm_server import Server, free_port
+        from support import free_port
         from vllm_engines import engine_arguments
+        from vllm_servers import Server
 
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             os.environ.pop(name)  # of torchrun's: this engine is not one of those

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import TIMEOUT_S, Child
+from support import TIMEOUT_S, Child, free_port
 from torch import distributed
 from worlds import World
 
@@ -20,12 +20,6 @@ from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
 from dbuffer.ranks.rendezvous import join, leave, meet
 
 SOON_S = 0.5
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(params=["file", "tcp", "env"])

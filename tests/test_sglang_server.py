@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_engines import NEEDS_SGLANG, WAIT_S, Server, free_port, wait_for
+from sglang_engines import NEEDS_SGLANG, WAIT_S, Server, wait_for
+from support import free_port
 from tiny_models import revealing_weights, save_revealing, token_of
 
 import dbuffer

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import pickle
-import shutil
 import sys
 import tempfile
 import threading
@@ -28,7 +27,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import SHARED_MEMORY
 from tiny_models import make_model, save_model
 from vllm_engines import (
     NEEDS_VLLM,
@@ -634,14 +632,6 @@ def test_prepare_weights_asks_the_context(kind: Any, store: Path) -> None:
 
 
 # With engines.
-
-
-@pytest.fixture(scope="module")
-def directory() -> Iterator[Path]:
-    """A directory in shared memory for the whole file."""
-    path = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=SHARED_MEMORY))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def observed_in(directory: Path, role: str, *more: str) -> dict[str, Any]:

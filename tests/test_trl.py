@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import torch
 from lightrft_parts import by_rank, run_ranks
-from support import in_soaks_alone, is_soak
+from support import free_port, in_soaks_alone, is_soak
 from torch import distributed
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, leave, observe
-from vllm_servers import BACKEND_FLAGS, Server, free_port
+from vllm_servers import BACKEND_FLAGS, Server
 
 import dbuffer
 from dbuffer.errors import AcknowledgementTimeoutError, NotReadyError, OptionError
@@ -48,9 +48,8 @@ NUM_RANK_STEPS = 3
 
 def run(role: str, directory: Path) -> Any:
     more = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     # Only the server has processes of its own.
-    env = environment(processes=False, PYTHONPATH=os.pathsep.join(filter(None, paths)), **more)
+    env = environment(processes=False, **more)
     return observe(__file__, directory, role, timeout_s=TIMEOUT_S, env=env)
 
 

@@ -10,18 +10,23 @@ import asyncio
 import contextlib
 import json
 import logging
-import shutil
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from support import SHARED_MEMORY, Record, is_soak
-from tiny_models import make_model, revealing_weights, save_model, save_revealing, token_of
+from support import Record, is_soak
+from tiny_models import (
+    make_model,
+    revealing_weights,
+    save_model,
+    save_revealing,
+    version_of,
+    wrong_tokens,
+)
 from vllm_engines import (
     ANSWERS_TELL_VERSIONS,
     NEEDS_VLLM,
@@ -60,14 +65,6 @@ BIG_LAYER = 65536
 
 
 @pytest.fixture(scope="module")
-def directory() -> Iterator[Path]:
-    """A directory in shared memory for the whole file."""
-    path = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=SHARED_MEMORY))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
 def observed(directory: Path) -> dict[str, Any]:
     """What the program below saw of an engine of one rank, which takes the backend's way."""
     # Functions are sent to workers, to make them fail. The fresh engines, which an `LLM` is, run
@@ -87,21 +84,6 @@ def observed_two(directory: Path) -> dict[str, Any]:
     place.mkdir()
     seen: dict[str, Any] = observe(__file__, place, "two-ranks", timeout_s=TIMEOUT_S, env=env)
     return seen
-
-
-def version_of(reported: str) -> int:
-    """The version that a response reports; an engine's starting weights are "default"."""
-    return 0 if reported == "default" else int(reported)
-
-
-def wrong_tokens(response: dict[str, Any]) -> list[Any]:
-    """The spans whose tokens are not all of the version that is reported for them."""
-    tokens = response["tokens"]
-    return [
-        (version, tokens[start:end], token_of(version_of(version)))
-        for version, start, end in response["spans"]
-        if set(tokens[start:end]) != {token_of(version_of(version))}
-    ]
 
 
 def check_attribution(responses: list[dict[str, Any]]) -> None:

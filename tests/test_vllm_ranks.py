@@ -64,8 +64,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    env = environment(processes=True, PYTHONPATH=os.pathsep.join(filter(None, paths)))
+    env = environment(processes=True)
     directory = tmp_path_factory.mktemp("ranks")
     # Removed by this process: the program may be killed.
     with tempfile.TemporaryDirectory(prefix="dbuffer-test-", dir=SHARED_MEMORY) as scratch:

@@ -12,16 +12,21 @@ import asyncio
 import contextlib
 import json
 import re
-import shutil
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import SHARED_MEMORY
-from tiny_models import make_model, revealing_weights, save_model, save_revealing, token_of
+from support import free_port
+from tiny_models import (
+    make_model,
+    revealing_weights,
+    save_model,
+    save_revealing,
+    token_of,
+    wrong_tokens,
+)
 from vllm_engines import (
     ANSWERS_TELL_VERSIONS,
     NEEDS_VLLM,
@@ -33,7 +38,7 @@ from vllm_engines import (
     leave,
     observe,
 )
-from vllm_servers import ANSWER_TOKENS, BACKEND_FLAGS, WAIT_S, Server, free_port, wait_for
+from vllm_servers import ANSWER_TOKENS, BACKEND_FLAGS, WAIT_S, Server, wait_for
 
 import dbuffer
 
@@ -48,13 +53,6 @@ MIN_VERSIONS_SEEN = 10
 LOCKSTEP_VERSIONS = 5
 NUM_TOKENS = 16
 LATE_S = 0.2
-
-
-@pytest.fixture(scope="module")
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="dbuffer-test-", dir=SHARED_MEMORY))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +73,10 @@ def served(directory: Path) -> dict[str, Any]:
 def run(role: str, directory: Path) -> dict[str, Any]:
     # Functions are sent to workers; the fresh engines are in the program itself.
     env = environment(processes=False, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
-    env["PYTHONPATH"] = str(Path(__file__).parent)
     place = directory / role
     place.mkdir()
     seen: dict[str, Any] = observe(__file__, place, role, timeout_s=TIMEOUT_S, env=env)
     return seen
-
-
-def wrong_tokens(response: dict[str, Any]) -> list[Any]:
-    """The spans whose tokens are not all of the version that is reported for them."""
-    return [
-        (version, response["tokens"][start:end])
-        for version, start, end in response["spans"]
-        if set(response["tokens"][start:end]) != {token_of(int(version))}
-    ]
 
 
 def versions_of(response: dict[str, Any]) -> list[int]:

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 from patch_trainers import all_of
+from support import free_port
 from tiny_models import make_model, revealing_weights, save_revealing, token_of
 from vllm_engines import EXTENSION, NEEDS_VLLM, TIMEOUT_S, environment, observe
 from vllm_servers import (
@@ -33,7 +34,6 @@ from vllm_servers import (
     RECOVERY_S,
     WAIT_S,
     Server,
-    free_port,
     question,
     wait_for,
 )

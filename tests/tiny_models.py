@@ -115,6 +115,21 @@ def token_of(version: int) -> int:
     return 1 + version % 249 + (250 if version % 2 else 0)
 
 
+def version_of(reported: str) -> int:
+    """The version that a response reports; an engine's starting weights are "default"."""
+    return 0 if reported == "default" else int(reported)
+
+
+def wrong_tokens(response: dict[str, Any]) -> list[Any]:
+    """The spans whose tokens are not all of the version that is reported for them."""
+    tokens = response["tokens"]
+    return [
+        (version, tokens[start:end], token_of(version_of(version)))
+        for version, start, end in response["spans"]
+        if set(tokens[start:end]) != {token_of(version_of(version))}
+    ]
+
+
 def save_revealing(version: int, directory: Path) -> Path:
     """Such a model as a Hugging Face checkpoint; its directory."""
     model = make_model("qwen3", 0)

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -26,12 +25,6 @@ API_KEY = "secret"
 MODEL = "policy"
 ANSWER_TOKENS = 8
 BACKEND_FLAGS = ["--weight-transfer-config", '{"backend": "dbuffer"}']
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
