@@ -82,14 +82,18 @@ def test_an_adapter_learns_with_its_sampler(shm_path: Path) -> None:
     assert "greedy answers of sampler and adapter are equal" in done.text
 
 
+def assert_engine_followed(done: Run) -> None:
+    assert done.code == 0, done.text
+    assert ": climbed\n" in done.text
+    assert "the engine's greedy answers and the fresh one's are equal" in done.text
+
+
 class TestGRPO:
     pytestmark = NEEDS_VLLM
 
     def test_engine_learns_with_its_trainer(self, shm_path: Path) -> None:
         done = run("grpo", shm_path)
-        assert done.code == 0, done.text
-        assert ": climbed\n" in done.text
-        assert "the engine's greedy answers and the fresh one's are equal" in done.text
+        assert_engine_followed(done)
         # The engine's own log-probabilities say that it sampled with the trainer's weights.
         assert done.numbers(r"effective sample size +(\d+)%") == [100] * 12
 
@@ -99,16 +103,12 @@ class TestTRL:
 
     def test_engine_learns_with_its_trainer(self, shm_path: Path) -> None:
         done = run("trl", shm_path)
-        assert done.code == 0, done.text
-        assert ": climbed\n" in done.text
-        assert "the engine's greedy answers and the fresh one's are equal" in done.text
+        assert_engine_followed(done)
 
     @in_soaks_alone
     def test_engine_learns_with_the_trainer_of_an_adapter(self, shm_path: Path) -> None:
         done = run("trl", shm_path, "--lora")
-        assert done.code == 0, done.text
-        assert ": climbed\n" in done.text
-        assert "the engine's greedy answers and the fresh one's are equal" in done.text
+        assert_engine_followed(done)
 
     @in_soaks_alone
     def test_engine_without_new_weights_is_seen(self, shm_path: Path) -> None:
