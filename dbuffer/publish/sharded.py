@@ -126,7 +126,7 @@ class ShardedWeightSender(Turns):
             options.choice("checksum", checksum, (True, False, "auto"))
             if options.flag("delta", delta):
                 require_compression()
-            self._seen = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+            self._buffers = DoubleBuffer(store, allow_shared_store=allow_shared_store)
             self._describer = Describer(dtype=dtype, rename=rename, sharded=True)
             threads = self._share_of_cores() if num_threads is None else num_threads
             self._copier = Copier(threads)
@@ -277,7 +277,7 @@ class ShardedWeightSender(Turns):
             self._agreement,
             self._output,
             self._copier,
-            self._seen,
+            self._buffers,
             chaining,
             hashed=self._checksum,
         )

@@ -80,9 +80,14 @@ class SharedFollowing:
         cls,
         leadership: Leadership,
         follow: Callable[[], InBackground],
-        wait_ready: Callable[[InBackground], Awaitable[None]],
+        follow_until_ready: Callable[[], Awaitable[InBackground]],
     ) -> Self:
         """Wait until the engine serves what is there, by this API server's doing or another's.
+
+        Args:
+            leadership: which of them follows.
+            follow: begins to follow, and waits for nothing: the engine serves already.
+            follow_until_ready: begins to follow, and waits until the engine serves what is there.
 
         Raises:
             DBufferError: this one leads, and cannot follow.
@@ -94,8 +99,7 @@ class SharedFollowing:
                     shared._standing_by = asyncio.create_task(shared._stand_by())
                     return shared
                 await asyncio.sleep(LOOK_S)
-            shared._following = follow()
-            await wait_ready(shared._following)
+            shared._following = await follow_until_ready()
             leadership.say_ready()
         except BaseException:
             await shared.aclose()

@@ -159,17 +159,22 @@ class AsyncVllm(_Vllm):
         self._call(self._pause(mode))
 
     async def _pause(self, mode: PauseMode) -> None:
-        # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
-        await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+        await self._pause_scheduler(mode)
         # Requests that are kept lose what was computed with the old weights too: it is
         # recomputed, so that no token comes from two versions.
-        is_reset, *_ = await asyncio.gather(
-            self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True),
-            self._engine.reset_mm_cache(),
-            self._engine.reset_encoder_cache(),
-        )
+        is_reset, *_ = await asyncio.gather(*self._cache_resets())
         if not is_reset:
             raise EngineUpdateError("the engine could not reset its prefix cache")
+
+    async def _pause_scheduler(self, mode: PauseMode) -> None:
+        # Not pause_generation(): that sleeps for 20 ms after the engine has paused.
+        await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+    def _cache_resets(self) -> Iterator[Coroutine[Any, Any, Any]]:
+        """The first tells whether it succeeded."""
+        yield self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        yield self._engine.reset_mm_cache()
+        yield self._engine.reset_encoder_cache()
 
     def resume(self) -> None:
         self._call(self._engine.resume_generation())
@@ -223,16 +228,14 @@ class AsyncReplica(AsyncVllm):
     def is_paused(self) -> bool:
         return bool(self._call(self._ask_core("is_scheduler_paused")))
 
-    async def _pause(self, mode: PauseMode) -> None:
+    async def _pause_scheduler(self, mode: PauseMode) -> None:
         await self._ask_core("pause_scheduler", mode, False)
+
+    def _cache_resets(self) -> Iterator[Coroutine[Any, Any, Any]]:
         # The front end keeps nothing of a core's caches where there are several cores.
-        is_reset, *_ = await asyncio.gather(
-            self._ask_core("reset_prefix_cache", True, True),
-            self._ask_core("reset_mm_cache"),
-            self._ask_core("reset_encoder_cache"),
-        )
-        if not is_reset:
-            raise EngineUpdateError("the engine could not reset its prefix cache")
+        yield self._ask_core("reset_prefix_cache", True, True)
+        yield self._ask_core("reset_mm_cache")
+        yield self._ask_core("reset_encoder_cache")
 
     def resume(self) -> None:
         self._call(self._ask_core("resume_scheduler"))

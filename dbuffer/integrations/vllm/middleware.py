@@ -104,16 +104,19 @@ async def _start(scope: Scope) -> InBackground | SharedFollowing:
         assert isinstance(follower, InBackground)  # noqa: S101 - an AsyncLLM is followed so
         return follower
 
+    async def begin_until_ready() -> InBackground:
+        follower = begin()
+        try:
+            await _wait_ready(follower, config)
+        except BaseException:
+            await follower.aclose()
+            raise
+        return follower
+
     if shares_engine(config):
         leadership = Leadership(instance_of_api_servers())
-        return await SharedFollowing.begin(leadership, begin, lambda one: _wait_ready(one, config))
-    follower = begin()
-    try:
-        await _wait_ready(follower, config)
-    except BaseException:
-        await follower.aclose()
-        raise
-    return follower
+        return await SharedFollowing.begin(leadership, begin, begin_until_ready)
+    return await begin_until_ready()
 
 
 async def _wait_ready(follower: InBackground, config: Any) -> None:
