@@ -144,6 +144,7 @@ class _NewFiles(WeightsFiles):
 
     def __init__(self, records: Records, reader_timeout_s: float) -> None:
         super().__init__(records, reader_timeout_s)
+        self._is_store_shown = False
         self._retired = RetiredFiles(
             records.readers, reader_timeout_s, self.let_go, self._named_versions
         )
@@ -185,6 +186,9 @@ class _NewFiles(WeightsFiles):
     def note_published(self, read_back: Callable[[], None]) -> None:
         self._retired.note_newest()
         read_back()
+        if not self._is_store_shown:  # it may be new; from now on no name is that others look for
+            filesystem.show_new_names(self.records.root, self.records.root.parent)
+            self._is_store_shown = True
         self._retired.remove_unneeded()
 
     def _ages_s(self, buffer: str, files: list[Path]) -> dict[str, float]:

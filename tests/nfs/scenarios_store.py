@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from guest import EXPORT, Guest, until
 from lab import scenario
 from support import TIMEOUT_S, Child, Pattern, Step, at_step, newest
@@ -265,6 +266,42 @@ def test_a_flip_is_seen_within_a_poll_interval_and_a_second(guest: Guest) -> Non
                 print(f"after {silence_s} s: version {seen} after {late_s:.2f} s ({took_s:.2f} s)")
                 assert seen == version
                 assert late_s < POLL_INTERVAL_S + 1 + took_s
+
+
+NUM_NEW_STORES = 5
+
+
+def make_stores_among_other_things(connection: Connection, path: Path) -> None:
+    for number in range(NUM_NEW_STORES):
+        connection.recv()
+        (path / f"logs-{number}").mkdir()
+        with dbuffer.WeightSender(path / f"store-{number}", num_threads=1) as sender:
+            sender.send({"weight": torch.zeros(4)})
+        connection.send("sent")
+
+
+def look_without_a_pause(connection: Connection, path: Path) -> None:
+    for number in range(NUM_NEW_STORES):
+        with WeightReceiver(path / f"store-{number}", poll_interval_s=0.0001) as receiver:
+            connection.send("looks")
+            connection.send(receiver.wait_for_version(timeout_s=5.0))
+
+
+@scenario()
+def test_a_reader_that_looks_while_a_store_is_made_finds_it(guest: Guest) -> None:
+    """Over v3 two changes within one tick of the server's clock are one to who looks between.
+
+    Such a reader would wait for a store that is there until the directory changes once more.
+    """
+    with (
+        guest.on("w", make_stores_among_other_things) as writer,
+        guest.on("r", look_without_a_pause) as reader,
+    ):
+        for _ in range(NUM_NEW_STORES):
+            assert reader.receive() == "looks"
+            writer.send("make it")
+            assert writer.receive() == "sent"
+            assert reader.receive() == 1
 
 
 IN_MID_PUBLISH = (

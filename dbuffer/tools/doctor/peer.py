@@ -33,7 +33,7 @@ from dbuffer.errors import (
 )
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.filesystem import MOUNT_VARIABLE
+from dbuffer.store.filesystem import MOUNT_VARIABLE, TICK_S
 from dbuffer.store.liveness import Process
 from dbuffer.store.media import medium_of
 from dbuffer.tools.doctor.findings import (
@@ -63,9 +63,7 @@ _ANSWER_TIMEOUT_S = 15.0
 _SILENCE_S = 120.0
 """After this long without a version the first host has gone."""
 _POLL_S = 0.01
-_TICK_S = 0.02
-"""A pause before a directory is changed again. Over NFSv3 two changes within one tick of the
-server's clock (up to 10 ms) look like one, and who has looked between them misses the second."""
+_LOOK_INTERVAL_S = 0.1
 
 _RECEIVER = "peer"
 _INTRODUCTION = "peer.json"
@@ -119,7 +117,7 @@ def wait_for_host(
     from dbuffer.receive.receiver import WeightReceiver  # and torch, which takes seconds
 
     remove_stale(directory)
-    time.sleep(_TICK_S)
+    time.sleep(TICK_S)
     with (
         scratch(directory, "peer") as place,
         WeightReceiver(
@@ -159,6 +157,7 @@ def _introduce(place: Path) -> None:
     }
     data = json.dumps(introduction).encode()
     filesystem.replace_file(place / _INTRODUCTION, data, scratch=place, durable=True)
+    filesystem.show_new_names(place, place.parent)
 
 
 def _receive(receiver: WeightReceiver) -> PeerReport:
@@ -176,7 +175,7 @@ def _try_to_send(store: Path) -> None:
     """Take the store over, if no lock of the first host's sender prevents that: it will notice."""
     from dbuffer.publish.sender import WeightSender
 
-    time.sleep(_TICK_S)
+    time.sleep(TICK_S)
     with contextlib.suppress(DBufferError):
         WeightSender(store, allow_shared_store=True).close()
 
@@ -210,7 +209,7 @@ def meet(site: Site, *, timeout_s: float, progress: Progress) -> tuple[Meeting, 
         if meetings or time.monotonic() >= deadline:
             return tuple(meetings)
         progress(f"waiting for 'dbuffer doctor {site.base} --peer' on another host")
-        time.sleep(0.1)
+        time.sleep(_LOOK_INTERVAL_S)
 
 
 def _waiting(site: Site) -> list[Path]:
@@ -292,7 +291,7 @@ def _delay_ms(sender: WeightSender, limit_s: float, *, is_last: bool = False) ->
 def _send(sender: WeightSender, *, is_last: bool = False) -> int:
     import torch
 
-    time.sleep(_TICK_S)
+    time.sleep(TICK_S)
     weights = {"weight": torch.rand(_NUM_VALUES)}
     metadata = {"host": socket.gethostname(), "pid": os.getpid(), "is_last": is_last}
     return sender.send(weights, metadata=metadata).version
