@@ -31,6 +31,8 @@ pytestmark = NEEDS_VLLM
 # vLLM makes what experts need when its first engine has some, so that one comes first.
 BACKEND = ("qwen3-moe packed", "olmo2 packed", "gpt-neox packed", "starcoder2 packed", "qwen3 live")
 FAMILIES = (*BACKEND, "gpt-j packed")
+ONLINE = "float8 online"
+"""An engine that quantises what it loads, and follows a trainer that does not."""
 INT8 = {
     # Strategy of the weights' scales, whether inputs' scales are in the checkpoint, and the dtype.
     "a scale a channel": ("channel", False, "float32"),
@@ -58,7 +60,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen | {"log": (directory / "log.txt").read_text()}
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, *INT8])
+@pytest.mark.parametrize("case", [*FAMILIES, *INT8, ONLINE])
 def test_switched_engines_answer_as_fresh_ones(observed: dict[str, Any], case: str) -> None:
     seen = observed[case]
     assert seen["errors"] == ["no error"] * 2
@@ -105,6 +107,17 @@ def test_a_layer_whose_reload_cannot_be_right_is_refused(
     assert tokens == seen["fresh"]
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_a_model_writes_past_its_loaders_is_refused(
+    observed: dict[str, Any], partial: bool
+) -> None:
+    """vLLM's reload does not see it, and would leave the weights of the version before."""
+    seen = observed["gpt oss"]
+    error, tokens = seen[str(partial)]
+    assert "GptOssForCausalLM writes model.layers.0.attn.sinks past its loader" in error
+    assert tokens == seen["fresh"]
+
+
 @needs_fp8_caches
 def test_scales_that_do_not_come_are_the_defaults(observed: dict[str, Any]) -> None:
     """As in an engine that is started on that checkpoint; not those of the version before."""
@@ -135,11 +148,12 @@ def test_what_really_gets_nothing_is_warned_of(observed: dict[str, Any]) -> None
 
 
 def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
-    from tiny_models import save_mixed
+    from tiny_models import save_mixed, save_model
 
     seen: dict[str, Any] = {}
     # vLLM changes transformers' classes for its backend, so all models are made before.
     pairs = {case: save_pair(directory, case) for case in FAMILIES}
+    sinks = save_model("gpt-oss", 0, directory)
     saved = {case: save_int8_pair(directory / case, *INT8[case][:2]) for case in INT8}
     fused = save_int8_pair(directory / "fused", *FUSED[:2])
     scaled = save_int8(directory / SCALED, 0, caches=True)
@@ -149,6 +163,9 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
         more = {"model_impl": "transformers"} if case in BACKEND else {}
         seen[case] = observe_pair(directory / case, pair, engines, **more)
     set_packing(packed=True)
+    online = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
+    seen[ONLINE] = observe_pair(directory / ONLINE, pairs["qwen3 live"], engines, **online)
+    observe_sinks(directory / "sinks", sinks, engines, seen)
     first = len(engines)
     for case, pair in saved.items():
         mixed = save_mixed(pair[0], part_of(pair[1]), directory / case / "mixed")
@@ -322,6 +339,26 @@ def observe_fused(
         for partial in (False, True):
             with follow(llm, directory / "store", partial=partial) as follower:
                 seen["fused"][str(partial)] = [error_of(follower.sync), greedy(llm)]
+
+
+def observe_sinks(
+    directory: Path, checkpoint: Path, engines: list[Any], seen: dict[str, Any]
+) -> None:
+    import vllm
+    from tiny_models import weights_in
+
+    from dbuffer.integrations.vllm import follow
+
+    llm = vllm.LLM(**engine_arguments(checkpoint))
+    engines.append(llm)
+    seen["gpt oss"] = {"fresh": greedy(llm)}
+    part = ("model.layers.0.self_attn.sinks", "model.norm.weight")
+    with dbuffer.WeightSender(directory / "store") as sender:
+        for partial in (False, True):
+            weights = weights_in(checkpoint)
+            sender.send({name: weights[name] for name in part} if partial else weights)
+            with follow(llm, directory / "store", partial=partial) as follower:
+                seen["gpt oss"][str(partial)] = [error_of(follower.sync), greedy(llm)]
 
 
 def observe_scales(

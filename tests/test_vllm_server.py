@@ -40,8 +40,6 @@ from vllm_servers import (
 
 import dbuffer
 
-"""For each program, on a machine that is busy with other things."""
-
 pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(2 * TIMEOUT_S + 60)]
 
 EXIT_FAILED = 1

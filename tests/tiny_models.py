@@ -13,6 +13,8 @@ from transformers import (
     GPTJForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Olmo2Config,
@@ -66,17 +68,20 @@ def make_model(family: str, seed: int) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-OTHERS = ("olmo2", "gpt-neox", "starcoder2", "gpt-j")
+OTHERS = ("olmo2", "gpt-neox", "starcoder2", "gpt-j", "gpt-oss")
 
 
 def make_other(family: str) -> Any:
-    """Families that vLLM has no model of its own for, and one whose head has a bias."""
+    """Families that vLLM has no model of its own for, and two that load in ways of their own."""
     more = {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     if family == "olmo2":
         model: Any = Olmo2ForCausalLM(Olmo2Config(**_SHAPE, **more))
     elif family == "gpt-neox":
         shape = {name: size for name, size in _SHAPE.items() if name != "num_key_value_heads"}
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, **more))
+    elif family == "gpt-oss":
+        experts = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+        model = GptOssForCausalLM(GptOssConfig(**_SHAPE, **experts, **more))
     elif family == "starcoder2":
         model = Starcoder2ForCausalLM(Starcoder2Config(**_SHAPE, **more))
     else:

@@ -20,6 +20,9 @@ from dbuffer.integrations.engine.plan.recording import tables_of
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.integrations.vllm.model import has_optional_scales
 
+_DEFERRING = "online_process_loader"
+"""What vLLM calls the loaders that it wraps others in, and knows them by itself."""
+
 
 def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
     """A check with a copy of an engine's model. To be called on the worker's main thread."""
@@ -37,8 +40,23 @@ def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
         torch.device("meta"),
     ):
         model = initialize_model(config, model_config=config.model_config)
+    for tensor in (*model.parameters(), *model.buffers()):
+        _load_without_quantising(tensor)
     tp_size = config.parallel_config.tensor_parallel_size
     return ShapeCheck(_WatchedLayers(model, tp_size=tp_size, partial=partial))
+
+
+def _load_without_quantising(tensor: Any) -> None:
+    """Let a tensor of a layer that quantises what it loads take it as it comes.
+
+    Such a layer's loaders are wrapped from its beginning on, as reload wraps all: they keep what
+    comes until all of it is there, quantise that, and take the wrapping off, which a loader that is
+    watched hides from them.
+    """
+    loader = getattr(tensor, "weight_loader", None)
+    while getattr(loader, "__name__", None) == _DEFERRING:
+        loader = loader.__wrapped__  # type: ignore[union-attr]
+        tensor.weight_loader = loader
 
 
 class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
@@ -97,11 +115,21 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
 
         A tensor that the model skipped is missing somewhere else: its loaders know every name.
         """
+        self._refuse_what_reload_would_lose()
         if not self._partial:
             for name, parameter in self.model.named_parameters():
                 if id(parameter) not in self._optional:
                     self.require_whole(name, parameter, _count_loadable(parameter))
         self._require_whole_layers()
+
+    def _refuse_what_reload_would_lose(self) -> None:
+        """A reload loads into other tensors, and sees what comes by a tensor's loader only."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if not self.count_of(tensor) and self.recorder.is_written(tensor):
+                raise WeightsMismatchError(
+                    f"{type(self.model).__name__} writes {name} past its loader, where vLLM's "
+                    "reload leaves the weights as they were: only an engine's start can load it"
+                )
 
     def _require_whole_layers(self) -> None:
         """Refuse a layer that was loaded in part: vLLM leaves its missing parts uninitialised.

@@ -142,6 +142,12 @@ class LoadRecorder:
                 else:
                     self._refused[name] = f"its loader does {func}"
 
+    def is_written(self, tensor: torch.Tensor) -> bool:
+        """Whether something that was published has gone into a parameter or buffer."""
+        name, _ = self._places[storage_of(tensor)]
+        steps = self._steps.get(name, ())
+        return name in self._refused or any(step.source is not None for step in steps)
+
     def end(self) -> Recording:
         """All that was noted since :meth:`begin`."""
         by_name = dict(self._places.values())
