@@ -1,0 +1,395 @@
+"""Families, quantised engines and features in real engines: each token as a fresh one answers.
+
+Each case is a program of its own: a crash in a kernel of one is nobody else's. They run in soaks;
+by hand, `DBUFFER_SOAK=1 python3 dev.py test tests/test_vllm_breadth.py -k gemma`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import in_soaks_alone
+from test_vllm import error_of, set_packing
+from tiny_models import weights_in
+from vllm_engines import (
+    NEEDS_VLLM,
+    PROMPTS,
+    TIMEOUT_S,
+    engine_arguments,
+    environment,
+    greedy,
+    leave,
+    observe,
+)
+
+import dbuffer
+
+pytestmark = NEEDS_VLLM
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+ORDER = (1, 0, 1, 0)
+"""Of the two checkpoints, as they are published: where switches are copies, the last ones are."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine, and what it is to follow."""
+
+    make: Callable[[Path, int], Path]
+    """Save the checkpoint of a seed below a directory."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the engine."""
+    draft: Callable[[Path, int], Path] | None = None
+    """Saves a model that proposes tokens, which no version brings."""
+    other: dict[str, Any] | None = None
+    """Arguments of the engine that it is measured by, where those are others."""
+    is_embedding: bool = False
+    refused: str = ""
+    """What the engine says of each version, where it can have none."""
+
+
+def family(
+    model_type: str, kind: str = "AutoModelForCausalLM", **more: Any
+) -> Callable[[Path, int], Path]:
+    def make(directory: Path, seed: int) -> Path:
+        import transformers
+
+        torch.manual_seed(seed)
+        config = transformers.AutoConfig.for_model(model_type, **SHAPE | more)
+        model = getattr(transformers, kind).from_config(config)
+        if config.tie_word_embeddings:  # else each token is answered with itself
+            model.get_input_embeddings().weight.data.mul_(0.05)
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases are all ones and zeros at first
+                torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.2)
+        path = directory / f"{model_type}-{seed}"
+        model.save_pretrained(path)
+        if kind == "AutoModel":
+            save_tokenizer(path)
+        return path
+
+    return make
+
+
+def save_tokenizer(path: Path) -> None:
+    """One that has a word for each token: vLLM embeds nothing without."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(SHAPE["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(path)
+
+
+GROUP = 32
+"""Inputs that share a scale."""
+
+
+def int4(method: str) -> Callable[[Path, int], Path]:
+    """A checkpoint of 4-bit weights; any bits are weights of some model."""
+
+    def make(directory: Path, seed: int) -> Path:
+        from safetensors.torch import save_file
+
+        path = DENSE(directory, seed)
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"] = INT4[method]
+        config["dtype"] = "bfloat16"
+        (path / "config.json").write_text(json.dumps(config))
+        weights: dict[str, torch.Tensor] = {}
+        for name, tensor in weights_in(path).items():
+            weights |= bits_of(method, name, tensor)
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+        return path
+
+    return make
+
+
+def bits_of(method: str, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if not name.endswith("_proj.weight"):
+        return {name: tensor.bfloat16().contiguous()}
+    base, (num_out, num_in) = name.removesuffix("weight"), tensor.shape
+    num_groups = num_in // GROUP
+
+    def bits(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape).to(torch.int32)
+
+    scales = 0.05 * torch.rand(num_groups, num_out)
+    if method == "compressed-tensors":
+        return {
+            f"{base}weight_packed": bits(num_out, num_in // 8),
+            f"{base}weight_scale": scales.T.bfloat16().contiguous(),
+            f"{base}weight_shape": torch.tensor([num_out, num_in]),
+        }
+    if method == "awq":
+        return {
+            f"{base}qweight": bits(num_in, num_out // 8),
+            f"{base}qzeros": bits(num_groups, num_out // 8),
+            f"{base}scales": scales.bfloat16(),
+        }
+    return {
+        f"{base}qweight": bits(num_in // 8, num_out),
+        f"{base}qzeros": torch.full((num_groups, num_out // 8), 0x77777777, dtype=torch.int32),
+        f"{base}scales": scales.bfloat16(),
+        f"{base}g_idx": torch.arange(num_in, dtype=torch.int32) // GROUP,
+    }
+
+
+INT4: dict[str, dict[str, Any]] = {
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "desc_act": False,
+        "sym": True,
+    },
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
+        "version": "gemm",
+    },
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": GROUP,
+                    "dynamic": False,
+                },
+            }
+        },
+    },
+}
+
+
+DENSE = family("qwen3", head_dim=32)
+WITH_EXPERTS = family("qwen3_moe", head_dim=32, **EXPERTS)
+
+AS_EMBEDDING = {"runner": "pooling", "skip_tokenizer_init": False}
+
+FAMILIES = {
+    "gemma 2": Case(
+        family(
+            "gemma2",
+            head_dim=32,
+            sliding_window=64,
+            query_pre_attn_scalar=32,
+            tie_word_embeddings=True,
+        )
+    ),
+    "gemma 3": Case(family("gemma3_text", head_dim=32, sliding_window=64)),
+    "phi 3": Case(family("phi3")),
+    "mistral": Case(family("mistral", head_dim=32)),
+    "mixtral": Case(family("mixtral", num_local_experts=4, num_experts_per_tok=2)),
+    "qwen 2 with experts": Case(family("qwen2_moe", shared_expert_intermediate_size=64, **EXPERTS)),
+    "olmoe": Case(family("olmoe", num_experts=4, num_experts_per_tok=2)),
+    "gpt 2": Case(family("gpt2", n_embd=64, n_layer=2, n_head=2, n_positions=256)),
+    "opt": Case(family("opt", word_embed_proj_dim=64, ffn_dim=128)),
+    "glm 4 with experts": Case(
+        family(
+            "glm4_moe",
+            head_dim=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            first_k_dense_replace=1,
+            n_group=1,
+            topk_group=1,
+        )
+    ),
+    "granite": Case(family("granite")),
+    "cohere": Case(family("cohere")),
+    "falcon": Case(family("falcon", new_decoder_architecture=True, num_kv_heads=2)),
+    "deepseek 2": Case(
+        family(
+            "deepseek_v2",
+            q_lora_rank=32,
+            kv_lora_rank=512,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=64,
+            v_head_dim=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+        )
+    ),
+    "gpt oss": Case(
+        family("gpt_oss", head_dim=32, num_local_experts=4, num_experts_per_tok=2),
+        refused="GptOssForCausalLM writes model.layers.0.attn.sinks past its loader",
+    ),
+    "mamba 2": Case(
+        family("mamba2", state_size=16, head_dim=32, num_heads=4, expand=2, n_groups=1)
+    ),
+    "granite hybrid": Case(
+        family(
+            "granitemoehybrid",
+            layer_types=["mamba", "attention"],
+            mamba_n_heads=4,
+            mamba_d_head=32,
+            mamba_d_state=16,
+            mamba_n_groups=1,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=64,
+        )
+    ),
+    "jamba": Case(
+        family(
+            "jamba",
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            mamba_d_state=16,
+            mamba_dt_rank=8,
+            use_mamba_kernels=False,
+        )
+    ),
+    "qwen 3 next": Case(
+        family(
+            "qwen3_next",
+            head_dim=32,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            shared_expert_intermediate_size=64,
+            **EXPERTS,
+        )
+    ),
+    "bert": Case(family("bert", "AutoModel"), AS_EMBEDDING, is_embedding=True),
+    "qwen 3 embedding": Case(
+        family("qwen3", "AutoModel", head_dim=32), AS_EMBEDDING, is_embedding=True
+    ),
+}
+ONLINE = {
+    f"{method}, {dtype}": Case(make, {"quantization": method, "dtype": dtype})
+    for make, method in (
+        (DENSE, "fp8_per_tensor"),
+        (DENSE, "fp8_per_channel"),
+        (DENSE, "fp8_per_block"),
+        (DENSE, "mxfp8"),
+        (WITH_EXPERTS, "int8_per_channel_weight_only"),
+    )
+    for dtype in ("bfloat16",)
+}
+FEATURES = {
+    "compiled": Case(DENSE, {"enforce_eager": False}),
+    "ngram speculation": Case(
+        DENSE,
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+            }
+        },
+        other={},
+    ),
+    "draft model": Case(
+        DENSE,
+        {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}},
+        draft=DENSE,
+        other={},
+    ),
+}
+QUANTISED = {method: Case(int4(method), {"dtype": "bfloat16"}) for method in INT4}
+CASES = FAMILIES | ONLINE | QUANTISED | FEATURES
+
+
+@in_soaks_alone
+@pytest.mark.parametrize("name", CASES)
+def test_switched_engine_answers_as_a_fresh_one(tmp_path: Path, name: str) -> None:
+    seen = observe(__file__, tmp_path, name, timeout_s=TIMEOUT_S, env=environment(processes=False))
+    first, second = seen["fresh"]
+    assert all(one != other for one, other in zip(first, second, strict=True))
+    refused = CASES[name].refused
+    if refused:
+        assert all(refused in error for error in seen["errors"])
+        assert seen["switched"] == [first] * len(ORDER)
+    else:
+        assert seen["errors"] == ["no error"] * len(ORDER)
+        assert seen["switched"] == [seen["fresh"][number] for number in ORDER]
+
+
+# From here on, the program that runs in the subprocess.
+
+
+def run(directory: Path, case: Case) -> dict[str, Any]:
+    import vllm
+
+    from dbuffer.integrations.vllm import follow
+
+    set_packing(packed=True)
+    pair = [case.make(directory, seed) for seed in (0, 1)]
+    followed, other = dict(case.arguments), dict(case.arguments)
+    if case.other is not None:
+        other = case.other
+    if case.draft is not None:
+        draft = case.draft(directory / "draft", 2)
+        followed["speculative_config"] = followed["speculative_config"] | {"model": str(draft)}
+    # The one that speculates comes last: vLLM starts no engine after that in a process.
+    last = vllm.LLM(**engine_arguments(pair[1], **other))
+    engines = [vllm.LLM(**engine_arguments(pair[0], **followed)), last]
+    answer = embeddings if case.is_embedding else greedy
+    seen: dict[str, Any] = {"fresh": [answer(engine) for engine in engines]}
+    seen |= {"errors": [], "switched": []}
+    with dbuffer.WeightSender(directory / "store") as sender:
+        with follow(engines[0], directory / "store") as follower:
+            for number in ORDER:
+                sender.send(pair[number])
+                seen["errors"].append(error_of(follower.sync))
+                seen["switched"].append(answer(engines[0]))
+    kept.extend(engines)
+    return seen
+
+
+def embeddings(llm: Any) -> list[list[float]]:
+    outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in PROMPTS], use_tqdm=False)
+    return [list(output.outputs.embedding) for output in outputs]
+
+
+kept: list[Any] = []
+"""An engine that is collected takes its process's parallel state along."""
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    leave(target, run(target, CASES[sys.argv[2]]))
