@@ -126,6 +126,7 @@ def test_without_weights_in_the_engine_the_demo_fails(
     assert_nothing_left(scratch)
 
 
+@in_soaks_alone
 @pytest.mark.slow
 def test_reward_alone_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.ENGINES, "torch", HalfDeafEngine)

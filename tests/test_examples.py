@@ -53,6 +53,7 @@ def run(name: str, shm_path: Path, *options: str) -> Run:
     return Run(process.returncode, text)
 
 
+@in_soaks_alone
 @pytest.mark.slow
 def test_cartpole_is_solved_over_the_scheme(shm_path: Path) -> None:
     done = run("cartpole", shm_path)
@@ -91,6 +92,7 @@ def assert_engine_followed(done: Run) -> None:
 class TestGRPO:
     pytestmark = NEEDS_VLLM
 
+    @in_soaks_alone
     def test_engine_learns_with_its_trainer(self, shm_path: Path) -> None:
         done = run("grpo", shm_path)
         assert_engine_followed(done)
@@ -101,6 +103,7 @@ class TestGRPO:
 class TestTRL:
     pytestmark = NEEDS_VLLM
 
+    @in_soaks_alone
     def test_engine_learns_with_its_trainer(self, shm_path: Path) -> None:
         done = run("trl", shm_path)
         assert_engine_followed(done)

@@ -28,6 +28,7 @@ from support import (
     OTHER,
     SMALL,
     SPARSE,
+    TIMEOUT_S,
     Child,
     Pattern,
     Record,
@@ -1117,7 +1118,7 @@ def test_the_command_copies_and_ends(remote: Path, local: Path) -> None:
         publish(remote, 2)
         assert json.loads(process.stdout.readline())["version"] == 2
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=TIMEOUT_S)
         assert (process.returncode, out, err) == (0, "", "")
     assert newest(local, verify=True) == 2
     assert_tidy(local)
@@ -1129,10 +1130,10 @@ def test_the_command_counts_and_says_what_was_wrong(remote: Path, local: Path) -
         command(remote, local, "--count", 1) as counts,
         command(remote, remote) as same,
     ):
-        out, err = counts.communicate(timeout=20)
+        out, err = counts.communicate(timeout=TIMEOUT_S)
         assert counts.returncode == 0, err
         assert out.startswith("version 1: 8 tensors, ")
-        out, err = same.communicate(timeout=20)
+        out, err = same.communicate(timeout=TIMEOUT_S)
         assert (same.returncode, out) == (2, "")
         assert (
             err == f"dbuffer: {remote} and {remote} are one directory: there is nothing to mirror\n"
@@ -1153,5 +1154,5 @@ def test_the_command_serves_metrics(remote: Path, local: Path) -> None:
         assert "dbuffer_mirror_version 3.0" in text
         assert "dbuffer_mirror_elected 1.0" in text
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0

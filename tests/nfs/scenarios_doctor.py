@@ -28,13 +28,13 @@ def look_without_a_pause(connection: Connection, path: Path) -> None:
     site = probes.Site.at(path, allow_shared_store=False)
     for _ in range(NUM_MEETINGS):
         connection.send("looks")
-        connection.send(len(peer.meet(site, timeout_s=10.0, progress=lambda _: None)))
+        connection.send(len(peer.meet(site, timeout_s=TIMEOUT_S / 2, progress=lambda _: None)))
 
 
 def come_when_asked(connection: Connection, path: Path) -> None:
     for _ in range(NUM_MEETINGS):
         connection.recv()
-        connection.send(doctor.wait_for_host(path, timeout_s=10.0) is not None)
+        connection.send(doctor.wait_for_host(path, timeout_s=TIMEOUT_S / 2) is not None)
 
 
 def be_the_second_host(connection: Connection, path: Path) -> None:

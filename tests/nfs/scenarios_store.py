@@ -284,7 +284,7 @@ def look_without_a_pause(connection: Connection, path: Path) -> None:
     for number in range(NUM_NEW_STORES):
         with WeightReceiver(path / f"store-{number}", poll_interval_s=0.0001) as receiver:
             connection.send("looks")
-            connection.send(receiver.wait_for_version(timeout_s=5.0))
+            connection.send(receiver.wait_for_version(timeout_s=TIMEOUT_S / 2))
 
 
 @scenario()
