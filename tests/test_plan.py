@@ -65,6 +65,14 @@ class Layer(nn.Module):
         return self.weight.sum()
 
 
+class OnItsDevice(Layer):
+    """Names the device of its weight, as some norms do, wherever the model is made."""
+
+    def __init__(self) -> None:
+        with torch.device("cpu"):
+            super().__init__()
+
+
 class Model(nn.Module):
     """Layers by name; a tensor ``NAME.weight`` goes to the layer of that name."""
 
@@ -230,6 +238,10 @@ COPIES: dict[str, tuple[Callable[[], Model], Callable[[], Tensors]]] = {
     "cast": (
         lambda: Model(a=Layer(dtype=torch.bfloat16)),
         lambda: {"a.weight": random()},
+    ),
+    "on a device of its own": (
+        lambda: Model(a=OnItsDevice(), b=Layer()),
+        lambda: {"a.weight": random(), "b.weight": random()},
     ),
     "tied": (make_tied, lambda: {"a.weight": random(), "b.weight": random()}),
     "twice the same": (lambda: Model(a=Layer(twice)), lambda: {"a.weight": random()}),

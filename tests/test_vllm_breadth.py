@@ -195,9 +195,10 @@ INT4: dict[str, dict[str, Any]] = {
 
 
 DENSE = family("qwen3", head_dim=32)
-WITH_EXPERTS = family("qwen3_moe", head_dim=32, **EXPERTS)
 
 AS_EMBEDDING = {"runner": "pooling", "skip_tokenizer_init": False}
+
+ONLINE_FLOAT8 = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 
 FAMILIES = {
     "gemma 2": Case(
@@ -255,33 +256,6 @@ FAMILIES = {
     "mamba 2": Case(
         family("mamba2", state_size=16, head_dim=32, num_heads=4, expand=2, n_groups=1)
     ),
-    "granite hybrid": Case(
-        family(
-            "granitemoehybrid",
-            layer_types=["mamba", "attention"],
-            mamba_n_heads=4,
-            mamba_d_head=32,
-            mamba_d_state=16,
-            mamba_n_groups=1,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            shared_intermediate_size=64,
-        )
-    ),
-    "jamba": Case(
-        family(
-            "jamba",
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            expert_layer_period=2,
-            expert_layer_offset=1,
-            num_experts=4,
-            num_experts_per_tok=2,
-            mamba_d_state=16,
-            mamba_dt_rank=8,
-            use_mamba_kernels=False,
-        )
-    ),
     "qwen 3 next": Case(
         family(
             "qwen3_next",
@@ -289,28 +263,19 @@ FAMILIES = {
             layer_types=["linear_attention", "full_attention"],
             linear_num_key_heads=2,
             linear_num_value_heads=2,
-            linear_key_head_dim=32,
-            linear_value_head_dim=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
             shared_expert_intermediate_size=64,
             **EXPERTS,
-        )
+        ),
+        {"dtype": "bfloat16"},
     ),
     "bert": Case(family("bert", "AutoModel"), AS_EMBEDDING, is_embedding=True),
     "qwen 3 embedding": Case(
         family("qwen3", "AutoModel", head_dim=32), AS_EMBEDDING, is_embedding=True
     ),
 }
-ONLINE = {
-    f"{method}, {dtype}": Case(make, {"quantization": method, "dtype": dtype})
-    for make, method in (
-        (DENSE, "fp8_per_tensor"),
-        (DENSE, "fp8_per_channel"),
-        (DENSE, "fp8_per_block"),
-        (DENSE, "mxfp8"),
-        (WITH_EXPERTS, "int8_per_channel_weight_only"),
-    )
-    for dtype in ("bfloat16",)
-}
+ONLINE = {"fp8 per channel, online": Case(DENSE, ONLINE_FLOAT8)}
 FEATURES = {
     "compiled": Case(DENSE, {"enforce_eager": False}),
     "ngram speculation": Case(

@@ -1,7 +1,7 @@
 """A server under load: many streams on kept-alive connections, while versions come or none do.
 
 Whoever asks must see no error, no token of a version that does not go up, and no server that grows.
-Ten minutes in a soak.
+Ten minutes, in a soak.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import Record, free_port, in_soaks_alone, is_soak
+from support import Record, free_port, in_soaks_alone
 from tiny_models import make_model, revealing_weights, token_of
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, observe
 from vllm_servers import API_KEY, BACKEND_FLAGS, WAIT_S, Server, question
@@ -31,12 +31,14 @@ pytestmark = NEEDS_VLLM
 
 NUM_STREAMS = 20
 PUBLISH_EVERY_S = 0.2
-QUIET_S, BUSY_S = (60.0, 600.0) if is_soak() else (10.0, 30.0)
+QUIET_S, BUSY_S = 60.0, 600.0
 NUM_SAMPLES = 20
 NUM_TOKENS = 64
 VERSION_OF = {token_of(version): version for version in range(498)}
+SHARES = (0.5, 0.9, 0.99, 0.999)
 MAX_GROWTH = 1.05
-"""Of the memory and descriptors of all processes, in the second half of the time."""
+"""Of the memory and descriptors of all processes, in the second half of the time: at first the
+engine meets pages of its cache that it has not used before."""
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @in_soaks_alone
 def test_nobody_sees_an_error(seen: dict[str, Any], record_property: Record) -> None:
     assert seen["quiet"]["errors"] == seen["busy"]["errors"] == []
+    for when in ("quiet", "busy"):
+        gaps = sorted(seen[when]["gaps_ms"])
+        told = [f"{share:.1%}: {gaps[int(share * len(gaps))]} ms" for share in SHARES]
+        print(f"{when}, between two tokens of an answer: {', '.join(told)}, most: {gaps[-1]} ms")
     record_property("answers that a server under load streamed", seen["busy"]["answers"])
 
 
@@ -61,7 +67,7 @@ def test_each_stream_sees_versions_in_order(seen: dict[str, Any], record_propert
     assert seen["busy"]["backwards"] == []
     assert seen["busy"]["cut short"] == 0
     assert seen["switches"] > BUSY_S / PUBLISH_EVERY_S / 20
-    record_property("versions that a server under load switched to", seen["switches"])
+    record_property("versions that a server under load switched to", int(seen["switches"]))
 
 
 @in_soaks_alone
@@ -92,7 +98,7 @@ def run(directory: Path) -> dict[str, Any]:
         try:
             server.wait_ready()
             found: dict[str, Any] = {"quiet": load(server, QUIET_S)}
-            before = server.metrics()["dbuffer_switches_total"]
+            before = server.metrics()["dbuffer_pause_seconds_count"]
             versions = itertools.count(2)
             samples: list[list[int]] = []
             with (
@@ -101,7 +107,7 @@ def run(directory: Path) -> dict[str, Any]:
             ):
                 found["busy"] = load(server, BUSY_S)
             found["samples"] = samples
-            found["switches"] = server.metrics()["dbuffer_switches_total"] - before
+            found["switches"] = server.metrics()["dbuffer_pause_seconds_count"] - before
         finally:
             server.kill()
     return found

@@ -29,7 +29,8 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what a model's loaders write into each of its tensors.
 
     Args:
-        model: the copy, on the meta device.
+        model: the copy, made on the meta device. Layers that name a device of their own are
+            moved there.
         embedding: the class of embeddings and heads, which are padded to a round number of rows;
             no checkpoint has the last ones, and the loaders check the rows they get.
         default_loader: of tensors without a ``weight_loader``.
@@ -40,6 +41,7 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, model: Any, *, embedding: type[torch.nn.Module], default_loader: Loader, tp_size: int
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        _leave_data_out(model)
         self.model = model
         self._tp_size = tp_size
         self._thread: int | None = None
@@ -206,21 +208,38 @@ def _with_data(model: torch.nn.Module, name: str) -> Iterator[torch.Tensor]:
     path, _, own = name.rpartition(".")
     tables = tables_of(model.get_submodule(path))
     without = next(table[own] for table in tables if own in table)
-    data = torch.empty_strided(without.shape, without.stride(), dtype=without.dtype, device="cpu")
-    made = torch.Tensor._make_subclass(type(without), data.zero_(), False)  # noqa: SLF001
-    made.__dict__.update(without.__dict__)
-    # A tied one is in several layers.
-    places = [
-        (table, key)
-        for layer in model.modules()
-        for table in tables_of(layer)
-        for key, tensor in table.items()
-        if tensor is without
-    ]
-    for table, key in places:
-        table[key] = made
+    made = _twin(without, "cpu")
+    made.data.zero_()
+    _put_in_place(model, without, made)
     try:
-        yield data
+        yield made.data
     finally:
-        for table, key in places:
-            table[key] = without
+        _put_in_place(model, made, without)
+
+
+def _leave_data_out(model: torch.nn.Module) -> None:
+    """Parameters that were made on another device than all else go to the meta device, too.
+
+    No buffers: engines keep rotary embeddings for all their models, so the copy has those of the
+    model that serves.
+    """
+    for parameter in list(model.parameters()):
+        if not parameter.is_meta:
+            _put_in_place(model, parameter, _twin(parameter, "meta"))
+
+
+def _twin(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A tensor of the same kind, shape and attributes on another device."""
+    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    made = torch.Tensor._make_subclass(type(tensor), data, False)  # noqa: SLF001
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+def _put_in_place(model: torch.nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Of a parameter or buffer, in all layers that have it: a tied one is in several."""
+    for layer in model.modules():
+        for table in tables_of(layer):
+            for key, tensor in table.items():
+                if tensor is old:
+                    table[key] = new
