@@ -96,6 +96,14 @@ def test_an_int8_engine_goes_back_after_a_failed_load(observed: dict[str, Any]) 
     assert tokens == observed["a scale a channel"]["fresh"][0]
 
 
+def test_weights_that_are_not_quantised_are_refused_by_an_int8_engine(
+    observed: dict[str, Any],
+) -> None:
+    error, is_as_before = observed["unquantised"]
+    assert "torch.float32 does not convert to torch.int8" in error
+    assert is_as_before
+
+
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_layer_whose_reload_cannot_be_right_is_refused(
     observed: dict[str, Any], partial: bool
@@ -170,7 +178,9 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
     for case, pair in saved.items():
         mixed = save_mixed(pair[0], part_of(pair[1]), directory / case / "mixed")
         seen[case] = observe_pair(directory / case, pair, engines, mixed, dtype=INT8[case][2])
-    observe_int8_failures(directory / "failures", saved["a scale a channel"], engines[first], seen)
+    failures = directory / "failures"
+    observe_int8_failures(failures, saved["a scale a channel"], engines[first], seen)
+    observe_unquantised(failures / "plain", pairs["qwen3 live"][0], engines[first], seen)
     observe_fused(directory / "fused", fused[0], engines, seen)
     if HAS_FP8_CACHES:
         observe_scales(directory / "scales", scaled, plain, engines, seen)
@@ -322,6 +332,15 @@ def observe_int8_failures(
             sender.send(pair[1])
             seen["failed load"] = [before, error_of(follower.sync), greedy(llm)]
             model_of(llm).__dict__.pop("load_weights", None)
+
+
+def observe_unquantised(store: Path, checkpoint: Path, llm: Any, seen: dict[str, Any]) -> None:
+    from dbuffer.integrations.vllm import follow
+
+    before = greedy(llm)
+    with dbuffer.WeightSender(store) as sender, follow(llm, store) as follower:
+        sender.send(checkpoint)
+        seen["unquantised"] = [error_of(follower.sync), greedy(llm) == before]
 
 
 def observe_fused(
