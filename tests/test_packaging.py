@@ -69,6 +69,13 @@ def test_the_wheel_says_what_the_project_does(built: Path) -> None:
     assert "dbuffer = dbuffer.integrations.vllm.plugin:register" in entry_points
 
 
+def test_an_index_would_take_both(built: Path) -> None:
+    [sources] = built.glob("*.tar.gz")
+    archives = [str(sources), str(wheel_in(built))]
+    printed = run("-m", "twine", "check", "--strict", *archives, cwd=built)
+    assert printed.count("PASSED") == len(archives)
+
+
 def test_the_sources_can_be_tested(built: Path) -> None:
     """What the README's commands need is among them."""
     [source_tree] = (entry for entry in built.iterdir() if entry.is_dir())
