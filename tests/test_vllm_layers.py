@@ -30,7 +30,7 @@ pytestmark = NEEDS_VLLM
 
 # vLLM makes what experts need when its first engine has some, so that one comes first.
 BACKEND = ("qwen3-moe packed", "olmo2 packed", "gpt-neox packed", "starcoder2 packed", "qwen3 live")
-FAMILIES = (*BACKEND, "gpt-j packed")
+FAMILIES = (*BACKEND, "gpt-j packed", "mamba2 packed")
 ONLINE = "float8 online"
 """An engine that quantises what it loads, and follows a trainer that does not."""
 INT8 = {

@@ -17,6 +17,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Qwen2Config,
@@ -68,11 +70,11 @@ def make_model(family: str, seed: int) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-OTHERS = ("olmo2", "gpt-neox", "starcoder2", "gpt-j", "gpt-oss")
+OTHERS = ("olmo2", "gpt-neox", "starcoder2", "gpt-j", "gpt-oss", "mamba2")
 
 
 def make_other(family: str) -> Any:
-    """Families that vLLM has no model of its own for, and two that load in ways of their own."""
+    """Families that vLLM has no model of its own for, and three that load in ways of their own."""
     more = {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
     if family == "olmo2":
         model: Any = Olmo2ForCausalLM(Olmo2Config(**_SHAPE, **more))
@@ -82,6 +84,10 @@ def make_other(family: str) -> Any:
     elif family == "gpt-oss":
         experts = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
         model = GptOssForCausalLM(GptOssConfig(**_SHAPE, **experts, **more))
+    elif family == "mamba2":
+        state = {"state_size": 16, "head_dim": 32, "num_heads": 4, "n_groups": 1}
+        sizes = {name: _SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        model = Mamba2ForCausalLM(Mamba2Config(initializer_range=0.2, **sizes, **state, **more))
     elif family == "starcoder2":
         model = Starcoder2ForCausalLM(Starcoder2Config(**_SHAPE, **more))
     else:

@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import WeightsMismatchError
-from dbuffer.integrations.engine.plan.recording import tables_of
+from dbuffer.integrations.engine.plan.recording import storage_of, tables_of
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.integrations.vllm.model import has_optional_scales
 
@@ -124,8 +124,11 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
 
     def _refuse_what_reload_would_lose(self) -> None:
         """A reload loads into other tensors, and sees what comes by a tensor's loader only."""
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            if not self.count_of(tensor) and self.recorder.is_written(tensor):
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        # Some buffers are views of parameters.
+        loaded = {storage_of(tensor) for _, tensor in tensors if self.count_of(tensor)}
+        for name, tensor in tensors:
+            if storage_of(tensor) not in loaded and self.recorder.is_written(tensor):
                 raise WeightsMismatchError(
                     f"{type(self.model).__name__} writes {name} past its loader, where vLLM's "
                     "reload leaves the weights as they were: only an engine's start can load it"
