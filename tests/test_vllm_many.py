@@ -60,7 +60,7 @@ class Program:
         """Until all of its engines answer from this version or a later one."""
         deadline = time.monotonic() + TIMEOUT_S / 3
         while min(self.versions()) < version:
-            assert self.process.poll() is None, self._log.name
+            assert self.process.poll() is None, Path(self._log.name).read_text()[-4000:]
             assert time.monotonic() < deadline, (version, self.versions())
             time.sleep(0.1)
 

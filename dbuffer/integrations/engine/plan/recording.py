@@ -143,8 +143,12 @@ class LoadRecorder:
                     self._refused[name] = f"its loader does {func}"
 
     def is_written(self, tensor: torch.Tensor) -> bool:
-        """Whether something that was published has gone into a parameter or buffer."""
-        name, _ = self._places[storage_of(tensor)]
+        """Whether something that was published has gone into a parameter or buffer.
+
+        Not into one that the model has had for less long than this recorder: embeddings of
+        positions that engines keep for all models are replaced now and then.
+        """
+        name, _ = self._places.get(storage_of(tensor), ("", tensor))
         steps = self._steps.get(name, ())
         return name in self._refused or any(step.source is not None for step in steps)
 
