@@ -58,7 +58,9 @@ class Outgoing:
                 `WeightSender.send`. Nothing was published.
         """
         if self._sender is None or self._sync is None:
-            raise NotReadyError("no sync has begun: prepare() comes before send_weights(), each time")
+            raise NotReadyError(
+                "no sync has begun: prepare() comes before send_weights(), each time"
+            )
         metadata, self._sync = {SYNC: self._sync, "global_steps": global_steps}, None
         rest = iter(weights)
         try:
