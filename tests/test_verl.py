@@ -147,6 +147,7 @@ class Rig:
 
         self.parts = verl_parts
         self.store = directory / "store"
+        self.watcher = dbuffer.WeightReceiver(self.store, receiver_id="watcher")
         self.checkpoint = save_revealing(0, directory)
         verl_parts.save_tokenizer(self.checkpoint)
         self.config = verl_parts.configured(self.checkpoint, lines_of_the_page(self.store))
@@ -188,16 +189,16 @@ class Rig:
 
     def newest(self) -> tuple[int, dict[str, Any]]:
         """The newest version's number and metadata; (0, {}) before there is one."""
-        with dbuffer.WeightReceiver(self.store) as receiver:
-            if receiver.wait_for_version(timeout_s=0) is None:
-                return 0, {}
-            with receiver.open(acknowledge=False) as snapshot:
-                return snapshot.version, snapshot.metadata
+        if self.watcher.wait_for_version(timeout_s=0) is None:
+            return 0, {}
+        with self.watcher.open(acknowledge=False) as snapshot:
+            return snapshot.version, snapshot.metadata
 
     def told(self, field: str) -> list[Any]:
         """What the rollout workers' records say."""
         records = (self.store / "receivers").glob("*.json")
-        return [json.loads(path.read_text())[field] for path in records]
+        found = [json.loads(path.read_text()) for path in records]
+        return [record[field] for record in found if record["receiver"] != "watcher"]
 
     def sync(self, manager: Any, version: int, step: int | None = None) -> dict[str, Any]:
         self.actor.reveal(version)
@@ -288,8 +289,8 @@ if __name__ == "__main__":
     place = Path(sys.argv[1])
     import ray
 
-    # Devices are only counted, not looked for.
-    ray.init(num_cpus=8, num_gpus=3, include_dashboard=False)
+    # Devices are only counted, not looked for; an actor's are not free when it was killed.
+    ray.init(num_cpus=8, num_gpus=5, include_dashboard=False)
     try:
         found = run(place)
     finally:
