@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,10 @@ STEPS = [1, 1, None]
 
 @pytest.fixture(scope="module")
 def observed(directory: Path) -> Any:
-    # Ray's sockets and verl's buffers have names of their own; all else is in the directory.
     env = environment(processes=True, PYTHONPATH=str(Path(__file__).parent), **ENVIRONMENT)
-    return observe(__file__, directory, timeout_s=TIMEOUT_S, env=env)
+    # Sockets of Ray's have a path of their own: theirs may not be long.
+    with tempfile.TemporaryDirectory(prefix="dbuffer-ray-", ignore_cleanup_errors=True) as session:
+        return observe(__file__, directory, session, timeout_s=TIMEOUT_S, env=env)
 
 
 def test_verl_knows_the_backend_by_configuration_alone(observed: Any) -> None:
@@ -243,6 +245,15 @@ class Rig:
             ray.kill(worker)
         self.actor = self.parts.start_actor(self.config)
 
+    def close(self) -> None:
+        """Let vLLM remove what it has in shared memory, which Ray's end of an actor does not."""
+        import ray
+
+        ended = self.replica.server_handle.__ray_call__.remote(
+            lambda server: server.engine.shutdown()
+        )
+        ray.get(ended)
+
 
 def lines_of_the_page(store: Path) -> list[str]:
     """The lines that switch dbuffer on, for this store."""
@@ -281,16 +292,17 @@ def run(directory: Path) -> dict[str, Any]:
     rig.actor.randomize(1)
     manager.update_weights(8)
     answers = [rig.asked(tuple(prompt))[0] for prompt in PROMPTS]
+    rig.close()
     seen["random"] = {"answers": answers, "expected": fresh_answers(directory, 1)}
     return seen
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
+    place, session = Path(sys.argv[1]), sys.argv[2]
     import ray
 
     # Devices are only counted, not looked for; an actor's are not free when it was killed.
-    ray.init(num_cpus=8, num_gpus=5, include_dashboard=False)
+    ray.init(num_cpus=8, num_gpus=5, include_dashboard=False, _temp_dir=session)
     try:
         found = run(place)
     finally:
