@@ -228,6 +228,8 @@ class Rig:
             manager.update_weights(newest_before)
         except Exception as raised:
             error = repr(raised)
+        if manager.at_pause is not None:  # or the next question would wait for ever
+            manager.resume_generation_replicas()
         seen = {
             "error": error,
             "was paused": manager.at_pause is not None,

@@ -12,6 +12,8 @@ from verl.utils.ray_utils import auto_await
 from dbuffer.integrations.verl.checkpoint_engine import BACKEND
 from dbuffer.runtime import options
 
+_WORKER_CLASS = ray.remote(CheckpointEngineWorker)
+
 
 class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not typed
     """verl's manager of the backend ``dbuffer``, for ``rollout.checkpoint_manager_class``.
@@ -45,7 +47,8 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
         Raises:
             DBufferError: as Ray brings it here from the worker that it happened in. Until every
                 worker has the version in memory, the engines generate on with the one before.
-                If loading fails, they stay paused: some may have other weights than others.
+                If loading fails, they stay paused: some may have other weights than others. Whether
+                that is raised is verl's: its adapter for vLLM waits on for an engine that failed.
         """
         if self.backend != BACKEND:
             metrics: dict[str, Any] = await super().update_weights(global_steps)
@@ -65,8 +68,8 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
 
     def _rollout_workers(self) -> Any:
         workers = [worker for replica in self.replicas for worker in replica.workers]
-        worker_class = RayClassWithInitArgs(cls=ray.remote(CheckpointEngineWorker))
-        return RayWorkerGroup(worker_handles=workers, ray_cls_with_init=worker_class)
+        described = RayClassWithInitArgs(cls=_WORKER_CLASS)
+        return RayWorkerGroup(worker_handles=workers, ray_cls_with_init=described)
 
     def _publish(self, global_steps: int | None) -> dict[str, Any]:
         """Let the actor publish; all its ranks take part, and the first one has metrics."""
