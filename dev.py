@@ -4,6 +4,7 @@
 python3 dev.py demo   [options of `dbuffer demo`]
 python3 dev.py test   [options of pytest]            (ruff and mypy come first)
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
+python3 dev.py verl   [options of pytest]            (those of verl's integration)
 python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one)
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (what guarantees rest on, for over an hour)
@@ -36,8 +37,6 @@ VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 STAMP = VENV / "made-from"
 REQUIREMENTS = ROOT / "requirements-cpu.txt"
-SGLANG_VENV = ROOT / ".venv-sglang"
-SGLANG_REQUIREMENTS = ROOT / "requirements-sglang-cpu.txt"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
 # More than two processors can run: tests wait a lot. Each file is run by one process, in the
@@ -50,6 +49,8 @@ COMMANDS = {
     "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
     "soak": ["python", "-m", "pytest", *SOAK],
     "sglang": ["python", "-m", "pytest", "-m", "sglang"],
+    # By name: other files need packages that are hidden from verl, or older than theirs.
+    "verl": ["python", "-m", "pytest", "tests/test_verl.py", "tests/test_verl_sync.py"],
     "vllm": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-m", "vllm"],
     "bench": ["python", "-m", "benchmarks"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
@@ -133,14 +134,16 @@ def make_environment() -> None:
     say(f"made in {time.monotonic() - started_s:.0f} s")
 
 
-def make_sglang_environment() -> None:
-    """Make .venv-sglang: SGLang, its GPU-only packages stubbed, on top of what is in .venv."""
+def make_framework_environment(name: str) -> Path:
+    """Make .venv-sglang or .venv-verl: what .venv lacks for it, and what stands for GPUs there."""
+    place = ROOT / f".venv-{name}"
     make_overlay(
-        SGLANG_VENV,
-        SGLANG_REQUIREMENTS.read_text().splitlines(),
-        paths=[ROOT / "tests" / "sglang_cpu"],
-        lines=["import sglang_without_gpu"],
+        place,
+        (ROOT / f"requirements-{name}-cpu.txt").read_text().splitlines(),
+        paths=[ROOT / "tests" / f"{name}_cpu"],
+        lines=[f"import {name}_without_gpu"],
     )
+    return place
 
 
 def make_vllm_environment(version: str) -> Path:
@@ -189,7 +192,7 @@ def main(arguments: list[str]) -> NoReturn:
     fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)
     make_environment()
     if arguments[0] in ("test", "sglang") and takes_cpu_pins():
-        make_sglang_environment()
+        make_framework_environment("sglang")
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     task, *options = arguments
     bin_ = BIN
@@ -197,6 +200,10 @@ def main(arguments: list[str]) -> NoReturn:
         if not options or not takes_cpu_pins():
             sys.exit("dev.py: vllm needs a VERSION, and Linux on x86-64 without a GPU.")
         bin_ = make_vllm_environment(options.pop(0)) / "bin"
+    if task == "verl":
+        if not takes_cpu_pins():
+            sys.exit("dev.py: verl needs Linux on x86-64 without a GPU.")
+        bin_ = make_framework_environment("verl") / "bin"
     if task != "demo":  # whose files belong where the user stands
         os.chdir(ROOT)
     if task == "test":

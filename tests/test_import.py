@@ -30,8 +30,9 @@ OPTIONAL_PACKAGES = (
         "prometheus_client",
         "requests",
         "rich",
+        "safetensors",
     ),
-    *("safetensors", "sglang", "torchrl", "transformers", "trl", "typer", "vllm", "zstandard"),
+    *("sglang", "torchrl", "transformers", "trl", "typer", "verl", "vllm", "zstandard"),
 )
 
 MAX_SHARE = 0.15

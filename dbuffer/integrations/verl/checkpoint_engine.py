@@ -1,0 +1,149 @@
+"""`StoreCheckpointEngine`: verl's backend ``dbuffer``, known to verl once this is imported."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import torch
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+from dbuffer.errors import NotReadyError
+from dbuffer.integrations.verl.configuration import Configuration
+from dbuffer.integrations.verl.receiving import LOOK_AGAIN_S, Incoming
+from dbuffer.integrations.verl.sending import Outgoing, take_part
+
+BACKEND = "dbuffer"
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is not typed
+    """Brings weights from verl's actor to its rollout workers through a store.
+
+    verl makes one in each actor rank and in each rollout worker, and calls it as its documentation
+    says. Each sync is one version. It has a name that the actor's first rank makes up and verl
+    hands to all workers, and a rollout worker takes the version of that name and nothing else.
+
+    Args:
+        bucket_size: not used; it is verl's for the way from a rollout worker into its engine.
+        is_master: whether this is the actor's first rank, which publishes.
+        store: the store's directory, as actor and rollout workers see it.
+        local_store: a directory in the shared memory of the rollout workers' nodes, to which one
+            process of each node copies every version, for a store on a network mount.
+        delta: publish what changed, as for `WeightSender`. The weights are then collected first, in
+            the memory of the first rank's host.
+        dtype: the name of a dtype in which floating-point tensors are published. Default: each in
+            its own.
+        timeout_s: how long a rollout worker waits for the version of a sync.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int,  # noqa: ARG002 - verl gives it
+        is_master: bool = False,
+        *,
+        store: str | None = None,
+        local_store: str | None = None,
+        delta: bool = False,
+        dtype: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        configuration = Configuration.checked(
+            store=store, local_store=local_store, delta=delta, dtype=dtype, timeout_s=timeout_s
+        )
+        self._is_master = is_master
+        self._outgoing = Outgoing(configuration)
+        self._incoming = Incoming(configuration)
+
+    def prepare(self) -> str | None:
+        """Begin a sync: in the actor's first rank, open the store, and make up the sync's name.
+
+        Raises:
+            WriterActiveError, StoreInsecureError, StoreAccessError: as for `WeightSender`.
+        """
+        return self._outgoing.announce() if self._is_master else None
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str | None]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """What each worker's :meth:`init_process_group` is called with: the sync's name, or None.
+
+        Raises:
+            NotReadyError: not one rank of the actor has made up a name.
+        """
+        names = [name for name in metadata if name is not None]
+        if len(names) != 1:
+            raise NotReadyError(
+                f"{len(names)} of the actor's ranks would publish, where the first one must: verl "
+                "makes its engine with is_master=True"
+            )
+        return {"sync": [None] * actor_wg_world_size}, {"sync": names * rollout_world_size}
+
+    def init_process_group(self, sync: str | None) -> None:
+        """Join nothing. A rollout worker learns which version to take: that of ``sync``.
+
+        Raises:
+            StoreMismatchError: ``local_store`` holds another store's versions, and is in use.
+        """
+        if sync is not None:
+            self._incoming.expect(sync)
+
+    async def send_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
+    ) -> dict[str, float]:
+        """Publish, in the actor's first rank; in the others, take part in gathering the weights.
+
+        Returns:
+            The first rank's version, its bytes, and the seconds that it took, for verl's log.
+
+        Raises:
+            InvalidWeightsError, StoreFullError, StoreAccessError, WriterSupersededError: as
+                `WeightSender.send`. Nothing was published.
+            NotReadyError: :meth:`prepare` was not called for this sync.
+        """
+        with torch.no_grad():
+            if self._is_master:
+                return self._outgoing.publish(weights, global_steps)
+            take_part(weights)
+            return {}
+
+    def stage(self) -> None:
+        """Wait for the sync's version, and bring it into this worker's memory.
+
+        `CheckpointManager` calls this while the rollout engines generate.
+
+        Raises:
+            VersionTimeoutError: it did not come in time.
+            StoreReplacedError, StoreCorruptError, ChecksumError: as for `WeightReceiver.open`.
+        """
+        for _ in self._incoming.waiting():
+            time.sleep(LOOK_AGAIN_S)
+
+    async def receive_weights(
+        self,
+        global_steps: int | None = None,  # noqa: ARG002 - the sync's name says more
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Names and tensors of the sync's version, once it is there. They are on the CPU.
+
+        Raises:
+            VersionTimeoutError: it did not come in time, or another sync has begun meanwhile.
+            StoreReplacedError, StoreCorruptError, ChecksumError: as for `WeightReceiver.open`.
+        """
+        for _ in self._incoming.waiting():
+            await asyncio.sleep(LOOK_AGAIN_S)
+        for name, tensor in self._incoming.tensors():
+            yield name, tensor
+
+    def finalize(self) -> None:
+        """Acknowledge the version: verl calls this when every engine has loaded it.
+
+        Raises:
+            SnapshotEvictedError: loading took longer than the sender waits.
+        """
+        self._incoming.finish()

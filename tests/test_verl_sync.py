@@ -1,0 +1,286 @@
+"""Both halves of a sync, without verl: which version a rollout worker takes, and when.
+
+What verl itself makes of them is in ``test_verl``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dbuffer
+from dbuffer.errors import (
+    AcknowledgementTimeoutError,
+    InvalidWeightsError,
+    NotReadyError,
+    OptionError,
+    SnapshotEvictedError,
+    VersionTimeoutError,
+    WriterActiveError,
+)
+from dbuffer.integrations.verl.configuration import Configuration
+from dbuffer.integrations.verl.receiving import Incoming
+from dbuffer.integrations.verl.sending import Outgoing
+
+STEP = 7
+
+
+def configuration(store: Path, **more: Any) -> Configuration:
+    options = {"local_store": None, "delta": False, "dtype": None, "timeout_s": 5.0}
+    return Configuration.checked(store=str(store), **(options | more))
+
+
+def weights(number: float) -> Iterator[tuple[str, torch.Tensor]]:
+    yield "a", torch.full((1000,), number)
+    yield "b", torch.full((2, 2), number)
+
+
+def taken(incoming: Incoming) -> dict[str, torch.Tensor]:
+    """What a rollout worker gives its engine; it waits without doing something else."""
+    for _ in incoming.waiting():
+        pass
+    return {name: tensor.clone() for name, tensor in incoming.tensors()}
+
+
+def number_of(found: dict[str, torch.Tensor]) -> float:
+    """The number that all of it is full of."""
+    assert found.keys() == {"a", "b"}
+    [number] = torch.cat([tensor.flatten().float() for tensor in found.values()]).unique().tolist()
+    return float(number)
+
+
+def newest(store: Path) -> dbuffer.Snapshot:
+    with (
+        dbuffer.WeightReceiver(store) as receiver,
+        receiver.open(timeout_s=0, acknowledge=False) as snapshot,
+    ):
+        return snapshot
+
+
+class Ends:
+    """The actor's first rank, and a rollout worker."""
+
+    def __init__(self, store: Path, **more: Any) -> None:
+        self.configuration = configuration(store, **more)
+        self.outgoing = Outgoing(self.configuration)
+        self.incoming = Incoming(self.configuration)
+
+    def begin(self) -> None:
+        self.incoming.expect(self.outgoing.announce())
+
+    def sync(self, number: float, step: int | None = STEP) -> float:
+        self.begin()
+        self.outgoing.publish(weights(number), step)
+        found = number_of(taken(self.incoming))
+        self.incoming.finish()
+        return found
+
+    def restart_trainer(self) -> None:
+        """Another process has the store now; this one's sender is closed as that of one dead."""
+        assert self.outgoing._sender is not None
+        self.outgoing._sender.close()
+        self.outgoing = Outgoing(self.configuration)
+
+
+@pytest.fixture
+def ends(store: Path) -> Ends:
+    return Ends(store)
+
+
+def test_each_sync_is_a_version_that_says_its_step(ends: Ends, store: Path) -> None:
+    assert [ends.sync(1, 10), ends.sync(2, 20)] == [1, 2]
+    assert newest(store).version == 2
+    assert newest(store).metadata["global_steps"] == 20
+
+
+@pytest.mark.parametrize("step", [STEP, None])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_version_of_another_sync_is_not_taken_whatever_its_step(
+    ends: Ends, step: int | None, is_new: bool
+) -> None:
+    ends.sync(1, step)
+    ends.begin()
+    ends.outgoing.publish(weights(2), step)  # and verl gave this sync up
+    if is_new:
+        ends.incoming = Incoming(ends.configuration)
+    ends.begin()
+    waiting = ends.incoming.waiting()
+    next(waiting)
+    ends.outgoing.publish(weights(3), step)
+    assert list(waiting) == []
+    assert number_of(dict(ends.incoming.tensors())) == 3
+
+
+def test_a_trainer_that_is_restarted_goes_on(ends: Ends, store: Path) -> None:
+    ends.sync(1)
+    ends.restart_trainer()
+    assert ends.sync(2) == 2
+    assert newest(store).version == 2
+
+
+def test_a_second_trainer_is_refused_when_its_sync_begins(ends: Ends) -> None:
+    ends.sync(1)
+    with pytest.raises(WriterActiveError):
+        Outgoing(ends.configuration).announce()
+
+
+def test_a_version_that_does_not_come_is_an_error(store: Path) -> None:
+    ends = Ends(store, timeout_s=0.05)
+    ends.sync(1)
+    ends.begin()
+    with pytest.raises(VersionTimeoutError, match=r"within 0.05 s, the newest there is 1: see"):
+        taken(ends.incoming)
+
+
+class TestFailure:
+    def test_nothing_is_published_and_the_next_sync_works(self, ends: Ends, store: Path) -> None:
+        def broken() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from weights(2)
+            raise ZeroDivisionError
+
+        ends.sync(1)
+        ends.begin()
+        with pytest.raises(ZeroDivisionError):
+            ends.outgoing.publish(broken(), STEP)
+        assert newest(store).version == 1
+        assert ends.sync(3) == 3
+
+    def test_who_still_waits_for_it_does_not_take_the_next_one(self, ends: Ends) -> None:
+        ends.sync(1)
+        ends.begin()
+        waiting = ends.incoming.waiting()
+        next(waiting)
+        ends.begin()
+        ends.outgoing.publish(weights(2), STEP)
+        with pytest.raises(VersionTimeoutError, match="another sync has begun"):
+            next(waiting)
+        assert number_of(taken(ends.incoming)) == 2
+
+    def test_all_weights_are_asked_for_as_other_ranks_ask_for_them_too(self, ends: Ends) -> None:
+        asked = []
+
+        def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+            for name in ("a", "a", "b", "c"):  # a name twice cannot be published
+                asked.append(name)
+                yield name, torch.ones(2)
+
+        ends.begin()
+        with pytest.raises(InvalidWeightsError, match="'a'"):
+            ends.outgoing.publish(gathered(), STEP)
+        assert asked == ["a", "a", "b", "c"]
+
+    def test_a_sync_is_published_once(self, ends: Ends) -> None:
+        with pytest.raises(NotReadyError):
+            ends.outgoing.publish(weights(1), STEP)
+        ends.begin()
+        ends.outgoing.publish(weights(1), STEP)
+        with pytest.raises(NotReadyError):
+            ends.outgoing.publish(weights(1), STEP)
+
+    def test_nothing_is_taken_before_a_sync_begins(self, ends: Ends) -> None:
+        with pytest.raises(NotReadyError):
+            taken(ends.incoming)
+
+
+class TestAcknowledgement:
+    """By what ``dbuffer status`` shows, and ``wait_applied`` waits for."""
+
+    def test_it_comes_when_the_engine_has_loaded(self, ends: Ends) -> None:
+        ends.begin()
+        ends.outgoing.publish(weights(1), STEP)
+        taken(ends.incoming)
+        with pytest.raises(AcknowledgementTimeoutError):
+            self.wait(ends, 1)
+        ends.incoming.finish()
+        self.wait(ends, 1)
+
+    def test_it_does_not_come_for_what_nobody_finished(self, ends: Ends) -> None:
+        ends.sync(1)
+        ends.begin()
+        ends.outgoing.publish(weights(2), STEP)
+        taken(ends.incoming)
+        ends.begin()
+        with pytest.raises(AcknowledgementTimeoutError):
+            self.wait(ends, 2)
+
+    def test_it_does_not_come_for_what_was_overwritten_while_it_loaded(
+        self, ends: Ends, store: Path
+    ) -> None:
+        ends.begin()
+        ends.outgoing.publish(weights(1), STEP)
+        taken(ends.incoming)
+        ends.restart_trainer()
+        with dbuffer.WeightSender(store, reader_timeout_s=0.01) as impatient:
+            for number in (2.0, 3.0):
+                impatient.send(dict(weights(number)))
+            with pytest.raises(SnapshotEvictedError):
+                ends.incoming.finish()
+            with pytest.raises(AcknowledgementTimeoutError):
+                impatient.wait_applied(1, timeout_s=0.01)
+
+    @staticmethod
+    def wait(ends: Ends, version: int) -> None:
+        assert ends.outgoing._sender is not None
+        ends.outgoing._sender.wait_applied(version, timeout_s=0.01)
+
+
+class TestOptions:
+    def test_weights_are_published_in_another_dtype(self, store: Path) -> None:
+        ends = Ends(store, dtype="bfloat16")
+        assert ends.sync(1.5) == 1.5
+        assert newest(store).specs[0].dtype == "bfloat16"
+
+    def test_a_local_copy_is_taken_from(self, store: Path, shm_path: Path) -> None:
+        local_store = shm_path / "local"
+        ends = Ends(store, local_store=str(local_store))
+        assert [ends.sync(1), ends.sync(2)] == [1, 2]
+        assert newest(local_store).version == 2
+        assert ends.incoming._mirror is not None
+        ends.incoming._mirror.close()
+
+    def test_what_changed_is_published(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DBUFFER_MOUNT", "network")
+        ends = Ends(store, delta=True)
+        one = torch.arange(100_000.0)
+
+        def reused(number: float) -> Iterable[tuple[str, torch.Tensor]]:
+            """Tensors in one memory, as of who gathers into a buffer."""
+            memory = torch.empty_like(one)
+            for name, offset in (("a", 0), ("b", 1)):
+                torch.add(one, offset, out=memory)
+                memory[3] = number
+                yield name, memory
+
+        for number in (1, 2):
+            ends.begin()
+            ends.outgoing.publish(reused(number), STEP)
+            found = taken(ends.incoming)
+            ends.incoming.finish()
+            for name, tensor in reused(number):
+                assert torch.equal(found[name], tensor)
+        assert ends.outgoing._sender is not None
+        assert ends.outgoing._sender.stats["deltas"] == 1
+
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("store", ""),
+            ("store", None),
+            ("local_store", ""),
+            ("delta", "yes"),
+            ("dtype", "bf16"),
+            ("dtype", ["bfloat16"]),
+            ("timeout_s", 0),
+            ("timeout_s", "600"),
+        ],
+    )
+    def test_what_they_may_not_be_is_refused_by_name(
+        self, store: Path, option: str, value: Any
+    ) -> None:
+        told = {"store": str(store), "local_store": None, "delta": False, "dtype": None}
+        with pytest.raises(OptionError, match=f"engine_kwargs.dbuffer.{option} "):
+            Configuration.checked(**({"timeout_s": 5.0, **told} | {option: value}))
