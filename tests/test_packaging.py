@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support import in_soaks_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -24,7 +26,7 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     return done.stdout
@@ -102,6 +104,16 @@ def test_what_is_installed_publishes_and_receives(built: Path, tmp_path: Path) -
     printed = run("-c", program, cwd=tmp_path, PYTHONPATH=str(place)).split()
     assert printed == [str(place / "dbuffer" / "__init__.py"), "3.0"]
     assert "publish" in run("-m", "dbuffer", "--help", cwd=tmp_path, PYTHONPATH=str(place))
+
+
+@in_soaks_alone
+@pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
+def test_an_extra_resolves_in_a_new_environment(built: Path, tmp_path: Path, extra: str) -> None:
+    report = tmp_path / "report.json"
+    pip = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-input", "--quiet"]
+    run(*pip, "--report", str(report), f"{wheel_in(built)}[{extra}]", cwd=tmp_path)
+    found = {one["metadata"]["name"].lower() for one in json.loads(report.read_text())["install"]}
+    assert {"dbuffer", "torch", "tensordict", "watchdog", "xxhash"} < found
 
 
 @pytest.mark.slow
