@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import make_model, save_revealing, token_of
+from tiny_models import make_model, save_revealing, save_tokenizer, token_of
 from vllm_engines import (
     PROMPTS,
     TIMEOUT_S,
@@ -151,7 +151,7 @@ class Rig:
         self.store = directory / "store"
         self.watcher = dbuffer.WeightReceiver(self.store, receiver_id="watcher")
         self.checkpoint = save_revealing(0, directory)
-        verl_parts.save_tokenizer(self.checkpoint)
+        save_tokenizer(self.checkpoint)
         self.config = verl_parts.configured(self.checkpoint, lines_of_the_page(self.store))
         self.engine_config = omega_conf_to_dataclass(self.config.rollout.checkpoint_engine)
         self.manager_class = load_class_from_fqn(self.config.rollout.checkpoint_manager_class)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import in_soaks_alone
 from test_vllm import error_of, set_packing
-from tiny_models import weights_in
+from tiny_models import save_model, save_tokenizer, vary_vectors, weights_in
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
@@ -80,9 +80,7 @@ def family(
         model = getattr(transformers, kind).from_config(config)
         if config.tie_word_embeddings:  # else each token is answered with itself
             model.get_input_embeddings().weight.data.mul_(0.05)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases are all ones and zeros at first
-                torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.2)
+        vary_vectors(model)
         path = directory / f"{model_type}-{seed}"
         model.save_pretrained(path)
         if kind == "AutoModel":
@@ -92,15 +90,9 @@ def family(
     return make
 
 
-def save_tokenizer(path: Path) -> None:
-    """One that has a word for each token: vLLM embeds nothing without."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{number}": number for number in range(SHAPE["vocab_size"])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(path)
+def saved(name: str) -> Callable[[Path, int], Path]:
+    """A family that other tests have, too."""
+    return lambda directory, seed: save_model(name, seed, directory)
 
 
 GROUP = 32
@@ -194,7 +186,7 @@ INT4: dict[str, dict[str, Any]] = {
 }
 
 
-DENSE = family("qwen3", head_dim=32)
+DENSE = saved("qwen3")
 
 AS_EMBEDDING = {"runner": "pooling", "skip_tokenizer_init": False}
 
@@ -250,12 +242,10 @@ FAMILIES = {
         )
     ),
     "gpt oss": Case(
-        family("gpt_oss", head_dim=32, num_local_experts=4, num_experts_per_tok=2),
+        saved("gpt-oss"),
         refused="GptOssForCausalLM writes model.layers.0.attn.sinks past its loader",
     ),
-    "mamba 2": Case(
-        family("mamba2", state_size=16, head_dim=32, num_heads=4, expand=2, n_groups=1)
-    ),
+    "mamba 2": Case(saved("mamba2")),
     "qwen 3 next": Case(
         family(
             "qwen3_next",

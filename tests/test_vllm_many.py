@@ -7,12 +7,12 @@ long been in use. In a soak, with figures.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,56 +69,50 @@ class Program:
         self._log.close()
 
 
-@contextlib.contextmanager
-def ended(programs: list[Program]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for program in programs:
-            program.end()
-
-
 @in_soaks_alone
 def test_others_go_on_while_engines_hang_die_and_come_late(
     directory: Path, record_property: Record
 ) -> None:
     make_model("qwen3", 0).save_pretrained(directory / "model")
-    programs: list[Program] = []
     took_s: dict[str, list[float]] = {}
+    versions = itertools.count(1)
     with (
-        ended(programs),
+        contextlib.ExitStack() as ends,
         dbuffer.WeightSender(directory / "store", reader_timeout_s=READER_TIMEOUT_S) as sender,
     ):
 
-        def publish(when: str) -> int:
-            for _ in range(NUM_VERSIONS):
+        def publish(when: str, count: int = NUM_VERSIONS) -> int:
+            for version in itertools.islice(versions, count):
                 started = time.monotonic()
-                last = sender.send(revealing_weights(sender_version() + 1)).version
+                sender.send(revealing_weights(version), version=version)
                 took_s.setdefault(when, []).append(time.monotonic() - started)
                 time.sleep(PUBLISH_EVERY_S)
-            return last
+            return version
 
-        def sender_version() -> int:
-            return sum(map(len, took_s.values())) + 1
+        def start(number: int) -> Program:
+            program = Program(number, directory)
+            ends.callback(program.end)
+            return program
 
-        sender.send(revealing_weights(1))
-        programs += [Program(number, directory) for number in range(NUM_PROGRAMS - 1)]
+        publish("nobody there", 1)
+        live, hung, killed = programs = [start(number) for number in range(NUM_PROGRAMS - 1)]
         for program in programs:
             program.wait_for(1)
-        live, hung, killed = programs
+        last = publish("all live")
         for program in programs:
-            program.wait_for(publish("all live"))
+            program.wait_for(last)
         hung.process.send_signal(signal.SIGSTOP)
         live.wait_for(publish("four of them stopped"))
         killed.process.kill()
         killed.process.wait()
         live.wait_for(publish("four more killed"))
-        programs.append(Program(NUM_PROGRAMS - 1, directory))
+        late = start(NUM_PROGRAMS - 1)
+        programs.append(late)
         hung.process.send_signal(signal.SIGCONT)
-        late = programs[-1]
         late.wait_for(1)
+        last = publish("stopped ones go on, late ones have come")
         for program in (live, hung, late):
-            program.wait_for(publish("stopped ones go on, late ones have come"))
+            program.wait_for(last)
         answers = [answer for program in programs for answer in program.seen()]
     for when, each_s in took_s.items():
         each_ms = sorted(round(1e3 * one) for one in each_s)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     GPTJConfig,
     GPTJForCausalLM,
@@ -21,6 +23,7 @@ from transformers import (
     Mamba2ForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -94,11 +97,23 @@ def make_other(family: str) -> Any:
         names = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "rotary_dim": 16}
         config = GPTJConfig(vocab_size=500, initializer_range=0.2, **names)
         model = GPTJForCausalLM(config)
-    # Norms and biases are all ones and zeros at first.
+    vary_vectors(model)
+    return model
+
+
+def vary_vectors(model: Any) -> None:
+    """Norms and biases are all ones and zeros at first, and would not show."""
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=parameter.mean().item(), std=0.2)
-    return model
+
+
+def save_tokenizer(checkpoint: Path) -> None:
+    """One that has a word for each token, for who does not begin without; nobody asks it much."""
+    words = {f"word{number}": number for number in range(_SHAPE["vocab_size"])}
+    special = {"unk_token": "word0", "eos_token": "word1", "pad_token": "word2"}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(checkpoint)
 
 
 def revealing_weights(version: int) -> dict[str, torch.Tensor]:

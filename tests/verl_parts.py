@@ -17,10 +17,7 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from tiny_models import make_model, revealing_weights
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch.distributed.tensor import distribute_tensor
-from transformers import PreTrainedTokenizerFast
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.utils.config import omega_conf_to_dataclass
@@ -63,16 +60,6 @@ def configured(checkpoint: Path, overrides: list[str]) -> DictConfig:
     ]
     with initialize_config_module("verl.trainer.config", version_base=None):
         return compose("ppo_trainer", overrides=small + overrides).actor_rollout_ref
-
-
-def save_tokenizer(checkpoint: Path) -> None:
-    """verl's actor and vLLM's server do not begin without one; nobody asks it anything."""
-    words = {f"word{number}": number for number in range(500)}
-    model = WordLevel(words, unk_token="word0")
-    special = {"unk_token": "word0", "eos_token": "word1", "pad_token": "word2"}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **special).save_pretrained(
-        checkpoint
-    )
 
 
 class Actor(ActorRolloutRefWorker):  # type: ignore[misc]

@@ -41,7 +41,7 @@ DELTAS_DIRECTORY = "deltas"
 SCRATCH_DIRECTORY = "tmp"
 """Where files are written before they are renamed to their places. A directory of its own: over
 NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
-hosts for a minute, and watchdog holds back the first of two events in one directory."""
+hosts until the next one, and watchdog holds back the first of two events in one directory."""
 
 _RUN = _DIGEST = re.compile(r"[0-9a-f]{16}")
 _WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")

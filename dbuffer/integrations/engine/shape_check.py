@@ -237,7 +237,7 @@ def _twin(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 def _put_in_place(model: torch.nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Of a parameter or buffer, in all layers that have it: a tied one is in several."""
+    """Let all layers that have a parameter or buffer have another; a tied one is in several."""
     for layer in model.modules():
         for table in tables_of(layer):
             for key, tensor in table.items():

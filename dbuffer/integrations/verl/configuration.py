@@ -9,10 +9,11 @@ from typing import Any, Self
 import torch
 
 from dbuffer.format.delta import require_compression
+from dbuffer.io.tensors import DTYPES
 from dbuffer.runtime import options
 
 _WHERE = "engine_kwargs.dbuffer"
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FLOATS = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,11 @@ class Configuration:
             local = options.directory(f"{_WHERE}.local_store", local_store)
         if options.flag(f"{_WHERE}.delta", delta):
             require_compression()
-        options.choice(f"{_WHERE}.dtype", dtype, (None, *_DTYPES))
+        options.choice(f"{_WHERE}.dtype", dtype, (None, *_FLOATS))
         return cls(
             store=place,
             local_store=local,
             delta=delta,
-            dtype=None if dtype is None else _DTYPES[dtype],
+            dtype=None if dtype is None else DTYPES[dtype],
             timeout_s=options.positive_seconds(f"{_WHERE}.timeout_s", timeout_s),
         )

@@ -21,7 +21,7 @@ from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.integrations.vllm.model import has_optional_scales
 
 _DEFERRING = "online_process_loader"
-"""What vLLM calls the loaders that it wraps others in, and knows them by itself."""
+"""The name by which vLLM knows the loaders that it has wrapped others in."""
 
 
 def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
