@@ -117,6 +117,25 @@ def test_python_of_a_page_runs(page: Path, shm_path: Path) -> None:
     run_page(page, shm_path)
 
 
+def test_python_of_all_pages_is_typed(tmp_path: Path) -> None:
+    """As users check programs that they begin with it; lines are those of the pages."""
+    code: dict[Path, list[str]] = {}
+    for block in BLOCKS:
+        if block.language == "python" and block.mark != NOT_RUN:
+            lines = code.setdefault(block.page, [])
+            lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
+    for page, lines in code.items():
+        name = relative(page).removesuffix(".md").replace("/", "_").replace("-", "_")
+        (tmp_path / f"{name}.py").write_text("\n".join(lines) + "\n")
+    assert len(code) > 5
+    check = [sys.executable, "-m", "mypy", "--strict", "--config-file", ROOT / "pyproject.toml"]
+    cache = ["--cache-dir", ROOT / ".mypy_cache"]  # which `dev.py test` has filled
+    done = subprocess.run(
+        [*check, *cache, *tmp_path.glob("*.py")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_sixty_seconds_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_page(README, tmp_path)
     assert capsys.readouterr().out == "1 2 1050624\n120 torch.Size([512, 512])\n"
