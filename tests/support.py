@@ -274,6 +274,8 @@ def _run(
     torch.set_num_threads(1)  # so that the child can fork, and does not fight for two cores
     try:
         function(connection, *args)
+    except SystemExit:
+        raise
     except BaseException:
         traceback.print_exc()
         raise

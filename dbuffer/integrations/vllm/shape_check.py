@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dbuffer.errors import WeightsMismatchError
+from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
 from dbuffer.integrations.engine.plan.recording import storage_of, tables_of
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.integrations.vllm.model import has_optional_scales
@@ -25,7 +27,16 @@ _DEFERRING = "online_process_loader"
 
 
 def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
-    """A check with a copy of an engine's model. To be called on the worker's main thread."""
+    """A check with a copy of an engine's model. To be called on the worker's main thread.
+
+    Raises:
+        EngineUnsupportedError: its experts do not stay where they are loaded.
+    """
+    if vllm_config.parallel_config.enable_eplb:
+        raise EngineUnsupportedError(
+            "vLLM moves the experts of this engine between ranks (enable_eplb), and would load new "
+            "ones to where they were at its start: start it without"
+        )
     config = copy.copy(vllm_config)
     # The Transformers backend asks for its parameters here, whatever the default device is.
     config.device_config = copy.copy(config.device_config)
@@ -38,12 +49,29 @@ def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
         torch.device("meta"),
+        _expert_maps_with_data(),
     ):
         model = initialize_model(config, model_config=config.model_config)
     for tensor in (*model.parameters(), *model.buffers()):
         _load_without_quantising(tensor)
     tp_size = config.parallel_config.tensor_parallel_size
     return ShapeCheck(_WatchedLayers(model, tp_size=tp_size, partial=partial))
+
+
+@contextlib.contextmanager
+def _expert_maps_with_data() -> Iterator[None]:
+    """Let layers whose experts are spread over ranks know which are here: their loaders ask."""
+    make = ExpertMapManager.__init__
+
+    def make_with_data(*args: Any, **kwargs: Any) -> None:
+        with torch.device("cpu"):
+            make(*args, **kwargs)
+
+    ExpertMapManager.__init__ = make_with_data
+    try:
+        yield
+    finally:
+        ExpertMapManager.__init__ = make
 
 
 def _load_without_quantising(tensor: Any) -> None:
