@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import CONFIGURATIONS, save_family
 from support import in_soaks_alone
 from test_vllm import error_of, set_packing
-from tiny_models import save_model, save_tokenizer, vary_vectors, weights_in
+from tiny_models import save_model, weights_in
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
@@ -33,21 +34,6 @@ import dbuffer
 
 pytestmark = NEEDS_VLLM
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ORDER = (1, 0, 1, 0)
 """Of the two checkpoints, as they are published: where switches are copies, the last ones are."""
 
@@ -69,25 +55,8 @@ class Case:
     """What the engine says of each version, where it can have none."""
 
 
-def family(
-    model_type: str, kind: str = "AutoModelForCausalLM", **more: Any
-) -> Callable[[Path, int], Path]:
-    def make(directory: Path, seed: int) -> Path:
-        import transformers
-
-        torch.manual_seed(seed)
-        config = transformers.AutoConfig.for_model(model_type, **SHAPE | more)
-        model = getattr(transformers, kind).from_config(config)
-        if config.tie_word_embeddings:  # else each token is answered with itself
-            model.get_input_embeddings().weight.data.mul_(0.05)
-        vary_vectors(model)
-        path = directory / f"{model_type}-{seed}"
-        model.save_pretrained(path)
-        if kind == "AutoModel":
-            save_tokenizer(path)
-        return path
-
-    return make
+def family(model_type: str, *, embeds: bool = False) -> Callable[[Path, int], Path]:
+    return lambda directory, seed: save_family(model_type, directory, seed, embeds=embeds)
 
 
 def saved(name: str) -> Callable[[Path, int], Path]:
@@ -193,77 +162,15 @@ AS_EMBEDDING = {"runner": "pooling", "skip_tokenizer_init": False}
 ONLINE_FLOAT8 = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 
 FAMILIES = {
-    "gemma 2": Case(
-        family(
-            "gemma2",
-            head_dim=32,
-            sliding_window=64,
-            query_pre_attn_scalar=32,
-            tie_word_embeddings=True,
-        )
-    ),
-    "gemma 3": Case(family("gemma3_text", head_dim=32, sliding_window=64)),
-    "phi 3": Case(family("phi3")),
-    "mistral": Case(family("mistral", head_dim=32)),
-    "mixtral": Case(family("mixtral", num_local_experts=4, num_experts_per_tok=2)),
-    "qwen 2 with experts": Case(family("qwen2_moe", shared_expert_intermediate_size=64, **EXPERTS)),
-    "olmoe": Case(family("olmoe", num_experts=4, num_experts_per_tok=2)),
-    "gpt 2": Case(family("gpt2", n_embd=64, n_layer=2, n_head=2, n_positions=256)),
-    "opt": Case(family("opt", word_embed_proj_dim=64, ffn_dim=128)),
-    "glm 4 with experts": Case(
-        family(
-            "glm4_moe",
-            head_dim=32,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
-        )
-    ),
-    "granite": Case(family("granite")),
-    "cohere": Case(family("cohere")),
-    "falcon": Case(family("falcon", new_decoder_architecture=True, num_kv_heads=2)),
-    "deepseek 2": Case(
-        family(
-            "deepseek_v2",
-            q_lora_rank=32,
-            kv_lora_rank=512,
-            qk_nope_head_dim=32,
-            qk_rope_head_dim=64,
-            v_head_dim=32,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-        )
-    ),
+    **{name: Case(family(name)) for name in sorted(CONFIGURATIONS.keys() - {"bert", "qwen3"})},
+    "qwen3_next": Case(family("qwen3_next"), {"dtype": "bfloat16"}),
     "gpt oss": Case(
         saved("gpt-oss"),
         refused="GptOssForCausalLM writes model.layers.0.attn.sinks past its loader",
     ),
     "mamba 2": Case(saved("mamba2")),
-    "qwen 3 next": Case(
-        family(
-            "qwen3_next",
-            head_dim=32,
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
-            shared_expert_intermediate_size=64,
-            **EXPERTS,
-        ),
-        {"dtype": "bfloat16"},
-    ),
-    "bert": Case(family("bert", "AutoModel"), AS_EMBEDDING, is_embedding=True),
-    "qwen 3 embedding": Case(
-        family("qwen3", "AutoModel", head_dim=32), AS_EMBEDDING, is_embedding=True
-    ),
+    "bert": Case(family("bert", embeds=True), AS_EMBEDDING, is_embedding=True),
+    "qwen 3 embedding": Case(family("qwen3", embeds=True), AS_EMBEDDING, is_embedding=True),
 }
 ONLINE = {"fp8 per channel, online": Case(DENSE, ONLINE_FLOAT8)}
 FEATURES = {
