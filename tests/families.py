@@ -38,7 +38,7 @@ _TIED = {"tie_word_embeddings": True}
 _GEMMA = {"head_dim": 32, "sliding_window": 64, **_TIED}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "bert": {},
-    "cohere": {},
+    "cohere": _TIED,
     "deepseek_v2": {
         "q_lora_rank": 32,
         "kv_lora_rank": 512,

@@ -9,7 +9,7 @@ import platform
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,10 @@ ENGINE: dict[str, Any] = {
 }
 
 
-def environment(**more: str) -> dict[str, str]:
-    """For processes of an engine."""
-    models = next(PYTHON.parent.parent.glob("lib/python*/site-packages/sglang/srt/models"))
-    others = [file.stem for file in models.glob("*.py") if file.stem not in MODELS]
+def environment(models: Collection[str] = MODELS) -> dict[str, str]:
+    """For processes of an engine of one of these models."""
+    all_models = next(PYTHON.parent.parent.glob("lib/python*/site-packages/sglang/srt/models"))
+    others = [file.stem for file in all_models.glob("*.py") if file.stem not in models]
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return {
         **clean,
@@ -63,11 +63,12 @@ def environment(**more: str) -> dict[str, str]:
         "SGLANG_USE_CPU_ENGINE": "1",
         # torch's compiler would look for what sglang_without_gpu stands in for.
         "TORCHDYNAMO_DISABLE": "1",
-        **more,
     }
 
 
-def observe(program: str, directory: Path, *arguments: str) -> Any:
+def observe(
+    program: str, directory: Path, *arguments: str, models: Collection[str] = MODELS
+) -> Any:
     """Run a test file with SGLang's Python; what it left in ``observed.json`` of the directory.
 
     Everything that it started ends with it, whatever happens. A program that breaks its engine ends
@@ -77,7 +78,7 @@ def observe(program: str, directory: Path, *arguments: str) -> Any:
     with log.open("wb") as output:
         process = subprocess.Popen(
             [PYTHON, program, str(directory), *arguments],
-            env=environment(),
+            env=environment(models),
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

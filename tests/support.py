@@ -375,9 +375,18 @@ def is_soak() -> bool:
     return "DBUFFER_SOAK" in os.environ
 
 
+IN_SOAKS_ALONE = [
+    pytest.mark.soak,
+    pytest.mark.skipif(not is_soak(), reason="in a soak alone"),
+]
+"""Of what takes long, and shows what others show in another way."""
+
+
 def in_soaks_alone(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test that takes long, and shows what others show in another way."""
-    return pytest.mark.soak(pytest.mark.skipif(not is_soak(), reason="in a soak alone")(test))
+    """Mark one test so."""
+    for mark in IN_SOAKS_ALONE:
+        test = mark(test)
+    return test
 
 
 def moments() -> frozenset[str] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support import in_soaks_alone
+from support import IN_SOAKS_ALONE, in_soaks_alone
 
 from dbuffer.errors import OptionError
 from dbuffer.tools.demo import engines, loop, process
@@ -74,6 +74,7 @@ def test_vllm_engine_follows_the_trainer(tmp_path: Path, scratch: Path) -> None:
     assert_nothing_left(scratch)
 
 
+@in_soaks_alone
 @pytest.mark.slow
 def test_torch_engine_follows_the_trainer_and_says_what_it_is(
     tmp_path: Path, scratch: Path
@@ -164,7 +165,7 @@ class HangsStarting(TorchEngine):
         (FailsToStart, "the engine failed: ValueError: no such kernel"),
         (DiesSampling, "ended with exit code 7"),
         (HangsSampling, "no answer in 0.5 s"),
-        (HangsStarting, "no answer in 5 s"),
+        pytest.param(HangsStarting, "no answer in 5 s", marks=IN_SOAKS_ALONE),
     ],
 )
 def test_engine_that_fails_dies_or_hangs_is_noticed(

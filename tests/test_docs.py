@@ -25,6 +25,7 @@ import pytest
 import torch
 import typer.main
 from safetensors.torch import save_file
+from support import in_soaks_alone
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from worlds import World
@@ -141,6 +142,7 @@ def test_the_sixty_seconds_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == "1 2 1050624\n120 torch.Size([512, 512])\n"
 
 
+@in_soaks_alone
 @pytest.mark.slow
 def test_the_collector_runs(tmp_path: Path) -> None:
     (block,) = blocks("python", PROGRAM)

@@ -75,6 +75,7 @@ def test_cartpole_is_not_solved_by_workers_without_new_weights(shm_path: Path) -
     assert "not solved:" in done.text
 
 
+@in_soaks_alone
 @pytest.mark.slow
 def test_an_adapter_learns_with_its_sampler(shm_path: Path) -> None:
     done = run("lora", shm_path)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightrft_parts import Trainer, by_rank, error_of, run_ranks
+from support import IN_SOAKS_ALONE
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from vllm_engines import EXTENSION, NEEDS_VLLM, TIMEOUT_S, environment, observe
@@ -21,7 +22,7 @@ from vllm_engines import EXTENSION, NEEDS_VLLM, TIMEOUT_S, environment, observe
 import dbuffer
 from dbuffer.integrations.lightrft import BroadcastManager
 
-pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
+pytestmark = [*NEEDS_VLLM, *IN_SOAKS_ALONE, pytest.mark.timeout(TIMEOUT_S + 10)]
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,13 @@ import pytest
 import torch
 from lightrft_parts import Actor, by_rank, run_ranks, strategy_for
 from sglang_engines import ENGINE, LOADER, NEEDS_SGLANG, WAIT_S, greedy, observe
+from support import IN_SOAKS_ALONE
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 from dbuffer.integrations.lightrft import BroadcastManager
 
-pytestmark = [*NEEDS_SGLANG, pytest.mark.timeout(3 * WAIT_S)]
+pytestmark = [*NEEDS_SGLANG, *IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
 
 
 @pytest.fixture(scope="module")

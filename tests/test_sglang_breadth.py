@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from families import CONFIGURATIONS, save_family
 from sglang_engines import NEEDS_SGLANG, WAIT_S, greedy, observe, start_engine
 from support import in_soaks_alone
+from test_sglang import label, outcome
+from tiny_models import save_model
 
 import dbuffer
 
@@ -30,54 +31,93 @@ ORDER = (1, 0, 1, 0)
 class Case:
     """An engine, and what it is to follow."""
 
-    model_type: str
+    family: str
     arguments: dict[str, Any] = field(default_factory=dict)
     """Of the engine."""
-    architectures: tuple[str, ...] = ()
-    """SGLang's files of models that the family needs, beside the one of its own name."""
-    embeds: bool = False
+    following: dict[str, Any] = field(default_factory=dict)
+    """Options of its follower."""
+    models: tuple[str, ...] = ()
+    """SGLang's modules that have its model; none: that of the family's name."""
+    refused: str = ""
+    """What its follower says, where it cannot have one."""
 
 
-CASES = {name: Case(name) for name in sorted(CONFIGURATIONS)}
+CASES = {
+    **{
+        name: Case(name)
+        for name in ("gemma2", "glm4_moe", "gpt2", "granite", "mistral", "mixtral", "olmoe", "opt")
+    },
+    "cohere": Case("cohere", models=("commandr",)),
+    "gemma3_text": Case("gemma3_text", models=("gemma3_causal", "gemma3_mm")),
+    "phi3": Case("phi3", models=("llama",)),
+    "qwen3": Case("qwen3"),
+    "experts on two ranks": Case("qwen3-moe", {"tp_size": 2}, models=("qwen3_moe", "qwen2_moe")),
+    "experts in bfloat16": Case(
+        "qwen3-moe", {"dtype": "bfloat16"}, models=("qwen3_moe", "qwen2_moe")
+    ),
+    "two replicas": Case("qwen3", {"dp_size": 2}, refused="dp_size above 1 cannot be followed"),
+    "a part of it": Case("qwen3", following={"partial": True}, refused="takes whole models"),
+}
 
 
 @in_soaks_alone
 @pytest.mark.parametrize("name", CASES)
 def test_switched_engine_answers_as_a_fresh_one(tmp_path: Path, name: str) -> None:
-    seen = observe(__file__, tmp_path, name)
+    case = CASES[name]
+    seen = observe(__file__, tmp_path, name, models=case.models or (case.family,))
+    if case.refused:
+        error, message = seen["error"]
+        assert error == "EngineUnsupportedError"
+        assert case.refused in message
+        return
     first, second = seen["fresh"]
     assert all(one != other for one, other in zip(first, second, strict=True))
     assert seen["switched"] == [seen["fresh"][number] for number in ORDER]
+    assert seen["label"] == str(len(ORDER))
 
 
 # The program.
 
 
 def run(directory: Path, case: Case) -> dict[str, Any]:
-    from dbuffer.integrations.sglang import follow
-
-    pair = [save_family(case.model_type, directory, seed, embeds=case.embeds) for seed in (0, 1)]
     arguments = {"dtype": "float32"} | case.arguments
+    pair = [save(case.family, directory, seed) for seed in (0, 1)]
     other = start_engine(pair[1], **arguments)
-    fresh = [answers(other, case)]
+    fresh = [greedy(other)]
     other.shutdown()
     engine = start_engine(pair[0], **arguments)
-    fresh.insert(0, answers(engine, case))
-    switched = []
+    fresh.insert(0, greedy(engine))
     with dbuffer.WeightSender(directory / "store") as sender:
-        with follow(engine, directory / "store") as follower:
-            for number in ORDER:
-                sender.send(pair[number])
-                follower.sync()
-                switched.append(answers(engine, case))
-    return {"fresh": fresh, "switched": switched}
+        sender.send(pair[1])
+        seen = follow_through(engine, sender, pair, case)
+    return {"fresh": fresh, **seen}
 
 
-def answers(engine: Any, case: Case) -> list[Any]:
-    return greedy(engine)
+def save(family: str, directory: Path, seed: int) -> Path:
+    if family in CONFIGURATIONS:
+        return save_family(family, directory, seed)
+    return save_model(family, seed, directory)
+
+
+def follow_through(
+    engine: Any, sender: dbuffer.WeightSender, pair: list[Path], case: Case
+) -> dict[str, Any]:
+    from dbuffer.integrations.sglang import follow
+
+    try:
+        follower = follow(engine, sender.store, **case.following)
+        follower.sync()
+    except dbuffer.DBufferError as error:
+        return {"error": [type(error).__name__, str(error)]}
+    switched = [greedy(engine)]
+    with follower:
+        for number in ORDER[1:]:
+            sender.send(pair[number])
+            assert outcome(follower)[0] == "switched"
+            switched.append(greedy(engine))
+    return {"switched": switched, "label": label(engine)}
 
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    torch.set_num_threads(1)
     (target / "observed.json").write_text(json.dumps(run(target, CASES[sys.argv[2]])))

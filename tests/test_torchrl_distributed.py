@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import TIMEOUT_S, Child
+from support import TIMEOUT_S, Child, in_soaks_alone
 from torchrl_parts import (
     ConstantPolicy,
     DoubleBufferSyncScheme,
@@ -478,6 +478,7 @@ def test_ray_collector_updatepolicy(cluster: Any, address: Path) -> None:
         collector.shutdown()
 
 
+@in_soaks_alone
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The policy is not an nn.Module:UserWarning")
 def test_ray_collector_policy_constructor(cluster: Any, address: Path) -> None:

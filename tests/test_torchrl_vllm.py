@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import in_soaks_alone
 from tiny_models import make_model, save_model
 from vllm_engines import (
     NEEDS_VLLM,
@@ -879,6 +880,7 @@ def test_polling_in_the_event_loop_of_the_engine_is_refused(local: dict[str, Any
 # Ray.
 
 
+@in_soaks_alone
 @pytest.mark.parametrize("engine", ["own actor", "RayLLMWorker", "AsyncVLLM"])
 def test_ray_hosted_engine_is_really_updated(
     on_ray: dict[str, Any], fresh: dict[int, Any], engine: str
@@ -893,6 +895,7 @@ def test_ray_hosted_engine_is_really_updated(
     assert len(seen["replicas"]) == (2 if engine == "AsyncVLLM" else 1)
 
 
+@in_soaks_alone
 def test_answers_under_load_are_of_one_version_each(
     on_ray: dict[str, Any], fresh: dict[int, Any]
 ) -> None:
@@ -904,6 +907,7 @@ def test_answers_under_load_are_of_one_version_each(
     assert len({version for version, _ in seen["answers"]}) > 3
 
 
+@in_soaks_alone
 def test_misfit_in_an_actor_is_refused(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
     seen = on_ray["misfit"]
     assert seen["error"].startswith("EngineUpdateError: ")
@@ -911,6 +915,7 @@ def test_misfit_in_an_actor_is_refused(on_ray: dict[str, Any], fresh: dict[int, 
     assert seen["tokens"] == fresh[seen["seed"]]
 
 
+@in_soaks_alone
 def test_restarted_actor_comes_back_to_the_newest(
     on_ray: dict[str, Any], fresh: dict[int, Any]
 ) -> None:
@@ -919,16 +924,19 @@ def test_restarted_actor_comes_back_to_the_newest(
     assert seen["tokens"] == fresh[seen["seed"]]
 
 
+@in_soaks_alone
 def test_dead_actor_is_an_error(on_ray: dict[str, Any]) -> None:
     assert on_ray["dead"].startswith(("EngineEndedError: ", "EngineUnreachableError: "))
 
 
+@in_soaks_alone
 def test_weight_sync_vllm_double_buffer_ray(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
     seen = on_ray["double buffer, two actors"]
     assert seen["polled"] == [False, True]
     assert seen["tokens"] == [fresh[1]] * 2
 
 
+@in_soaks_alone
 def test_weight_sync_vllm_collective_ray(on_ray: dict[str, Any], fresh: dict[int, Any]) -> None:
     seen = on_ray["collective, two actors"]
     assert seen["tokens"] == [fresh[2]] * 2

@@ -1,8 +1,8 @@
 """TRL's trainers over a store: real ones, on a real vLLM server that follows by itself.
 
-One program trains: with the weights held back, then a whole model, then an adapter, in whose
-training the server is killed and started again; then a sharded model, on two ranks of torchrun;
-then TRL's asynchronous trainer's code sends. What the trainer computes of each token is compared
+One program trains a whole model, and lets TRL's asynchronous trainer's code send; in soaks also
+with the weights held back, an adapter, in whose training the server is killed and started again,
+and a sharded model, on two ranks of torchrun. What the trainer computes of each token is compared
 with what the server sampled it with: they differ where the server had other weights. The tests
 judge what the program saw. (One engine in the trainer's process: ``test_examples``.)
 """
@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from lightrft_parts import by_rank, run_ranks
-from support import free_port, in_soaks_alone, is_soak
+from support import IN_SOAKS_ALONE, free_port, in_soaks_alone, is_soak
 from torch import distributed
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, leave, observe
 from vllm_servers import BACKEND_FLAGS, Server
@@ -61,7 +61,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class TestSynchronous:
     pytestmark = NEEDS_TRL
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
     def test_every_token_is_sampled_with_the_weights_that_are_trained(
         self, observed: Any, kind: str
     ) -> None:
@@ -69,18 +69,18 @@ class TestSynchronous:
         assert len(differences) == NUM_STEPS
         assert max(differences) < MAX_DIFFERENCE
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
     def test_the_reward_climbs(self, observed: Any, kind: str) -> None:
         first, *_, last = observed[kind]["rewards"]
         assert last - first >= 0.2
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
     def test_the_server_ends_as_a_fresh_engine_begins(self, observed: Any, kind: str) -> None:
         seen = observed[kind]
         assert seen["answers"] == seen["expected"]
         assert seen["answers"] != seen["answers before"]
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
     def test_versions_go_on_from_run_to_run_and_say_their_step(
         self, observed: Any, kind: str
     ) -> None:
@@ -88,12 +88,14 @@ class TestSynchronous:
         assert observed[kind]["version"] == first + NUM_STEPS
         assert observed[kind]["metadata"] == {"step": NUM_STEPS}
 
+    @in_soaks_alone
     def test_weights_that_are_held_back_are_seen(self, observed: Any) -> None:
         seen = observed["held back"]
         assert max(seen["rewards"]) - seen["rewards"][0] < 0.1
         assert seen["differences"][0] < MAX_DIFFERENCE < min(seen["differences"][1:])
         assert seen["answers"] == seen["answers before"]
 
+    @in_soaks_alone
     def test_training_goes_on_when_the_server_was_killed_and_started_again(
         self, observed: Any
     ) -> None:
@@ -118,6 +120,7 @@ class TestSynchronous:
 class TestRanks:
     pytestmark = NEEDS_TRL
 
+    @in_soaks_alone
     def test_each_rank_publishes_its_part_to_the_server(self, observed: Any) -> None:
         for seen in observed["zero-3"]:
             assert seen["sender"] == "ShardedWeightSender"
@@ -276,12 +279,14 @@ class Program:
             "without vLLM": self.error_of(lambda: self.trainer("full", use_vllm=False)),
         }
         self.server.wait_ready()
-        seen["held back"] = self.train("full", held_back=True)
+        if is_soak():
+            seen["held back"] = self.train("full", held_back=True)
         seen["not followed"] = self.error_of(self.train_elsewhere)
         seen["full"] = self.train("full")
-        seen["lora"] = self.train("lora", kill=True)
-        for kind in ("zero-3", *(["zero-2 lora"] if is_soak() else [])):
-            seen[kind] = self.train_on_ranks(kind)
+        if is_soak():
+            seen["lora"] = self.train("lora", kill=True)
+            for kind in ("zero-3", "zero-2 lora"):
+                seen[kind] = self.train_on_ranks(kind)
         seen["asynchronous"] = self.send_asynchronously()
         seen["client"] = vllm_generation.VLLMClient.__module__
         return seen

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from support import Record, is_soak
+from support import Record, in_soaks_alone, is_soak
 from tiny_models import (
     make_model,
     revealing_weights,
@@ -137,7 +137,6 @@ def test_an_engine_that_follows_nothing_reports_its_starting_weights(
     assert wrong_tokens(observed["start"]) == []
 
 
-@pytest.mark.soak
 def test_with_pauses_that_wait_each_response_is_of_the_one_version_it_reports(
     observed: dict[str, Any], record_property: Record
 ) -> None:
@@ -247,6 +246,7 @@ def test_engine_that_can_never_be_followed_is_refused_at_once(observed: dict[str
     assert observed["no store"].startswith("OptionError: no store given")
 
 
+@in_soaks_alone
 @pytest.mark.soak
 def test_two_ranks_switch_as_one(observed_two: dict[str, Any], record_property: Record) -> None:
     seen = observed_two["keep"]
@@ -258,6 +258,7 @@ def test_two_ranks_switch_as_one(observed_two: dict[str, Any], record_property: 
     check_end(seen)
 
 
+@in_soaks_alone
 def test_staging_by_mapping_costs_a_worker_no_memory(observed_two: dict[str, Any]) -> None:
     seen = observed_two["memory"]
     assert seen["staged"]["map"] == [seen["version"]["map"]] * 2
@@ -265,6 +266,7 @@ def test_staging_by_mapping_costs_a_worker_no_memory(observed_two: dict[str, Any
         assert all(after - before < seen["num_bytes"] / 10 for after in later)
 
 
+@in_soaks_alone
 def test_staging_by_copying_costs_a_worker_one_version(observed_two: dict[str, Any]) -> None:
     seen = observed_two["memory"]
     assert seen["staged"]["copy"] == [seen["version"]["copy"]] * 2
@@ -273,6 +275,7 @@ def test_staging_by_copying_costs_a_worker_one_version(observed_two: dict[str, A
         assert all(0.9 < number < 1.1 for number in versions)
 
 
+@in_soaks_alone
 def test_images_are_of_the_newest_version_alone(observed_two: dict[str, Any]) -> None:
     """A version is less than a megabyte here, so that kernels show beside the weights in them."""
     seen = observed_two["memory"]

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 from patch_trainers import all_of
-from support import free_port
+from support import free_port, in_soaks_alone, is_soak
 from tiny_models import make_model, revealing_weights, save_revealing, token_of
 from vllm_engines import EXTENSION, NEEDS_VLLM, TIMEOUT_S, environment, observe
 from vllm_servers import (
@@ -49,7 +49,7 @@ ENGINE_TIMEOUT_S = 10
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the programs saw, two of them side by side."""
+    """What the programs saw, two of them side by side; the last one in soaks alone."""
 
     def run(role: str) -> Any:
         directory = tmp_path_factory.mktemp(role)
@@ -57,7 +57,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return observe(__file__, directory, role, timeout_s=TIMEOUT_S, env=env)
 
     with ThreadPoolExecutor(2) as pool:
-        runs = {role: pool.submit(run, role) for role in ("inside", "outside", "refused")}
+        roles = ("inside", "outside", "refused")[: None if is_soak() else 2]
+        runs = {role: pool.submit(run, role) for role in roles}
         return {role: future.result() for role, future in runs.items()}
 
 
@@ -182,6 +183,7 @@ def test_server_ends_soon_while_versions_come(inside: dict[str, Any]) -> None:
 # Servers that cannot follow.
 
 
+@in_soaks_alone
 def test_server_that_cannot_follow_does_not_start_and_says_why(refused: dict[str, Any]) -> None:
     seen = refused["misfit"]
     assert seen["exit code"] > 0
@@ -617,7 +619,8 @@ class Outside:
         self.follower: FollowCommand
 
     def observe(self) -> dict[str, Any]:
-        self.server = self.start("extension", "--worker-extension-cls", EXTENSION, tp=2)
+        num_ranks = 2 if is_soak() else 1
+        self.server = self.start("extension", "--worker-extension-cls", EXTENSION, tp=num_ranks)
         self.server.wait_ready()
         self.follower = self.follow("--pause", "wait")
         self.observe_full_speed()

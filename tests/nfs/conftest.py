@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from lab import LIMIT_S, VERSIONS, Lab, Scenario, skip_or_fail
-from support import is_soak
+from support import IN_SOAKS_ALONE, is_soak
 from uml import UnavailableError
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _scenario_of(item) is not None:
+        scenario = _scenario_of(item)
+        if scenario is not None:
             item.add_marker(pytest.mark.nfs)
+            if not scenario.both and _version_of(item) != VERSIONS[-1]:
+                for mark in IN_SOAKS_ALONE:
+                    item.add_marker(mark)
             # A test waits for those before it in the guest, each of which has its own limit.
             item.add_marker(pytest.mark.timeout(6 * LIMIT_S))
 
@@ -26,8 +30,8 @@ def boot(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Lab]]:
     queues: dict[str, list[Scenario]] = {version: [] for version in VERSIONS}
     for item in request.session.items:
         scenario = _scenario_of(item)
-        if scenario is not None and isinstance(item, pytest.Function):
-            queues[item.callspec.params["lab"]].append(scenario)
+        if scenario is not None and not is_skipped(item):
+            queues[_version_of(item)].append(scenario)
     with contextlib.ExitStack() as stack:
 
         @functools.cache
@@ -51,6 +55,16 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     except UnavailableError as error:
         skip_or_fail(error)
     return found
+
+
+def is_skipped(item: pytest.Item) -> bool:
+    return any(mark.args[0] for mark in item.iter_markers("skipif"))
+
+
+def _version_of(item: pytest.Item) -> str:
+    assert isinstance(item, pytest.Function)
+    version: str = item.callspec.params["lab"]
+    return version
 
 
 def _scenario_of(item: pytest.Item) -> Scenario | None:

@@ -25,6 +25,8 @@ each test then waits for its result. So that time is not wasted in a guest:
 * ``disruptive=True``: it touches the server, its disk or all caches, and runs when the quiet ones
   have ended.
 
+Outside of soaks NFSv3's guest runs only those with ``both=True``: what rests on its protocol.
+
 `pytest tests/nfs` needs Linux on x86-64 and a distribution with apt-get; elsewhere the tests are
 skipped. Set DBUFFER_NFS_LAB=require to let them fail instead.
 """
@@ -89,6 +91,7 @@ class Scenario:
     name: str
     quiet: bool
     disruptive: bool
+    both: bool
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,12 @@ class Result:
 
 
 def scenario(
-    *, quiet: bool = False, disruptive: bool = False
+    *, quiet: bool = False, disruptive: bool = False, both: bool = False
 ) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
     """Make a test of a function that runs in the guest; see the top of this file."""
 
     def decorate(function: Callable[[Any], None]) -> Callable[..., None]:
-        described = Scenario(function.__module__, function.__name__, quiet, disruptive)
+        described = Scenario(function.__module__, function.__name__, quiet, disruptive, both)
 
         def test(lab: Lab, record_property: Record) -> None:
             result = lab.result_of(described)

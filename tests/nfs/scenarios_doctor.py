@@ -41,7 +41,7 @@ def be_the_second_host(connection: Connection, path: Path) -> None:
     connection.send(doctor.wait_for_host(path, timeout_s=TIMEOUT_S) is not None)
 
 
-@scenario()
+@scenario(both=True)
 def test_two_hosts_examine_their_mount(guest: Guest) -> None:
     with guest.on("r", be_the_second_host) as second, guest.on("w", examine) as first:
         found: doctor.Examination = first.receive(2 * TIMEOUT_S)
@@ -57,7 +57,7 @@ def test_two_hosts_examine_their_mount(guest: Guest) -> None:
     assert list(guest.path("w").iterdir()) == []
 
 
-@scenario()
+@scenario(both=True)
 def test_a_peer_is_seen_by_a_host_that_looks_while_it_comes(guest: Guest) -> None:
     """Over v3 two changes within one tick of the server's clock are one to who looks between."""
     with guest.on("w", look_without_a_pause) as first, guest.on("r", come_when_asked) as second:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from guest import Guest
 from lab import scenario
-from support import SHARED_MEMORY, TIMEOUT_S, Pattern, Step, at_step, newest
+from support import SHARED_MEMORY, TIMEOUT_S, Pattern, Step, at_step, in_soaks_alone, newest
 
 import dbuffer
 from dbuffer.mirror.mirror import Mirror
@@ -178,7 +178,7 @@ def mirror_with_a_stop(connection: Connection, path: Path, local: Path, step: St
 IN_MID_COPY = Step("c_call", "preadv", nth=2)
 
 
-@scenario()
+@scenario(both=True)
 def test_a_mirror_is_killed_in_mid_copy_and_started_again(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         [local] = stack.enter_context(local_stores("r"))
@@ -247,6 +247,7 @@ def copy_when_told(connection: Connection, path: Path) -> None:
         connection.send(time.monotonic() - started)
 
 
+@in_soaks_alone
 @scenario(disruptive=True)
 def test_publish_and_mirror_are_as_fast_as_cp(guest: Guest) -> None:
     """At least 0.8 of it: shared memory to the server, and from there to another's memory.

@@ -101,7 +101,7 @@ def published_by_two(guest: Guest, last: int, pattern: Pattern, first: int = 1) 
     return versions
 
 
-@scenario()
+@scenario(both=True)
 def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
     assert len(published_by_two(guest, NUM_PUBLISHES, WEIGHTS)) > 1
     # Files of old versions went, each with its parts.

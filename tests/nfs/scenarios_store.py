@@ -117,7 +117,7 @@ def read_with_delays(
     connection.send(versions[1:])
 
 
-@scenario()
+@scenario(both=True)
 def test_publishing_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
     require_no_mix_at_full_speed(guest, NUM_PUBLISHES, WEIGHTS, delta=False)
 
@@ -193,7 +193,7 @@ def read_slowly(connection: Connection, path: Path, name: str, announces: bool, 
     connection.send((len(versions), len(versions) < ENOUGH_READS))
 
 
-@scenario()
+@scenario(both=True)
 def test_a_file_that_a_reader_has_announced_is_kept_and_another_is_not(guest: Guest) -> None:
     """Nothing else keeps it here: no other process holds it open, no grace, no checksum, no retry.
 
@@ -241,7 +241,7 @@ def say_when_seen(connection: Connection, path: Path) -> None:
             assert receiver.load_into(target) == version == WEIGHTS.version_of(target)
 
 
-@scenario(quiet=True)
+@scenario(quiet=True, both=True)
 def test_a_flip_is_seen_within_a_poll_interval_and_a_second(guest: Guest) -> None:
     """Also after silence: what a client has cached may be a minute old by then.
 
@@ -287,7 +287,7 @@ def look_without_a_pause(connection: Connection, path: Path) -> None:
             connection.send(receiver.wait_for_version(timeout_s=TIMEOUT_S / 2))
 
 
-@scenario()
+@scenario(both=True)
 def test_a_reader_that_looks_while_a_store_is_made_finds_it(guest: Guest) -> None:
     """Over v3 two changes within one tick of the server's clock are one to who looks between.
 
@@ -410,7 +410,7 @@ def stop_at(child: Child, step: Step) -> None:
     assert child.receive() == "stopped"
 
 
-@scenario()
+@scenario(both=True)
 def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
     """For a moment, and for longer than the 10 s after which a server may forget a client.
 
@@ -511,7 +511,7 @@ def receive_all(child: Child) -> list[int]:
     return received
 
 
-@scenario(disruptive=True)
+@scenario(disruptive=True, both=True)
 def test_the_servers_power_is_cut(guest: Guest) -> None:
     """What was published before is whole after it, and whoever is alive goes on."""
     rng = random.Random(guest.version)
@@ -537,7 +537,7 @@ def test_the_servers_power_is_cut(guest: Guest) -> None:
                     assert last > published
 
 
-@scenario(disruptive=True)
+@scenario(disruptive=True, both=True)
 def test_the_server_restarts_before_it_has_answered(guest: Guest) -> None:
     """What it has done it does not know then, and is asked to do again: a rename cannot be."""
     with contextlib.ExitStack() as stack:
