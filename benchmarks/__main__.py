@@ -27,6 +27,7 @@ from benchmarks import (
     targets,
     torchrl,
     transfers,
+    trl,
 )
 from benchmarks.peers import (
     Dbuffer,
@@ -63,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return sharded.main(options)
     if options.what == "torchrl":
         return torchrl.main(options)
+    if options.what == "trl":
+        return trl.main(options)
     if options.what == "delta":
         return deltas.main(options)
     start_s = time.monotonic()
@@ -90,13 +93,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("cpu", "gpu", "pause", "sharded", "torchrl", "delta", "fleet"),
+        choices=("cpu", "gpu", "pause", "sharded", "torchrl", "trl", "delta", "fleet"),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
         "weights (4 minutes, 10 GB); or a trainer of four ranks (2 minutes, 6 GB); or TorchRL's "
         "double buffer next to ours: speed, torn reads and killed writers (3 minutes, 14 GB); or "
-        "what a delta takes (a minute, 6 GB); or how a publish reaches a fleet of nodes "
-        "(fleet --help)",
+        "how long a step of TRL's trainer waits for its engine (2 minutes, 8 GB); or what a delta "
+        "takes (a minute, 6 GB); or how a publish reaches a fleet of nodes (fleet --help)",
     )
     parser.add_argument(
         "--dir",

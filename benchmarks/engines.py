@@ -12,7 +12,7 @@ import torch
 from benchmarks import models
 from benchmarks.models import Shapes, Weights
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -110,7 +110,7 @@ def start_engine(checkpoint: Checkpoint, *, live: bool) -> Any:
         live: without vLLM's packing of weights for oneDNN, which it does on CPUs only: parameters
             are then read where they lie, as on a GPU.
     """
-    os.environ.update(_ENVIRONMENT)  # read when vLLM is imported
+    os.environ.update(ENVIRONMENT)  # read when vLLM is imported
     import vllm
     from vllm import _custom_ops
     from vllm.config import WeightTransferConfig

@@ -430,12 +430,18 @@ def interrupted_while_others_work(copier: Copier, times: int) -> list[str]:
     gate, log = Gate(), []
     main = threading.get_ident()
 
+    def interrupt_again() -> None:
+        for _ in range(times - 1):
+            time.sleep(0.05)
+            signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.2)
+        gate.open()
+
     def work(_first: int, _end: int) -> None:
         if threading.current_thread() is threading.main_thread():
             assert gate.has_come.wait(TIMEOUT_S)
-            for number in range(1, times):
-                threading.Timer(0.05 * number, signal.pthread_kill, [main, signal.SIGINT]).start()
-            threading.Timer(0.3, gate.open).start()
+            # One thread for all: an interrupt may come before this one could start a second.
+            threading.Thread(target=interrupt_again).start()
             raise KeyboardInterrupt
         gate.pass_through()
         log.append("written")

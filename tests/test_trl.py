@@ -42,8 +42,15 @@ RESTART_AT = 3
 MAX_DIFFERENCE = 1e-3
 """Of log-probabilities of one token under the same weights, in float32: computed twice."""
 MAX_DIFFERENCE_BF16 = 0.2
+MIN_CLIMB = 0.1
+"""Of the mean reward, which is between 0 and 1."""
 KINDS = ["full", "lora"]
 NUM_RANK_STEPS = 3
+
+
+def climb(rewards: list[float]) -> float:
+    """Of the last steps above the first ones: one alone is a matter of luck."""
+    return (sum(rewards[-2:]) - sum(rewards[:2])) / 2
 
 
 def run(role: str, directory: Path) -> Any:
@@ -71,8 +78,7 @@ class TestSynchronous:
 
     @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
     def test_the_reward_climbs(self, observed: Any, kind: str) -> None:
-        first, *_, last = observed[kind]["rewards"]
-        assert last - first >= 0.2
+        assert climb(observed[kind]["rewards"]) >= MIN_CLIMB
 
     @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
     def test_the_server_ends_as_a_fresh_engine_begins(self, observed: Any, kind: str) -> None:
@@ -91,7 +97,7 @@ class TestSynchronous:
     @in_soaks_alone
     def test_weights_that_are_held_back_are_seen(self, observed: Any) -> None:
         seen = observed["held back"]
-        assert max(seen["rewards"]) - seen["rewards"][0] < 0.1
+        assert climb(seen["rewards"]) < MIN_CLIMB
         assert seen["differences"][0] < MAX_DIFFERENCE < min(seen["differences"][1:])
         assert seen["answers"] == seen["answers before"]
 

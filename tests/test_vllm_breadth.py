@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import CONFIGURATIONS, save_family
-from support import in_soaks_alone
+from support import Record, in_soaks_alone
 from test_vllm import error_of, set_packing
 from tiny_models import save_model, weights_in
 from vllm_engines import (
@@ -34,8 +34,8 @@ import dbuffer
 
 pytestmark = NEEDS_VLLM
 
-ORDER = (1, 0, 1, 0)
-"""Of the two checkpoints, as they are published: where switches are copies, the last ones are."""
+ORDER = (1, 0) * 5
+"""Of the two checkpoints, as they are published: where switches are copies, the later ones are."""
 
 
 @dataclass(frozen=True)
@@ -193,14 +193,26 @@ FEATURES = {
         other={},
     ),
 }
+BFLOAT16 = {
+    f"{name}, bfloat16": replace(case, arguments={"dtype": "bfloat16"})
+    for name, case in FAMILIES.items()
+    if not (case.arguments or case.refused)
+}
+TWO_RANKS = {
+    f"{name}, two ranks": replace(FAMILIES[name], arguments={"tensor_parallel_size": 2})
+    for name in ("gemma2", "granite", "mistral", "mixtral", "qwen2_moe")
+}
 QUANTISED = {method: Case(int4(method), {"dtype": "bfloat16"}) for method in INT4}
-CASES = FAMILIES | ONLINE | QUANTISED | FEATURES
+CASES = FAMILIES | BFLOAT16 | TWO_RANKS | ONLINE | QUANTISED | FEATURES
 
 
 @in_soaks_alone
 @pytest.mark.parametrize("name", CASES)
-def test_switched_engine_answers_as_a_fresh_one(tmp_path: Path, name: str) -> None:
-    seen = observe(__file__, tmp_path, name, timeout_s=TIMEOUT_S, env=environment(processes=False))
+def test_switched_engine_answers_as_a_fresh_one(
+    tmp_path: Path, name: str, record_property: Record
+) -> None:
+    env = environment(processes=name in TWO_RANKS)
+    seen = observe(__file__, tmp_path, name, timeout_s=TIMEOUT_S, env=env)
     first, second = seen["fresh"]
     assert all(one != other for one, other in zip(first, second, strict=True))
     refused = CASES[name].refused
@@ -210,6 +222,7 @@ def test_switched_engine_answers_as_a_fresh_one(tmp_path: Path, name: str) -> No
     else:
         assert seen["errors"] == ["no error"] * len(ORDER)
         assert seen["switched"] == [seen["fresh"][number] for number in ORDER]
+        record_property("switches of engines of many families", len(ORDER))
 
 
 # From here on, the program that runs in the subprocess.

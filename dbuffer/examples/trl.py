@@ -117,12 +117,17 @@ def make_dataset(prompts: Tokens) -> Dataset:
 
 def save(model: Any, directory: Path) -> Path:
     """A checkpoint with a tokenizer, which TRL and its engine ask for; the directory."""
+    save_tokenizer(directory)
+    return save_checkpoint(model, directory)
+
+
+def save_tokenizer(directory: Path) -> None:
+    """One that has a word for each token."""
     words = {f"word-{token}": token for token in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="word-0"))  # noqa: S106 - no password
     tokenizer.pre_tokenizer = WhitespaceSplit()
     special = {"pad_token": "word-0", "eos_token": "word-1"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
-    return save_checkpoint(model, directory)
 
 
 def whole(model: Any) -> Any:

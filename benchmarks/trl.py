@@ -1,0 +1,108 @@
+"""What a step of TRL's trainer waits for its engine to have the weights: TRL's own way, and ours.
+
+In colocate mode, TRL's only way that runs without a GPU: the engine is in the trainer's process.
+TRL hands it one parameter after the other; ``over_store`` publishes the model, and lets the engine
+switch to it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import models, report
+from benchmarks.copying import HalvesCopy, memcpy_variants
+from benchmarks.engines import ENVIRONMENT, Checkpoint, Model
+from benchmarks.measure import median, timed
+
+_ROUNDS, _QUICK_ROUNDS = 7, 3
+_SEEN = "model.layers.0.mlp.down_proj.weight"
+"""A parameter that is whole in the trainer and in the engine."""
+
+
+def main(options: Namespace) -> int:
+    """Measure and print, or say what is missing."""
+    for package in ("trl", "vllm"):
+        if importlib.util.find_spec(package) is None:
+            print(f"There is no {package} here, nothing to measure.")
+            return 0
+    environment = report.environment(options.dir[:1]) | {"trl": version("trl")}
+    print(report.environment_table(environment), flush=True)
+    shapes = models.qwen2_0_5b(width=0.25 if options.quick else 1.0)
+    model = Model("Qwen2.5-0.5B", shapes, head_size=64)
+    with tempfile.TemporaryDirectory(prefix="dbuffer-benchmark-", dir=options.dir[0]) as place:
+        times = _times_s(model, Path(place), _QUICK_ROUNDS if options.quick else _ROUNDS)
+    theirs, copy = median(times["TRL's own"]), median(times["memcpy"])
+    rows = [
+        (name, f"{1e3 * median(s):.0f}", f"{median(s) / theirs:.2f}", f"{median(s) / copy:.1f}")
+        for name, s in times.items()
+    ]
+    header = ("", "ms, median", "of TRL's", "of memcpy")
+    print(f"\n{model.title}, layers live\n\n{report.table(header, rows)}")
+    return 0
+
+
+def _times_s(model: Model, place: Path, rounds: int) -> dict[str, list[float]]:
+    """By way: how long a step waits, each time for other weights."""
+    trainer = _make_trainer(model, place)
+    generation = trainer.vllm_generation
+    served = dict(_served_model(generation).named_parameters())[_SEEN]
+    trained = dict(trainer.model.named_parameters())
+    destination = {name: torch.empty_like(tensor) for name, tensor in trained.items()}
+    copy = memcpy_variants(trained, HalvesCopy(destination))["_foreach_copy_, 2 threads"]
+    ways: dict[str, Callable[[], object]] = {
+        "TRL's own": lambda: type(generation).sync_weights(generation),
+        "over_store": generation.sync_weights,
+    }
+    times: dict[str, list[float]] = defaultdict(list)
+    for round_ in range(rounds + 2):  # the first switches are proven, and go another way
+        for name, sync in ways.items():
+            with torch.no_grad():
+                for tensor in trained.values():
+                    tensor.neg_()
+            took_s = timed(sync)
+            if not torch.equal(served, trained[_SEEN]):
+                raise RuntimeError(f"{name}: the engine has other weights than the trainer")
+            if round_ > 1:
+                times[name].append(took_s)
+        times["memcpy"].append(timed(copy))
+    trainer.weight_sync.close()
+    return times
+
+
+def _make_trainer(model: Model, place: Path) -> Any:
+    os.environ.update(ENVIRONMENT)  # read when vLLM is imported
+    from datasets import Dataset
+    from trl import GRPOTrainer
+    from vllm import _custom_ops
+
+    from dbuffer.examples.trl import configuration, save_tokenizer
+    from dbuffer.integrations.trl import over_store
+
+    # Without vLLM's packing of weights on CPUs, past which TRL's way loads.
+    _custom_ops._supports_onednn = False  # noqa: SLF001 - it has no public switch
+    checkpoint = Checkpoint(place / "checkpoint", model)
+    checkpoint.save(model.weights(seed=0))
+    save_tokenizer(checkpoint.directory)
+    return over_store(GRPOTrainer, place / "store")(
+        model=str(checkpoint.directory),
+        reward_funcs=lambda completion_ids, **_: [0.0] * len(completion_ids),
+        args=configuration(place, 1, model_init_kwargs={"dtype": "bfloat16"}),
+        train_dataset=Dataset.from_dict({"prompt": ["word-1 word-2"]}),
+    )
+
+
+def _served_model(generation: Any) -> torch.nn.Module:
+    model: torch.nn.Module = (
+        generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
+    )
+    return model
