@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 from sglang_engines import NEEDS_SGLANG, WAIT_S, Server, wait_for
-from support import free_port
+from support import IN_SOAKS_ALONE, free_port
 from tiny_models import revealing_weights, save_revealing, token_of
 
 import dbuffer
 from dbuffer.integrations.sglang import ServerEngine, follow
 
-pytestmark = [*NEEDS_SGLANG, pytest.mark.timeout(3 * WAIT_S)]
+pytestmark = [*NEEDS_SGLANG, *IN_SOAKS_ALONE, pytest.mark.timeout(3 * WAIT_S)]
 
 LOADER_FLAG = ["--custom-weight-loader", "dbuffer.integrations.sglang.load_from_store"]
 LONG = list(range(1, 60))

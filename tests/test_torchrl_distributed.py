@@ -440,6 +440,7 @@ def on_ray(num_batches: int, **options: Any) -> dict[str, Any]:
     }
 
 
+@in_soaks_alone
 @pytest.mark.slow
 def test_ray_collector_updatepolicy(cluster: Any, address: Path) -> None:
     """Synchronously, by worker, and when an actor has been killed."""

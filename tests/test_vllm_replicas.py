@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import free_port, in_soaks_alone
+from support import IN_SOAKS_ALONE, free_port
 from tiny_models import (
     make_model,
     revealing_weights,
@@ -42,7 +42,7 @@ from vllm_servers import ANSWER_TOKENS, BACKEND_FLAGS, WAIT_S, Server, wait_for
 
 import dbuffer
 
-pytestmark = [*NEEDS_VLLM, ANSWERS_TELL_VERSIONS]
+pytestmark = [*NEEDS_VLLM, *IN_SOAKS_ALONE, ANSWERS_TELL_VERSIONS]
 
 STEP_TIMEOUT_S = 120.0
 REPLICAS = (0, 1)
@@ -141,7 +141,6 @@ def test_one_replica_pauses_while_the_other_serves(dense: dict[str, Any]) -> Non
 # Replicas that step together.
 
 
-@in_soaks_alone
 def test_replicas_that_step_together_switch_as_one(lockstep: dict[str, Any]) -> None:
     """No token is of a mix: with experts of one version and attention of another it would be."""
     assert lockstep["reached"] == lockstep["last"]
@@ -157,13 +156,11 @@ def test_replicas_that_step_together_switch_as_one(lockstep: dict[str, Any]) -> 
     assert any(len(response["spans"]) > 1 for response in lockstep["responses"])
 
 
-@in_soaks_alone
 def test_replicas_that_step_together_are_one_receiver(lockstep: dict[str, Any]) -> None:
     assert lockstep["records"] == {ENGINE: lockstep["last"]}
     assert lockstep["ranks"] == [f"{ENGINE}.rank-{rank}" for rank in REPLICAS]
 
 
-@in_soaks_alone
 def test_models_differ_in_their_tokens(lockstep: dict[str, Any]) -> None:
     first, second = lockstep["fresh starts"]
     assert all(one != other for one, other in zip(first, second, strict=True))
@@ -172,19 +169,16 @@ def test_models_differ_in_their_tokens(lockstep: dict[str, Any]) -> None:
 # A server, with as many API servers as replicas, as is vLLM's default.
 
 
-@in_soaks_alone
 def test_no_api_server_is_ready_before_there_is_a_version(served: dict[str, Any]) -> None:
     assert served["ready with an empty store"] is False
 
 
-@in_soaks_alone
 def test_each_replica_behind_each_api_server_follows(served: dict[str, Any]) -> None:
     for version, answers in served["answers"].items():
         assert answers == [[token_of(int(version))] * ANSWER_TOKENS] * len(answers)
     assert set(served["answers"]) == {"1", "2", "3"}
 
 
-@in_soaks_alone
 def test_one_api_server_follows_each_replica_and_the_others_stand_by(
     served: dict[str, Any],
 ) -> None:
@@ -196,7 +190,6 @@ def test_one_api_server_follows_each_replica_and_the_others_stand_by(
     ]
 
 
-@in_soaks_alone
 def test_metrics_of_all_replicas_are_on_all_api_servers(served: dict[str, Any]) -> None:
     for metrics in served["metrics"]:
         for name in NAMES:
@@ -205,13 +198,11 @@ def test_metrics_of_all_replicas_are_on_all_api_servers(served: dict[str, Any]) 
             assert metrics[f"dbuffer_pause_seconds_count of {name}"] == 3
 
 
-@in_soaks_alone
 def test_server_of_replicas_ends_cleanly(served: dict[str, Any]) -> None:
     assert served["exit code"] == 0
     assert served["left over"] == []
 
 
-@in_soaks_alone
 def test_replicas_of_a_server_cannot_be_driven_from_outside(served: dict[str, Any]) -> None:
     assert "replicas step each by itself" in served["driven from outside"]
     assert "--middleware dbuffer.integrations.vllm.FollowStore" in served["driven from outside"]

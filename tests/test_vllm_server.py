@@ -656,7 +656,7 @@ class Outside:
         self.follower.wait_line(self.publish())
         clients = Clients(self.server, 2)
         try:
-            for goal in (150, 300):
+            for goal in (150, 300) if is_soak() else (50, 100):
                 with trainer(self.store, 240):
                     wait_for(f"version {goal}", lambda goal=goal: newest(self.store) >= goal)
                 self.follower.wait_line(newest(self.store))

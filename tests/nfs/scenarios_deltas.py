@@ -48,7 +48,7 @@ def publish_to_the_last(connection: Connection, path: Path, last: int) -> None:
 
 
 @pytest.mark.soak
-@scenario(both=True)
+@scenario()
 def test_senders_of_deltas_are_killed_at_any_moment_and_started_again(guest: Guest) -> None:
     """Each goes on from the last version; two hosts follow, and one comes late after each death."""
     rng, version, num_deaths = random.Random(0), 0, 0

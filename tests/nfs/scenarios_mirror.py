@@ -128,6 +128,7 @@ def test_a_version_is_read_once_a_node(guest: Guest) -> None:
         require_each_version_read_once(guest, stores)
 
 
+@in_soaks_alone
 @scenario()
 def test_without_a_mirror_a_node_reads_a_version_once_too(guest: Guest) -> None:
     """Its kernel keeps what one rank has read for the others, where there is memory for that."""
@@ -178,7 +179,7 @@ def mirror_with_a_stop(connection: Connection, path: Path, local: Path, step: St
 IN_MID_COPY = Step("c_call", "preadv", nth=2)
 
 
-@scenario(both=True)
+@scenario()
 def test_a_mirror_is_killed_in_mid_copy_and_started_again(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         [local] = stack.enter_context(local_stores("r"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from guest import Guest
 from lab import scenario
-from support import TIMEOUT_S, Pattern, Sparse, Step, at_step, die
+from support import TIMEOUT_S, Pattern, Sparse, Step, at_step, die, in_soaks_alone
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -101,7 +101,8 @@ def published_by_two(guest: Guest, last: int, pattern: Pattern, first: int = 1) 
     return versions
 
 
-@scenario(both=True)
+@in_soaks_alone
+@scenario()
 def test_two_hosts_write_and_a_third_reads_no_mix(guest: Guest) -> None:
     assert len(published_by_two(guest, NUM_PUBLISHES, WEIGHTS)) > 1
     # Files of old versions went, each with its parts.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from guest import EXPORT, Guest, until
 from lab import scenario
-from support import TIMEOUT_S, Child, Pattern, Step, at_step, newest
+from support import TIMEOUT_S, Child, Pattern, Step, at_step, in_soaks_alone, newest
 
 import dbuffer
 from dbuffer.receive import receiver
@@ -193,7 +193,7 @@ def read_slowly(connection: Connection, path: Path, name: str, announces: bool, 
     connection.send((len(versions), len(versions) < ENOUGH_READS))
 
 
-@scenario(both=True)
+@scenario()
 def test_a_file_that_a_reader_has_announced_is_kept_and_another_is_not(guest: Guest) -> None:
     """Nothing else keeps it here: no other process holds it open, no grace, no checksum, no retry.
 
@@ -410,7 +410,7 @@ def stop_at(child: Child, step: Step) -> None:
     assert child.receive() == "stopped"
 
 
-@scenario(both=True)
+@scenario()
 def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
     """For a moment, and for longer than the 10 s after which a server may forget a client.
 
@@ -569,6 +569,7 @@ def publish_on_the_servers_disk(
             connection.send(version)
 
 
+@in_soaks_alone
 @scenario(disruptive=True)
 def test_the_power_of_a_local_disk_is_cut(guest: Guest) -> None:
     """The same without a network: two files, mapped and rewritten in place."""
