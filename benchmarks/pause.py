@@ -25,7 +25,7 @@ def main(options: Namespace) -> int:
         print("There is no vLLM here, nothing to measure.")
         return 0
     start_s = time.monotonic()
-    environment = report.environment(options.dir[:1]) | _more_environment()
+    environment = report.environment(options.dir[:1]) | vllm_environment()
     print(report.environment_table(environment), flush=True)
     results = []
     for engine in _engines(quick=options.quick):
@@ -49,7 +49,8 @@ def main(options: Namespace) -> int:
     return 0
 
 
-def _more_environment() -> dict[str, str]:
+def vllm_environment() -> dict[str, str]:
+    """Versions of what an engine is made of, and the GPU that it is on."""
     [distribution, *_] = packages_distributions()["vllm"]
     packages = {name: version(name) for name in (distribution, "transformers")}
     if not torch.cuda.is_available():

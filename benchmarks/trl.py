@@ -23,6 +23,7 @@ from benchmarks import models, report
 from benchmarks.copying import HalvesCopy, memcpy_variants
 from benchmarks.engines import ENVIRONMENT, Checkpoint, Model
 from benchmarks.measure import median, timed
+from benchmarks.pause import vllm_environment
 
 _ROUNDS, _QUICK_ROUNDS = 7, 3
 _SEEN = "model.layers.0.mlp.down_proj.weight"
@@ -35,10 +36,13 @@ def main(options: Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             print(f"There is no {package} here, nothing to measure.")
             return 0
-    environment = report.environment(options.dir[:1]) | {"trl": version("trl")}
+    environment = report.environment(options.dir[:1]) | vllm_environment()
+    environment["trl"] = version("trl")
     print(report.environment_table(environment), flush=True)
-    shapes = models.qwen2_0_5b(width=0.25 if options.quick else 1.0)
-    model = Model("Qwen2.5-0.5B", shapes, head_size=64)
+    if options.quick:
+        model = Model("Qwen2.5-0.5B, narrowed", models.qwen2_0_5b(width=0.5), head_size=64)
+    else:
+        model = Model("Qwen2.5-0.5B", models.qwen2_0_5b(), head_size=64)
     with tempfile.TemporaryDirectory(prefix="dbuffer-benchmark-", dir=options.dir[0]) as place:
         times = _times_s(model, Path(place), _QUICK_ROUNDS if options.quick else _ROUNDS)
     theirs, copy = median(times["TRL's own"]), median(times["memcpy"])
