@@ -198,6 +198,10 @@ BFLOAT16 = {
     for name, case in FAMILIES.items()
     if not (case.arguments or case.refused)
 }
+BFLOAT16["mamba 2, bfloat16"] = replace(
+    BFLOAT16["mamba 2, bfloat16"],
+    refused="conv_weights was a view of backbone.layers.0.mixer.conv1d.weight until that was",
+)
 TWO_RANKS = {
     f"{name}, two ranks": replace(FAMILIES[name], arguments={"tensor_parallel_size": 2})
     for name in ("gemma2", "granite", "mistral", "mixtral", "qwen2_moe")
@@ -218,7 +222,7 @@ def test_switched_engine_answers_as_a_fresh_one(
     refused = CASES[name].refused
     if refused:
         assert all(refused in error for error in seen["errors"])
-        assert seen["switched"] == [first] * len(ORDER)
+        assert seen["switched"] == [first] * len(seen["errors"])
     else:
         assert seen["errors"] == ["no error"] * len(ORDER)
         assert seen["switched"] == [seen["fresh"][number] for number in ORDER]
@@ -247,13 +251,17 @@ def run(directory: Path, case: Case) -> dict[str, Any]:
     answer = embeddings if case.is_embedding else greedy
     seen: dict[str, Any] = {"fresh": [answer(engine) for engine in engines]}
     seen |= {"errors": [], "switched": []}
+    kept.extend(engines)
     with dbuffer.WeightSender(directory / "store") as sender:
-        with follow(engines[0], directory / "store") as follower:
+        try:
+            follower = follow(engines[0], directory / "store")
+        except dbuffer.EngineUnsupportedError as error:
+            return seen | {"errors": [str(error)], "switched": [answer(engines[0])]}
+        with follower:
             for number in ORDER:
                 sender.send(pair[number])
                 seen["errors"].append(error_of(follower.sync))
                 seen["switched"].append(answer(engines[0]))
-    kept.extend(engines)
     return seen
 
 

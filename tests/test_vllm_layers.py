@@ -126,6 +126,16 @@ def test_what_a_model_writes_past_its_loaders_is_refused(
     assert tokens == seen["fresh"]
 
 
+def test_what_was_a_view_of_a_packed_parameter_is_refused_at_once(observed: dict[str, Any]) -> None:
+    """vLLM's reload leaves it as it is: half of the layer would be of the version before."""
+    seen = observed["packed convolution"]
+    if seen["is a view"]:  # where bfloat16 is not packed
+        assert seen["error"] == "no error"
+    else:
+        assert seen["error"].startswith("EngineUnsupportedError: ")
+        assert "backbone.layers.0.mixer.conv_weights was a view of backbone." in seen["error"]
+
+
 @needs_fp8_caches
 def test_scales_that_do_not_come_are_the_defaults(observed: dict[str, Any]) -> None:
     """As in an engine that is started on that checkpoint; not those of the version before."""
@@ -174,6 +184,7 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
     online = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     seen[ONLINE] = observe_pair(directory / ONLINE, pairs["qwen3 live"], engines, **online)
     observe_sinks(directory / "sinks", sinks, engines, seen)
+    observe_packed_convolution(directory / "convolution", pairs["mamba2 packed"][0], engines, seen)
     first = len(engines)
     for case, pair in saved.items():
         mixed = save_mixed(pair[0], part_of(pair[1]), directory / case / "mixed")
@@ -378,6 +389,23 @@ def observe_sinks(
             sender.send({name: weights[name] for name in part} if partial else weights)
             with follow(llm, directory / "store", partial=partial) as follower:
                 seen["gpt oss"][str(partial)] = [error_of(follower.sync), greedy(llm)]
+
+
+def observe_packed_convolution(
+    directory: Path, checkpoint: Path, engines: list[Any], seen: dict[str, Any]
+) -> None:
+    import vllm
+
+    from dbuffer.integrations.vllm import follow
+
+    llm = vllm.LLM(**engine_arguments(checkpoint, dtype="bfloat16"))
+    engines.append(llm)
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    mixer = worker.get_model().get_submodule("backbone.layers.0.mixer")
+    places = {t.untyped_storage().data_ptr() for t in (mixer.conv_weights, mixer.conv1d.weight)}
+    with dbuffer.WeightSender(directory / "store"):
+        error = error_of(lambda: follow(llm, directory / "store"))
+    seen["packed convolution"] = {"is a view": len(places) == 1, "error": error}
 
 
 def observe_scales(

@@ -57,7 +57,7 @@ class WorkerRank:
         return None if self.on_device else CpuPacking()
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
-        return vllm_shape_check(self._vllm_config, partial=partial)
+        return vllm_shape_check(self._vllm_config, self.module, partial=partial)
 
 
 class WorkerRanks(Ranks):

@@ -26,11 +26,14 @@ _DEFERRING = "online_process_loader"
 """The name by which vLLM knows the loaders that it has wrapped others in."""
 
 
-def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
-    """A check with a copy of an engine's model. To be called on the worker's main thread.
+def vllm_shape_check(
+    vllm_config: Any, serving: torch.nn.Module, *, partial: bool = False
+) -> ShapeCheck:
+    """A check with a copy of the model that serves. To be called on the worker's main thread.
 
     Raises:
-        EngineUnsupportedError: its experts do not stay where they are loaded.
+        EngineUnsupportedError: its experts do not stay where they are loaded, or a reload would
+            leave a part of it as it is.
     """
     if vllm_config.parallel_config.enable_eplb:
         raise EngineUnsupportedError(
@@ -52,10 +55,31 @@ def vllm_shape_check(vllm_config: Any, *, partial: bool = False) -> ShapeCheck:
         _expert_maps_with_data(),
     ):
         model = initialize_model(config, model_config=config.model_config)
+    _require_views(model, serving)
     for tensor in (*model.parameters(), *model.buffers()):
         _load_without_quantising(tensor)
     tp_size = config.parallel_config.tensor_parallel_size
     return ShapeCheck(_WatchedLayers(model, tp_size=tp_size, partial=partial))
+
+
+def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
+    """Refuse a model that has lost the tie of a buffer to the parameter that it was a view of.
+
+    A layer that packs the parameter after loading leaves the buffer behind, with what was loaded
+    first. vLLM's reload does the same, and would leave it as it is (Mamba 2's convolution in
+    bfloat16, on a CPU).
+    """
+    parameters = {storage_of(tensor): name for name, tensor in model.named_parameters()}
+    served = {**dict(serving.named_parameters()), **dict(serving.named_buffers())}
+    for name, buffer in model.named_buffers():
+        origin = parameters.get(storage_of(buffer))
+        if origin is None or name not in served:
+            continue
+        if origin not in served or storage_of(served[name]) != storage_of(served[origin]):
+            raise EngineUnsupportedError(
+                f"{name} was a view of {origin} until that was packed, and vLLM's reload would "
+                f"leave it as it is: a {type(model).__name__} cannot be followed in this dtype here"
+            )
 
 
 @contextlib.contextmanager
