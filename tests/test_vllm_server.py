@@ -53,14 +53,15 @@ FULL_SPEED = (150, 300) if is_soak() else (50, 100)
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the programs saw, two of them side by side; the last one in soaks alone."""
 
-    def run(role: str) -> Any:
-        directory = tmp_path_factory.mktemp(role)
+    def run(role: str, directory: Path) -> Any:
         env = environment(processes=True)
         return observe(__file__, directory, role, timeout_s=TIMEOUT_S, env=env)
 
     with ThreadPoolExecutor(2) as pool:
         roles = ("inside", "outside", "refused")[: None if is_soak() else 2]
-        runs = {role: pool.submit(run, role) for role in roles}
+        # Made here: the factory's first directory must not be asked for by two threads at once.
+        places = {role: tmp_path_factory.mktemp(role) for role in roles}
+        runs = {role: pool.submit(run, role, places[role]) for role in roles}
         return {role: future.result() for role, future in runs.items()}
 
 
