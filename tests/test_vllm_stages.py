@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from misfits import K_PROJ, NORM, Q_PROJ
+from support import SHARED_MEMORY
 from tiny_models import save_model, weights_in
 from vllm_engines import NEEDS_VLLM, engine_arguments
 from worlds import World
@@ -42,12 +43,15 @@ ORDER = (1, 0, 1, 0)
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setenv("VLLM_DIST_IDENT", uuid.uuid4().hex)  # of its workers' shared memory
+        shared = uuid.uuid4().hex
+        patch.setenv("VLLM_DIST_IDENT", shared)  # of its workers' memory, which they leave behind
         with World(tmp_path_factory.mktemp("world"), 2) as world:
             yield world
             world.begin(leave)
             for rank in world.ranks:
                 assert rank.wait() == 0
+        for path in SHARED_MEMORY.glob(f"{shared}-*"):
+            path.unlink()
 
 
 @dataclass(frozen=True)
