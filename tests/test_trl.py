@@ -37,20 +37,15 @@ NEEDS_TRL = [
     pytest.mark.timeout(TIMEOUT_S + 60),
 ]
 
-NUM_STEPS = 8
+NUM_STEPS = 12
+"""After eight the reward had once gained 0.18, and not 0.2: one step's is a matter of luck."""
 RESTART_AT = 3
 MAX_DIFFERENCE = 1e-3
 """Of log-probabilities of one token under the same weights, in float32: computed twice."""
 MAX_DIFFERENCE_BF16 = 0.2
-MIN_CLIMB = 0.1
-"""Of the mean reward, which is between 0 and 1."""
 KINDS = ["full", "lora"]
+EACH_KIND = pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
 NUM_RANK_STEPS = 3
-
-
-def climb(rewards: list[float]) -> float:
-    """Of the last steps above the first ones: one alone is a matter of luck."""
-    return (sum(rewards[-2:]) - sum(rewards[:2])) / 2
 
 
 def run(role: str, directory: Path) -> Any:
@@ -68,7 +63,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 class TestSynchronous:
     pytestmark = NEEDS_TRL
 
-    @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
+    @EACH_KIND
     def test_every_token_is_sampled_with_the_weights_that_are_trained(
         self, observed: Any, kind: str
     ) -> None:
@@ -76,17 +71,18 @@ class TestSynchronous:
         assert len(differences) == NUM_STEPS
         assert max(differences) < MAX_DIFFERENCE
 
-    @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
+    @EACH_KIND
     def test_the_reward_climbs(self, observed: Any, kind: str) -> None:
-        assert climb(observed[kind]["rewards"]) >= MIN_CLIMB
+        first, *_, last = observed[kind]["rewards"]
+        assert last - first >= 0.2
 
-    @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
+    @EACH_KIND
     def test_the_server_ends_as_a_fresh_engine_begins(self, observed: Any, kind: str) -> None:
         seen = observed[kind]
         assert seen["answers"] == seen["expected"]
         assert seen["answers"] != seen["answers before"]
 
-    @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=IN_SOAKS_ALONE)])
+    @EACH_KIND
     def test_versions_go_on_from_run_to_run_and_say_their_step(
         self, observed: Any, kind: str
     ) -> None:
@@ -97,7 +93,7 @@ class TestSynchronous:
     @in_soaks_alone
     def test_weights_that_are_held_back_are_seen(self, observed: Any) -> None:
         seen = observed["held back"]
-        assert climb(seen["rewards"]) < MIN_CLIMB
+        assert max(seen["rewards"]) - seen["rewards"][0] < 0.1
         assert seen["differences"][0] < MAX_DIFFERENCE < min(seen["differences"][1:])
         assert seen["answers"] == seen["answers before"]
 
