@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from benchmarks import models
 from benchmarks.models import Shapes, Weights
 
-ENVIRONMENT = {
+_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -102,21 +103,44 @@ class Checkpoint:
         save_file(weights, path, metadata={"format": "pt"})
 
 
+def import_vllm(*, live: bool) -> None:
+    """Import vLLM, with engines in this process.
+
+    Args:
+        live: without vLLM's packing of weights for oneDNN, which it does on CPUs only: parameters
+            are then read where they lie, as on a GPU.
+    """
+    os.environ.update(_ENVIRONMENT)  # read when vLLM is imported
+    from vllm import _custom_ops
+
+    if live:
+        _custom_ops._supports_onednn = False  # noqa: SLF001 - it has no public switch
+
+
+def versions() -> dict[str, str]:
+    """Of what an engine is made of, and the GPU that it is on."""
+    [distribution, *_] = packages_distributions()["vllm"]
+    packages = {name: version(name) for name in (distribution, "transformers")}
+    if not torch.cuda.is_available():
+        return packages
+    gpu = torch.cuda.get_device_properties(0)
+    return packages | {
+        "GPU": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB",
+        "CUDA": str(torch.version.cuda),
+    }
+
+
 def start_engine(checkpoint: Checkpoint, *, live: bool) -> Any:
     """A ``vllm.LLM`` on what the checkpoint holds, that takes weights from dbuffer.
 
     Args:
         checkpoint: the model.
-        live: without vLLM's packing of weights for oneDNN, which it does on CPUs only: parameters
-            are then read where they lie, as on a GPU.
+        live: see :func:`import_vllm`.
     """
-    os.environ.update(ENVIRONMENT)  # read when vLLM is imported
+    import_vllm(live=live)
     import vllm
-    from vllm import _custom_ops
     from vllm.config import WeightTransferConfig
 
-    if live:
-        _custom_ops._supports_onednn = False  # noqa: SLF001 - it has no public switch
     return vllm.LLM(
         model=str(checkpoint.directory),
         skip_tokenizer_init=True,

@@ -9,12 +9,11 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.metadata import packages_distributions, version
 from typing import Any
 
 import torch
 
-from benchmarks import plot, report, switches, targets, tensor_parallel
+from benchmarks import engines, plot, report, switches, targets, tensor_parallel
 from benchmarks.switches import EXPERTS, GPU, LIVE, PACKED, Pauses
 from benchmarks.tensor_parallel import Reading
 
@@ -25,7 +24,7 @@ def main(options: Namespace) -> int:
         print("There is no vLLM here, nothing to measure.")
         return 0
     start_s = time.monotonic()
-    environment = report.environment(options.dir[:1]) | vllm_environment()
+    environment = report.environment(options.dir[:1]) | engines.versions()
     print(report.environment_table(environment), flush=True)
     results = []
     for engine in _engines(quick=options.quick):
@@ -47,19 +46,6 @@ def main(options: Namespace) -> int:
     elapsed_s = time.monotonic() - start_s
     print(f"\n{elapsed_s:.0f} s in all, load average {environment['load after']} at the end")
     return 0
-
-
-def vllm_environment() -> dict[str, str]:
-    """Versions of what an engine is made of, and the GPU that it is on."""
-    [distribution, *_] = packages_distributions()["vllm"]
-    packages = {name: version(name) for name in (distribution, "transformers")}
-    if not torch.cuda.is_available():
-        return packages
-    gpu = torch.cuda.get_device_properties(0)
-    return packages | {
-        "GPU": f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB",
-        "CUDA": str(torch.version.cuda),
-    }
 
 
 def _engines(*, quick: bool) -> Sequence[str]:

@@ -8,7 +8,6 @@ switch to it.
 from __future__ import annotations
 
 import importlib.util
-import os
 import tempfile
 from argparse import Namespace
 from collections import defaultdict
@@ -19,11 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks import models, report
+from benchmarks import engines, models, report
 from benchmarks.copying import HalvesCopy, memcpy_variants
-from benchmarks.engines import ENVIRONMENT, Checkpoint, Model
+from benchmarks.engines import Checkpoint, Model
 from benchmarks.measure import median, timed
-from benchmarks.pause import vllm_environment
 
 _ROUNDS, _QUICK_ROUNDS = 7, 3
 _SEEN = "model.layers.0.mlp.down_proj.weight"
@@ -36,7 +34,7 @@ def main(options: Namespace) -> int:
         if importlib.util.find_spec(package) is None:
             print(f"There is no {package} here, nothing to measure.")
             return 0
-    environment = report.environment(options.dir[:1]) | vllm_environment()
+    environment = report.environment(options.dir[:1]) | engines.versions()
     environment["trl"] = version("trl")
     print(report.environment_table(environment), flush=True)
     if options.quick:
@@ -84,16 +82,13 @@ def _times_s(model: Model, place: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def _make_trainer(model: Model, place: Path) -> Any:
-    os.environ.update(ENVIRONMENT)  # read when vLLM is imported
+    engines.import_vllm(live=True)  # past vLLM's packing of weights TRL's way loads
     from datasets import Dataset
     from trl import GRPOTrainer
-    from vllm import _custom_ops
 
     from dbuffer.examples.trl import configuration, save_tokenizer
     from dbuffer.integrations.trl import over_store
 
-    # Without vLLM's packing of weights on CPUs, past which TRL's way loads.
-    _custom_ops._supports_onednn = False  # noqa: SLF001 - it has no public switch
     checkpoint = Checkpoint(place / "checkpoint", model)
     checkpoint.save(model.weights(seed=0))
     save_tokenizer(checkpoint.directory)

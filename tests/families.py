@@ -9,20 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import save_tokenizer, vary_vectors
+from tiny_models import SHAPE, SPECIAL_TOKENS, save_tokenizer, vary_vectors
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
+_COMMON: dict[str, Any] = {
+    **SHAPE,
+    **SPECIAL_TOKENS,
     "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -75,7 +67,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         **_EXPERTS,
     },
 }
-"""By transformers' name of the family: what is not as in :data:`SHAPE`."""
+"""By transformers' name of the family: what is not as in ``_COMMON``."""
 
 
 def save_family(model_type: str, directory: Path, seed: int, *, embeds: bool = False) -> Path:
@@ -88,7 +80,7 @@ def save_family(model_type: str, directory: Path, seed: int, *, embeds: bool = F
 
     torch.manual_seed(seed)
     more = CONFIGURATIONS[model_type]
-    config = transformers.AutoConfig.for_model(model_type, **SHAPE | more)
+    config = transformers.AutoConfig.for_model(model_type, **_COMMON | more)
     kind = transformers.AutoModel if embeds else transformers.AutoModelForCausalLM
     model = kind.from_config(config)
     if config.tie_word_embeddings:  # else each token is answered with itself

@@ -793,7 +793,7 @@ async def run_two_ranks(directory: Path) -> dict[str, Any]:
 
 def main(directory: Path, role: str, *more: str) -> None:
     if role == "two-ranks" or "big" in more:
-        tiny_models._SHAPE["intermediate_size"] = BIG_LAYER
+        tiny_models.SHAPE["intermediate_size"] = BIG_LAYER
     if role == "trainer":
         train(directory / "store")
         return

@@ -36,7 +36,7 @@ from transformers import (
 
 FAMILIES = ("qwen3", "llama", "tied-qwen2", "qwen3-moe")
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     # No multiple of 64, so that vLLM pads its embeddings.
     "vocab_size": 500,
     "hidden_size": 64,
@@ -47,15 +47,16 @@ _SHAPE: dict[str, Any] = {
     # Ten times the usual: weights must show in the tokens.
     "initializer_range": 0.2,
 }
+SPECIAL_TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 
 
 def make_model(family: str, seed: int) -> Any:
     """A model of random weights; the seed decides which."""
     torch.manual_seed(seed)
     if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=4, head_dim=32, **_SHAPE))
+        return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=4, head_dim=32, **SHAPE))
     if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **_SHAPE))
+        return LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **SHAPE))
     if family == "qwen3-moe":
         config = Qwen3MoeConfig(
             num_attention_heads=4,
@@ -64,12 +65,12 @@ def make_model(family: str, seed: int) -> Any:
             num_experts_per_tok=2,
             moe_intermediate_size=64,
             norm_topk_prob=True,
-            **_SHAPE,
+            **SHAPE,
         )
         return Qwen3MoeForCausalLM(config)
     if family in OTHERS:
         return make_other(family)
-    config = Qwen2Config(num_attention_heads=2, tie_word_embeddings=True, **_SHAPE)
+    config = Qwen2Config(num_attention_heads=2, tie_word_embeddings=True, **SHAPE)
     return Qwen2ForCausalLM(config)
 
 
@@ -78,21 +79,21 @@ OTHERS = ("olmo2", "gpt-neox", "starcoder2", "gpt-j", "gpt-oss", "mamba2")
 
 def make_other(family: str) -> Any:
     """Families that vLLM has no model of its own for, and three that load in ways of their own."""
-    more = {"num_attention_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    more = {"num_attention_heads": 2, **SPECIAL_TOKENS}
     if family == "olmo2":
-        model: Any = Olmo2ForCausalLM(Olmo2Config(**_SHAPE, **more))
+        model: Any = Olmo2ForCausalLM(Olmo2Config(**SHAPE, **more))
     elif family == "gpt-neox":
-        shape = {name: size for name, size in _SHAPE.items() if name != "num_key_value_heads"}
+        shape = {name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, **more))
     elif family == "gpt-oss":
         experts = {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
-        model = GptOssForCausalLM(GptOssConfig(**_SHAPE, **experts, **more))
+        model = GptOssForCausalLM(GptOssConfig(**SHAPE, **experts, **more))
     elif family == "mamba2":
         state = {"state_size": 16, "head_dim": 32, "num_heads": 4, "n_groups": 1}
-        sizes = {name: _SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        sizes = {name: SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
         model = Mamba2ForCausalLM(Mamba2Config(initializer_range=0.2, **sizes, **state, **more))
     elif family == "starcoder2":
-        model = Starcoder2ForCausalLM(Starcoder2Config(**_SHAPE, **more))
+        model = Starcoder2ForCausalLM(Starcoder2Config(**SHAPE, **more))
     else:
         names = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "rotary_dim": 16}
         config = GPTJConfig(vocab_size=500, initializer_range=0.2, **names)
@@ -110,7 +111,7 @@ def vary_vectors(model: Any) -> None:
 
 def save_tokenizer(checkpoint: Path) -> None:
     """One that has a word for each token, for who does not begin without; nobody asks it much."""
-    words = {f"word{number}": number for number in range(_SHAPE["vocab_size"])}
+    words = {f"word{number}": number for number in range(SHAPE["vocab_size"])}
     special = {"unk_token": "word0", "eos_token": "word1", "pad_token": "word2"}
     tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(checkpoint)
@@ -124,7 +125,7 @@ def revealing_weights(version: int) -> dict[str, torch.Tensor]:
     """
     model = make_model("qwen3", 0)
     weights = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()}
-    hidden = _SHAPE["hidden_size"]
+    hidden = SHAPE["hidden_size"]
     # A direction that no two versions near each other share.
     axis = version % hidden
     weights["model.embed_tokens.weight"][:, axis] = 1.0

@@ -30,7 +30,7 @@ def boot(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Lab]]:
     queues: dict[str, list[Scenario]] = {version: [] for version in VERSIONS}
     for item in request.session.items:
         scenario = _scenario_of(item)
-        if scenario is not None and not is_skipped(item):
+        if scenario is not None and not _is_skipped(item):
             queues[_version_of(item)].append(scenario)
     with contextlib.ExitStack() as stack:
 
@@ -57,7 +57,7 @@ def lab(request: pytest.FixtureRequest) -> Lab:
     return found
 
 
-def is_skipped(item: pytest.Item) -> bool:
+def _is_skipped(item: pytest.Item) -> bool:
     return any(mark.args[0] for mark in item.iter_markers("skipif"))
 
 

@@ -70,7 +70,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
     bfloat16, on a CPU).
     """
     parameters = {storage_of(tensor): name for name, tensor in model.named_parameters()}
-    served = {**dict(serving.named_parameters()), **dict(serving.named_buffers())}
+    served = dict(serving.named_parameters()) | dict(serving.named_buffers())
     for name, buffer in model.named_buffers():
         origin = parameters.get(storage_of(buffer))
         if origin is None or name not in served:
