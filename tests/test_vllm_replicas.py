@@ -1,7 +1,8 @@
 """Data-parallel replicas of a real vLLM: dense ones switch each by itself, others as one engine.
 
 Two programs (this file, run with a role) drive an `AsyncLLM` of two replicas, and leave what they
-saw; a third a server of two replicas and two API servers. The dense model reveals its version: an
+saw; a third a server of two replicas and two API servers, a fourth two such servers that have four
+replicas between them. The dense model reveals its version: an
 answer's tokens say from which weights each of them came. Replicas of a model with experts make each
 step together; their tokens are compared with those of fresh engines of one replica.
 """
@@ -48,6 +49,7 @@ STEP_TIMEOUT_S = 120.0
 REPLICAS = (0, 1)
 ENGINE = "policy"
 NAMES = [ENGINE, f"{ENGINE}.dp-1"]
+HYBRID_NAMES = [*NAMES, f"{ENGINE}.dp-2", f"{ENGINE}.dp-3"]
 DENSE_VERSIONS = 40
 MIN_VERSIONS_SEEN = 5
 LOCKSTEP_VERSIONS = 5
@@ -68,6 +70,11 @@ def lockstep(directory: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def served(directory: Path) -> dict[str, Any]:
     return run("served", directory)
+
+
+@pytest.fixture(scope="module")
+def hybrid(directory: Path) -> dict[str, Any]:
+    return run("hybrid", directory)
 
 
 def run(role: str, directory: Path) -> dict[str, Any]:
@@ -206,6 +213,26 @@ def test_server_of_replicas_ends_cleanly(served: dict[str, Any]) -> None:
 def test_replicas_of_a_server_cannot_be_driven_from_outside(served: dict[str, Any]) -> None:
     assert "replicas step each by itself" in served["driven from outside"]
     assert "--middleware dbuffer.integrations.vllm.FollowStore" in served["driven from outside"]
+
+
+# Two front ends that balance their own replicas each (--data-parallel-hybrid-lb).
+
+
+def test_each_front_end_follows_with_its_own_replicas(hybrid: dict[str, Any]) -> None:
+    for version, of_servers in hybrid["answers"].items():
+        for answers in of_servers:
+            assert answers == [[token_of(int(version))] * ANSWER_TOKENS] * len(answers)
+    assert set(hybrid["answers"]) == {"1", "2", "3"}
+    for names, log in zip((HYBRID_NAMES[:2], HYBRID_NAMES[2:]), hybrid["logs"], strict=True):
+        switched = [re.search(r"(\S+) serves version (\d+): ", line) for line in log]
+        # They start with version 1.
+        assert sorted(match.groups() for match in switched if match) == [
+            (name, str(version)) for name in names for version in (2, 3)
+        ]
+
+
+def test_front_ends_end_cleanly(hybrid: dict[str, Any]) -> None:
+    assert hybrid["ends"] == [[0, []], [0, []]]
 
 
 # The programs from here on; each runs in a process of its own.
@@ -447,19 +474,7 @@ def reach_late(engine: Any, replica: int) -> None:
 
 async def observe_served(directory: Path) -> dict[str, Any]:
     store = directory / "store"
-    settings = {"dbuffer": {"store": str(store), "engine_id": ENGINE, "timeout_s": WAIT_S}}
-    server = Server(
-        save_revealing(0, directory),
-        directory / "server.log",
-        *BACKEND_FLAGS,
-        *("--additional-config", json.dumps(settings)),
-        *("--middleware", "dbuffer.integrations.vllm.FollowStore"),
-        *("--load-format", "dummy"),
-        *("--data-parallel-size", str(len(REPLICAS))),
-        port=free_port(),
-        api_servers=len(REPLICAS),
-        development=True,
-    )
+    server = start_server(directory, store, "--data-parallel-size", len(REPLICAS))
     seen: dict[str, Any] = {"answers": {}}
     with dbuffer.WeightSender(store) as sender:
         wait_for("it waits", lambda: "for a version" in server.log() or server.is_ready())
@@ -479,6 +494,57 @@ async def observe_served(directory: Path) -> dict[str, Any]:
         seen["metrics"] = metrics_of(server)
         seen["exit code"], seen["left over"] = server.terminate()
     return seen | {"log": server.log().splitlines()}
+
+
+async def observe_hybrid(directory: Path) -> dict[str, Any]:
+    """Two front ends, as on two hosts, each with two of four replicas."""
+    store = directory / "store"
+    meeting_port = free_port()
+    servers = []
+    for first in (0, len(REPLICAS)):
+        place = directory / f"from-{first}"
+        place.mkdir()
+        servers.append(
+            start_server(
+                place,
+                store,
+                *("--data-parallel-size", 2 * len(REPLICAS)),
+                *("--data-parallel-size-local", len(REPLICAS)),
+                *("--data-parallel-start-rank", first),
+                *("--data-parallel-address", "127.0.0.1"),
+                *("--data-parallel-rpc-port", meeting_port),
+                "--data-parallel-hybrid-lb",
+            )
+        )
+    seen: dict[str, Any] = {"answers": {}}
+    with dbuffer.WeightSender(store) as sender:
+        for version in (1, 2, 3):
+            sender.send(revealing_weights(version), version=version)
+            sender.wait_applied(version, receivers=HYBRID_NAMES, timeout_s=WAIT_S)
+            for server in servers:
+                server.wait_ready()
+            seen["answers"][version] = [
+                [server.connected_anew().answer() for _ in range(8)] for server in servers
+            ]
+    seen["ends"] = [server.terminate() for server in servers]
+    return seen | {"logs": [server.log().splitlines() for server in servers]}
+
+
+def start_server(directory: Path, store: Path, *flags: str | int) -> Server:
+    """Two replicas and two API servers, as is vLLM's default, that wait for a store."""
+    settings = {"dbuffer": {"store": str(store), "engine_id": ENGINE, "timeout_s": WAIT_S}}
+    return Server(
+        save_revealing(0, directory),
+        directory / "server.log",
+        *BACKEND_FLAGS,
+        *("--additional-config", json.dumps(settings)),
+        *("--middleware", "dbuffer.integrations.vllm.FollowStore"),
+        *("--load-format", "dummy"),
+        *map(str, flags),
+        port=free_port(),
+        api_servers=len(REPLICAS),
+        development=True,
+    )
 
 
 def metrics_of(server: Server) -> list[dict[str, float]]:
@@ -543,7 +609,12 @@ def answer_afresh(
 
 def main() -> None:
     directory, role = Path(sys.argv[1]), sys.argv[2]
-    programs = {"dense": observe_dense, "lockstep": observe_lockstep, "served": observe_served}
+    programs = {
+        "dense": observe_dense,
+        "lockstep": observe_lockstep,
+        "served": observe_served,
+        "hybrid": observe_hybrid,
+    }
     leave(directory, asyncio.run(programs[role](directory)))
 
 
