@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from families import CONFIGURATIONS, save_family
+from media_models import MEDIA, media_prompts, save_media_model
 from support import Record, in_soaks_alone
 from test_vllm import error_of, set_packing
 from tiny_models import save_model, weights_in
@@ -26,6 +27,7 @@ from vllm_engines import (
     engine_arguments,
     environment,
     greedy,
+    greedy_answers,
     leave,
     observe,
 )
@@ -51,6 +53,8 @@ class Case:
     other: dict[str, Any] | None = None
     """Arguments of the engine that it is measured by, where those are others."""
     is_embedding: bool = False
+    media: str = ""
+    """Of :data:`media_models.MEDIA`: it is given those beside a text."""
     refused: str = ""
     """What the engine says of each version, where it can have none."""
 
@@ -206,8 +210,18 @@ TWO_RANKS = {
     f"{name}, two ranks": replace(FAMILIES[name], arguments={"tensor_parallel_size": 2})
     for name in ("gemma2", "granite", "mistral", "mixtral", "qwen2_moe")
 }
+SEES_OR_HEARS = {
+    model_type: Case(
+        lambda directory, seed, model_type=model_type: save_media_model(
+            model_type, directory, seed
+        ),
+        {"skip_tokenizer_init": False},
+        media=model_type,
+    )
+    for model_type in MEDIA
+}
 QUANTISED = {method: Case(int4(method), {"dtype": "bfloat16"}) for method in INT4}
-CASES = FAMILIES | BFLOAT16 | TWO_RANKS | ONLINE | QUANTISED | FEATURES
+CASES = FAMILIES | BFLOAT16 | TWO_RANKS | ONLINE | QUANTISED | FEATURES | SEES_OR_HEARS
 
 
 @in_soaks_alone
@@ -219,6 +233,9 @@ def test_switched_engine_answers_as_a_fresh_one(
     seen = observe(__file__, tmp_path, name, timeout_s=TIMEOUT_S, env=env)
     first, second = seen["fresh"]
     assert all(one != other for one, other in zip(first, second, strict=True))
+    if CASES[name].media:  # what was seen or heard has a part in the answers
+        assert len(set(map(tuple, first))) > 1
+        assert len(set(map(tuple, second))) > 1
     refused = CASES[name].refused
     if refused:
         assert all(refused in error for error in seen["errors"])
@@ -248,7 +265,7 @@ def run(directory: Path, case: Case) -> dict[str, Any]:
     # The one that speculates comes last: vLLM starts no engine after that in a process.
     last = vllm.LLM(**engine_arguments(pair[1], **other))
     engines = [vllm.LLM(**engine_arguments(pair[0], **followed)), last]
-    answer = embeddings if case.is_embedding else greedy
+    answer = answering(case)
     seen: dict[str, Any] = {"fresh": [answer(engine) for engine in engines]}
     seen |= {"errors": [], "switched": []}
     kept.extend(engines)
@@ -263,6 +280,14 @@ def run(directory: Path, case: Case) -> dict[str, Any]:
                 seen["errors"].append(error_of(follower.sync))
                 seen["switched"].append(answer(engines[0]))
     return seen
+
+
+def answering(case: Case) -> Callable[[Any], Any]:
+    """How an engine is asked."""
+    if case.media:
+        prompts = media_prompts(case.media)
+        return lambda llm: greedy_answers(llm, prompts)
+    return embeddings if case.is_embedding else greedy
 
 
 def embeddings(llm: Any) -> list[list[float]]:

@@ -1,18 +1,21 @@
 """Layers that vLLM loads in its own ways, in real engines, against fresh ones on those weights.
 
 int8 layers, which are kernels with scales on a CPU; scales of quantised caches, which a checkpoint
-may lack; vLLM's Transformers backend, whose layers are half transformers' own; heads with a bias.
+may lack; vLLM's Transformers backend, whose layers are half transformers' own; heads with a bias,
+and one that is tied to an embedding which is not vLLM's.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from media_models import media_prompts, save_media_model
 from test_vllm import error_of, set_packing
 from vllm_engines import (
     NEEDS_VLLM,
@@ -20,6 +23,7 @@ from vllm_engines import (
     engine_arguments,
     environment,
     greedy,
+    greedy_answers,
     leave,
     observe,
 )
@@ -31,6 +35,8 @@ pytestmark = NEEDS_VLLM
 # vLLM makes what experts need when its first engine has some, so that one comes first.
 BACKEND = ("qwen3-moe packed", "olmo2 packed", "gpt-neox packed", "starcoder2 packed", "qwen3 live")
 FAMILIES = (*BACKEND, "gpt-j packed", "mamba2 packed")
+HEARS = "whisper"
+"""Of an encoder and a decoder."""
 ONLINE = "float8 online"
 """An engine that quantises what it loads, and follows a trainer that does not."""
 INT8 = {
@@ -60,7 +66,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen | {"log": (directory / "log.txt").read_text()}
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, *INT8, ONLINE])
+@pytest.mark.parametrize("case", [*FAMILIES, HEARS, *INT8, ONLINE])
 def test_switched_engines_answer_as_fresh_ones(observed: dict[str, Any], case: str) -> None:
     seen = observed[case]
     assert seen["errors"] == ["no error"] * 2
@@ -169,6 +175,7 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
     from tiny_models import save_mixed, save_model
 
     seen: dict[str, Any] = {}
+    hears = [save_media_model(HEARS, directory, seed) for seed in (0, 1)]
     # vLLM changes transformers' classes for its backend, so all models are made before.
     pairs = {case: save_pair(directory, case) for case in FAMILIES}
     sinks = save_model("gpt-oss", 0, directory)
@@ -181,6 +188,14 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
         more = {"model_impl": "transformers"} if case in BACKEND else {}
         seen[case] = observe_pair(directory / case, pair, engines, **more)
     set_packing(packed=True)
+    sounds = media_prompts(HEARS)
+    seen[HEARS] = observe_pair(
+        directory / HEARS,
+        hears,
+        engines,
+        answer=lambda llm: greedy_answers(llm, sounds),
+        skip_tokenizer_init=False,
+    )
     online = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     seen[ONLINE] = observe_pair(directory / ONLINE, pairs["qwen3 live"], engines, **online)
     observe_sinks(directory / "sinks", sinks, engines, seen)
@@ -277,7 +292,12 @@ def quantised(
 
 
 def observe_pair(
-    directory: Path, pair: list[Path], engines: list[Any], part: Path | None = None, **more: Any
+    directory: Path,
+    pair: list[Path],
+    engines: list[Any],
+    part: Path | None = None,
+    answer: Callable[[Any], list[list[int]]] = greedy,
+    **more: Any,
 ) -> dict[str, Any]:
     """One engine follows; the other is what it is measured by, and answered before.
 
@@ -293,7 +313,7 @@ def observe_pair(
     llm = started[0]
     found: dict[str, Any] = {
         "class": type(model_of(llm)).__name__,
-        "fresh": [greedy(engine) for engine in started],
+        "fresh": [answer(engine) for engine in started],
         "errors": [],
     }
     if part is not None:
@@ -303,7 +323,7 @@ def observe_pair(
             for checkpoint, when in zip(reversed(pair), ("switched", "switched back"), strict=True):
                 sender.send(checkpoint)
                 found["errors"].append(error_of(follower.sync))
-                found[when] = greedy(llm)
+                found[when] = answer(llm)
     return found
 
 

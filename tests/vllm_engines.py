@@ -157,6 +157,10 @@ def greedy_parameters(max_tokens: int = 16) -> Any:
 
 def greedy(llm: Any) -> list[list[int]]:
     """Tokens that an ``LLM`` answers each of :data:`PROMPTS` with."""
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    return greedy_answers(llm, [{"prompt_token_ids": prompt} for prompt in PROMPTS])
+
+
+def greedy_answers(llm: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
+    """The same, to any prompts."""
     outputs = llm.generate(prompts, greedy_parameters(), use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]

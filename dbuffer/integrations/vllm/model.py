@@ -17,11 +17,6 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -32,6 +27,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import EngineBrokenError, EngineUnsupportedError
 from dbuffer.integrations.engine.plan.recording import tables_of
+from dbuffer.integrations.vllm.packing import CpuPacking
 
 _Tensors = tuple[torch.nn.Module, list[dict[str, Any]]]
 """A module, and its own parameters and buffers."""
@@ -81,7 +77,7 @@ class VllmModel:
                 _put_back(before)
                 raise
             _register_nothing_again(before)
-            _repack_tied_heads(self._model)
+            _repack_tied(self._model, loaded)
             _repack_cpu_experts(loaded)
         # The next step reads what was copied, and staging may write anew where it was copied from.
         if self._device.type != "cpu":
@@ -224,28 +220,24 @@ def _onednn_kernels_keep_scales() -> Iterator[None]:
         _custom_ops.create_onednn_scaled_mm = make
 
 
-def _repack_tied_heads(model: torch.nn.Module) -> None:
-    """Reload skips a head whose weight is the embedding's, so its packed copy is the old one.
+def _repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
+    """Reload skips a layer whose weight is another's, so what its kernel has packed is the old one.
 
-    On a CPU vLLM packs such a weight twice, for the embedding too, which never multiplies by it.
-    Reload has just made that packed copy anew; it is what the head needs.
+    So it is with a head that has the embedding's. On a CPU vLLM packs most embeddings, too, which
+    never multiply by it. Such a copy has just been made anew, and is what the head needs.
     """
-    embeddings = {
-        id(module.weight): module
-        for module in model.modules()
-        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
-    }
+    packing = CpuPacking()
+    owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
     for module in model.modules():
-        if (
-            isinstance(module, ParallelLMHead)
-            and isinstance(module.quant_method, UnquantizedEmbeddingMethod)
-            and id(module.weight) in embeddings
-        ):
-            embedding = embeddings[id(module.weight)]
-            if hasattr(embedding, "cpu_linear") and getattr(module, "bias", None) is None:
-                module.cpu_linear = embedding.cpu_linear
-            else:
-                module.quant_method.process_weights_after_loading(module)
+        if module in loaded or not packing.packs(module):
+            continue
+        owner = owners.get(id(module.weight))
+        if owner is None:
+            continue
+        if hasattr(owner, "cpu_linear") and getattr(module, "bias", None) is None:
+            module.cpu_linear = owner.cpu_linear
+        else:
+            packing.pack(module)
 
 
 def _repack_cpu_experts(loaded: list[torch.nn.Module]) -> None:
