@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is 
 # each engine to the same processors, where they wait for one another. Twice as fast without.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+# Hundreds of programs and children are started, each of which would compile all that is ours.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # What a shell runs in the background ignores SIGINT, and so would all of its children; some are to
 # be stopped by it.

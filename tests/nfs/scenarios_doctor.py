@@ -6,14 +6,13 @@ import statistics
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from guest import Guest
+from guest import Guest, times_to_look
 from lab import scenario
 from support import TIMEOUT_S
 
 from dbuffer.tools import doctor
 from dbuffer.tools.doctor import peer, probes
 
-NUM_MEETINGS = 5
 SEEN_LATE_MS = 1500.0
 """A directory that is opened first shows a change at once; by its name alone, in seconds."""
 
@@ -22,17 +21,17 @@ def examine(connection: Connection, path: Path) -> None:
     connection.send(doctor.examine(path, timeout_s=TIMEOUT_S))
 
 
-def look_without_a_pause(connection: Connection, path: Path) -> None:
+def look_without_a_pause(connection: Connection, path: Path, times: int) -> None:
     """Be the first host that looks for a peer all the time, also while it is coming."""
     peer._LOOK_INTERVAL_S, peer._NUM_VERSIONS = 0.0, 1
     site = probes.Site.at(path, allow_shared_store=False)
-    for _ in range(NUM_MEETINGS):
+    for _ in range(times):
         connection.send("looks")
         connection.send(len(peer.meet(site, timeout_s=TIMEOUT_S / 2, progress=lambda _: None)))
 
 
-def come_when_asked(connection: Connection, path: Path) -> None:
-    for _ in range(NUM_MEETINGS):
+def come_when_asked(connection: Connection, path: Path, times: int) -> None:
+    for _ in range(times):
         connection.recv()
         connection.send(doctor.wait_for_host(path, timeout_s=TIMEOUT_S / 2) is not None)
 
@@ -60,8 +59,12 @@ def test_two_hosts_examine_their_mount(guest: Guest) -> None:
 @scenario(both=True)
 def test_a_peer_is_seen_by_a_host_that_looks_while_it_comes(guest: Guest) -> None:
     """Over v3 two changes within one tick of the server's clock are one to who looks between."""
-    with guest.on("w", look_without_a_pause) as first, guest.on("r", come_when_asked) as second:
-        for _ in range(NUM_MEETINGS):
+    times = times_to_look(guest)
+    with (
+        guest.on("w", look_without_a_pause, times) as first,
+        guest.on("r", come_when_asked, times) as second,
+    ):
+        for _ in range(times):
             assert first.receive() == "looks"
             second.send("come")
             assert (first.receive(), second.receive()) == (1, True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from guest import EXPORT, Guest, until
+from guest import EXPORT, Guest, times_to_look, until
 from lab import scenario
 from support import TIMEOUT_S, Child, Pattern, Step, at_step, in_soaks_alone, newest
 
@@ -268,11 +268,8 @@ def test_a_flip_is_seen_within_a_poll_interval_and_a_second(guest: Guest) -> Non
                 assert late_s < POLL_INTERVAL_S + 1 + took_s
 
 
-NUM_NEW_STORES = 5
-
-
-def make_stores_among_other_things(connection: Connection, path: Path) -> None:
-    for number in range(NUM_NEW_STORES):
+def make_stores_among_other_things(connection: Connection, path: Path, times: int) -> None:
+    for number in range(times):
         connection.recv()
         (path / f"logs-{number}").mkdir()
         with dbuffer.WeightSender(path / f"store-{number}", num_threads=1) as sender:
@@ -280,8 +277,8 @@ def make_stores_among_other_things(connection: Connection, path: Path) -> None:
         connection.send("sent")
 
 
-def look_without_a_pause(connection: Connection, path: Path) -> None:
-    for number in range(NUM_NEW_STORES):
+def look_without_a_pause(connection: Connection, path: Path, times: int) -> None:
+    for number in range(times):
         with WeightReceiver(path / f"store-{number}", poll_interval_s=0.0001) as receiver:
             connection.send("looks")
             connection.send(receiver.wait_for_version(timeout_s=TIMEOUT_S / 2))
@@ -293,11 +290,12 @@ def test_a_reader_that_looks_while_a_store_is_made_finds_it(guest: Guest) -> Non
 
     Such a reader would wait for a store that is there until the directory changes once more.
     """
+    times = times_to_look(guest)
     with (
-        guest.on("w", make_stores_among_other_things) as writer,
-        guest.on("r", look_without_a_pause) as reader,
+        guest.on("w", make_stores_among_other_things, times) as writer,
+        guest.on("r", look_without_a_pause, times) as reader,
     ):
-        for _ in range(NUM_NEW_STORES):
+        for _ in range(times):
             assert reader.receive() == "looks"
             writer.send("make it")
             assert writer.receive() == "sent"
