@@ -33,7 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("damage", "support")
 
-from support import SHARED_MEMORY, SMALL, SPARSE, preload  # noqa: E402
+from support import SHARED_MEMORY, SMALL, SPARSE, preload, preloaded  # noqa: E402
 
 import dbuffer  # noqa: E402
 
@@ -85,6 +85,14 @@ def pytest_collection_finish() -> None:
     """
     preload()
     forkserver.ensure_running()
+
+
+@pytest.fixture(scope="module")
+def torchrl_preloaded() -> Iterator[None]:
+    """Collectors' children need not import what takes seconds."""
+    names = ("torchrl.collectors", "torchrl.collectors.distributed", "dbuffer.integrations.torchrl")
+    with preloaded(*names):
+        yield
 
 
 @pytest.fixture

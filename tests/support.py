@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -43,6 +44,18 @@ def preload(*modules: str) -> None:
     """
     _preloaded.extend(name for name in modules if name not in _preloaded)
     _processes.set_forkserver_preload([*_preloaded, "frozen"])
+
+
+@contextlib.contextmanager
+def preloaded(*modules: str) -> Iterator[None]:
+    """The same for a while, for large ones: each fork takes time for all that the process holds."""
+    forkserver._forkserver._stop()
+    _processes.set_forkserver_preload([*_preloaded, *modules, "frozen"])
+    try:
+        yield
+    finally:
+        forkserver._forkserver._stop()
+        preload()
 
 
 preload("dbuffer.mirror.mirror", "dbuffer.publish.resident", "dbuffer.publish.sharded", "pytest")

@@ -63,6 +63,8 @@ from torchrl.weight_update import WeightStrategy
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
 
+pytestmark = pytest.mark.usefixtures("torchrl_preloaded")
+
 MULTI = pytest.mark.parametrize("collector_class", [MultiSyncCollector, MultiAsyncCollector])
 
 PATIENCE_S = 1.0

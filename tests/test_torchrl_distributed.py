@@ -48,6 +48,8 @@ from torchrl.modules import RandomPolicy
 
 import dbuffer
 
+pytestmark = pytest.mark.usefixtures("torchrl_preloaded")
+
 NODES = pytest.mark.parametrize(
     "node", [Collector, MultiSyncCollector, MultiAsyncCollector], ids=lambda node: node.__name__
 )

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import forkserver
 from typing import Any
 
-from support import preload
-
 with warnings.catch_warnings():
     # torchrl warns of its own legacy classes, and of torch's, as it is imported.
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -30,8 +28,6 @@ with warnings.catch_warnings():
     from torchrl.envs import EnvBase
 
     from dbuffer.integrations.torchrl import DoubleBufferSyncScheme
-
-preload("torchrl.collectors", "torchrl.collectors.distributed", "dbuffer.integrations.torchrl")
 
 TORN = -1.0
 """What `WholePolicy` does when its weights are of two versions."""
