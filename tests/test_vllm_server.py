@@ -33,6 +33,7 @@ from vllm_servers import (
     API_KEY,
     BACKEND_FLAGS,
     RECOVERY_S,
+    START_EVERY_S,
     WAIT_S,
     Server,
     question,
@@ -46,7 +47,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(2 * TIMEOUT_S + 60)]
 EXIT_FAILED = 1
 EXIT_TIMEOUT = 3
 ENGINE_TIMEOUT_S = 10
-FULL_SPEED = (150, 300) if is_soak() else (50, 100)
+FULL_SPEED = (150, 300) if is_soak() else (100, 200)
 """Versions that two trainers come to, one after the other."""
 
 
@@ -469,7 +470,11 @@ class Inside:
     def observe(self) -> dict[str, Any]:
         server = self.start()
         with dbuffer.WeightSender(self.store) as sender:
-            wait_for("it waits", lambda: "for a version" in server.log() or server.is_ready())
+            wait_for(
+                "it waits",
+                lambda: "for a version" in server.log() or server.is_ready(),
+                every_s=START_EVERY_S,
+            )
             self.seen["ready with an empty store"] = server.is_ready()
             self.publish(sender, 1)
             server.wait_ready()
