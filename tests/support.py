@@ -17,7 +17,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pytest
 import torch
@@ -59,6 +59,7 @@ def preloaded(*modules: str) -> Iterator[None]:
 
 
 preload("dbuffer.mirror.mirror", "dbuffer.publish.resident", "dbuffer.publish.sharded", "pytest")
+preload("httpx", "rich.logging", "rich.progress", "typer")  # for commands
 
 
 class Pattern:
@@ -218,7 +219,7 @@ class Child:
         self._process.start()
         theirs.close()
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -269,6 +270,65 @@ class Child:
             assert self._process.exitcode is None, "the child ended"
             assert time.monotonic() < deadline, "the child did not stop"
             time.sleep(0.001)
+
+
+class Command(Child):
+    """``dbuffer ARGUMENTS``, but for the start of an interpreter that imports torch: seconds.
+
+    Its output goes to files in the directory. The command line itself is imported by the fork, as
+    it looks at its output and its environment then.
+    """
+
+    def __init__(self, directory: Path, *arguments: object) -> None:
+        number = len(list(directory.glob("command-*.out")))
+        self._output = directory / f"command-{number}.out"
+        self._errors = directory / f"command-{number}.err"
+        for path in (self._output, self._errors):
+            path.touch()
+        super().__init__(_command, self._output, self._errors, [str(each) for each in arguments])
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text()
+
+    def errors(self) -> str:
+        """What it has complained of so far."""
+        return self._errors.read_text()
+
+    def line(self, number: int) -> str:
+        """Wait for a line of its output; the first is 0."""
+        return self._wait_for_line(self._output, number)
+
+    def line_of_errors(self, number: int) -> str:
+        """Wait for a line of its complaints."""
+        return self._wait_for_line(self._errors, number)
+
+    def _wait_for_line(self, path: Path, number: int) -> str:
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            has_ended = self._process.exitcode is not None
+            *lines, _ = path.read_text().split("\n")
+            if number < len(lines):
+                return lines[number]
+            assert not has_ended, f"it ended with {self.wait()}: {self.errors()}"
+            assert time.monotonic() < deadline, f"no such line within {TIMEOUT_S} s"
+            time.sleep(0.005)
+
+    def communicate(self, timeout_s: float = TIMEOUT_S) -> tuple[int, str, str]:
+        """Wait for its end; the exit status, and all that it printed and complained of."""
+        return self.wait(timeout_s), self.output(), self.errors()
+
+
+def _command(connection: Connection, output: Path, errors: Path, arguments: list[str]) -> None:
+    for number, path in ((1, output), (2, errors)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    # As an interpreter opens them, whatever those of the process that this is a fork of are.
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.argv = ["dbuffer", *arguments]
+    from dbuffer.__main__ import main
+
+    main()
 
 
 def _state_of(pid: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import TIMEOUT_S
+from support import TIMEOUT_S, Command
 from tensordict import TensorDict
 from torch import distributed
 
@@ -96,15 +96,15 @@ def test_publish_json_and_versions(capsys, tmp_path, checkpoint):
     assert err.count("\n") == 1
 
 
-def test_errors_are_one_line_and_debug_a_traceback(tmp_path):
+def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
     arguments = ("publish", tmp_path / "none", tmp_path / "store")
-    plain = run(*arguments)
-    assert plain.returncode == 1
-    assert plain.stderr.splitlines() == [f"dbuffer: there is no checkpoint at {tmp_path / 'none'}"]
-    debug = run(*arguments, "--debug")
-    assert debug.returncode == 1
-    assert "Traceback" in debug.stderr
-    assert "InvalidWeightsError" in debug.stderr
+    code, _, err = call(capsys, *arguments)
+    assert code == 1
+    assert err.splitlines() == [f"dbuffer: there is no checkpoint at {tmp_path / 'none'}"]
+    code, _, err = call(capsys, *arguments, "--debug")
+    assert code == 1
+    assert "Traceback" in err
+    assert "InvalidWeightsError" in err
 
 
 @pytest.mark.parametrize(
@@ -222,12 +222,13 @@ def test_ls(capsys, store):
     assert not list((store / "receivers").iterdir()), "looking is not receiving"
 
 
-def test_follow_runs_a_command_and_acknowledges(tmp_path, store):
+def test_follow_runs_a_command_and_acknowledges(capsys, tmp_path, store):
     log = tmp_path / "log"
     command = f'echo "$DBUFFER_VERSION $DBUFFER_METADATA" >> {log}; test -s "$DBUFFER_WEIGHTS"'
-    done = run("follow", store, "--count", 1, "--exec", command, "--receiver-id", "me")
-    assert done.returncode == 0, done.stderr
-    assert "version 2: 3 tensors" in done.stdout
+    arguments = ["follow", store, "--count", 1, "--exec", command, "--receiver-id", "me"]
+    code, out, err = call(capsys, *arguments)
+    assert code == 0, err
+    assert "version 2: 3 tensors" in out
     assert log.read_text() == '2 {"step": 2}\n'
     with dbuffer.WeightSender(store) as sender:
         sender.wait_applied(2, receivers=1, timeout_s=0)
@@ -240,16 +241,9 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-READ_LATER = """
-import os, pathlib, sys, time
-go, seen = map(pathlib.Path, sys.argv[1:])
-seen.touch()
-while not go.exists():
-    time.sleep(0.01)
-from tensordict import TensorDict
-found = TensorDict.from_consolidated(os.environ["DBUFFER_WEIGHTS"])
-seen.write_text(str({key: value.unique().tolist() for key, value in found.items()}))
-"""
+def until_there(path: Path) -> str:
+    """The same as a shell command, which ends although its test may have failed."""
+    return f"n=0; while [ ! -e {path} -a $n -lt 6000 ]; do sleep 0.01; n=$((n + 1)); done"
 
 
 @pytest.mark.parametrize("mount", ["local", "network"])
@@ -258,7 +252,8 @@ def test_a_command_reads_its_version_for_as_long_as_it_takes(monkeypatch, tmp_pa
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
     monkeypatch.setattr("dbuffer.store.retirement.KEEP_AT_LEAST_S", 0.0)
     go, seen, store = tmp_path / "go", tmp_path / "seen", tmp_path / "store"
-    command = f"{sys.executable} -c '{READ_LATER}' {go} {seen}"
+    copy = tmp_path / "copy"
+    command = f'touch {seen}; {until_there(go)}; cp "$DBUFFER_WEIGHTS" {copy}'
     with dbuffer.WeightSender(store, reader_timeout_s=0.01) as sender:
         sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
         arguments = [*("follow", store, "--count", 1), "--exec", command]
@@ -269,7 +264,11 @@ def test_a_command_reads_its_version_for_as_long_as_it_takes(monkeypatch, tmp_pa
             sender.send({"a": torch.full((8,), 10.0 * version), "b": torch.full((3,), 0.0)})
         go.touch()
         follower.join(60)
-    assert seen.read_text() == "{'a': [1.0], 'b': [2.0]}"
+    found = TensorDict.from_consolidated(copy)
+    assert {key: value.unique().tolist() for key, value in found.items()} == {
+        "a": [1.0],
+        "b": [2.0],
+    }
 
 
 def test_a_version_in_parts_is_one_file_for_a_command(monkeypatch, tmp_path):
@@ -326,36 +325,35 @@ def test_follow_stops_at_a_failing_command_and_acknowledges_nothing(capsys, stor
         sender.wait_applied(2, receivers=1, timeout_s=0)
 
 
-def test_follow_sees_versions_as_they_come(store, checkpoint):
-    command = [sys.executable, "-m", "dbuffer", "follow", store, "--json", "--count", "3"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
-        assert follower.stdout is not None
-        assert json.loads(follower.stdout.readline())["version"] == 2
+def test_follow_sees_versions_as_they_come(tmp_path, store, checkpoint):
+    with Command(tmp_path, "follow", store, "--json", "--count", 3) as follower:
+        assert json.loads(follower.line(0))["version"] == 2
         with dbuffer.WeightSender(store) as sender:
-            for version in (3, 4):
+            for number, version in enumerate((3, 4), start=1):
                 sender.send(checkpoint)
-                assert json.loads(follower.stdout.readline())["version"] == version
-        assert follower.wait(timeout=30) == 0
+                assert json.loads(follower.line(number))["version"] == version
+        assert follower.wait(30) == 0
 
 
 @pytest.mark.parametrize("new_history", ["follow", "refuse"])
-@pytest.mark.parametrize("command", ["true", "sleep 3"], ids=["before", "while a command runs"])
-def test_follow_of_a_store_that_is_begun_anew(store, checkpoint, new_history, command):
+@pytest.mark.parametrize("command", ["true", "wait"], ids=["before", "while a command runs"])
+def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint, new_history, command):
     """The next experiment in the same place, whose number is the one that was seen last."""
+    go = tmp_path / "go"
+    command = until_there(go) if command == "wait" else command
     options = ["--json", "--count", "2", "--new-history", new_history, "--exec", command]
-    command = [sys.executable, "-m", "dbuffer", "follow", store, *options]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as follower:
-        assert json.loads(follower.stdout.readline())["version"] == 2
+    with Command(tmp_path, "follow", store, *options) as follower:
+        assert json.loads(follower.line(0))["version"] == 2
         shutil.rmtree(store)
         with dbuffer.WeightSender(store) as sender:
             sender.send(checkpoint, version=2)
-            out, err = follower.communicate(timeout=60)
+            go.touch()
+            code, out, err = follower.communicate(60)
         if new_history == "follow":
-            assert follower.returncode == 0
-            assert json.loads(out)["version"] == 2
+            assert code == 0
+            assert json.loads(out.splitlines()[1])["version"] == 2
         else:
-            assert (follower.returncode, out) == (1, "")
+            assert (code, out.count("\n")) == (1, 1)
         assert err.count("is of another run") == 1
 
 
@@ -458,19 +456,22 @@ def test_nothing_raw_reaches_the_terminal(tmp_path, odd_store, encoding):
             assert r"[/x]\x1b[31m" in told
 
 
-def test_json_is_as_it_was(odd_store):
+def test_json_is_as_it_was(capsys, odd_store):
     commands = [("ls", odd_store), ("status", odd_store), ("follow", odd_store, "--count=1")]
-    outcomes = run_several([(*arguments, "--json") for arguments in commands], "ascii")
-    assert [code for code, _ in outcomes] == [0, 0, 0]
-    listed, status, followed = (json.loads(told) for _, told in outcomes)
+    outcomes = [call(capsys, *arguments, "--json") for arguments in commands]
+    assert [(code, err) for code, _, err in outcomes] == [(0, "")] * 3
+    assert all(out.isascii() for _, out, _ in outcomes), "any terminal and any pipe takes it"
+    listed, status, followed = (json.loads(out) for _, out, _ in outcomes)
     assert listed["tensors"][0]["name"] == ODD
     assert status["receivers"][0]["host"] == ODD[:30]
     assert followed["metadata"] == {"run": ODD}
 
 
-def test_what_is_logged_is_made_printable(odd_store):
+def test_what_is_logged_is_made_printable(monkeypatch, tmp_path, odd_store):
+    monkeypatch.setenv("COLUMNS", "200")
     (odd_store / "receivers" / "other.json").write_bytes(b'{"format": 2, "\\u001b[31m": 1}')
-    ((code, told),) = run_several([("status", odd_store)], "utf-8")
-    assert code == 0, told
-    assert "passing over a record that is of no use" in told
-    assert "\x1b" not in told
+    with Command(tmp_path, "status", odd_store) as command:
+        code, out, err = command.communicate()
+    assert code == 0, err
+    assert "passing over a record that is of no use" in err
+    assert "\x1b" not in out + err

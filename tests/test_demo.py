@@ -7,15 +7,16 @@ import io
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import support
 from rich.console import Console
-from support import IN_SOAKS_ALONE, in_soaks_alone
+from support import IN_SOAKS_ALONE, Child, in_soaks_alone, preload
 
 from dbuffer.errors import OptionError
 from dbuffer.tools.demo import engines, loop, process
@@ -24,7 +25,7 @@ from dbuffer.tools.demo.loop import run_demo
 from dbuffer.tools.demo.records import DemoError, DemoResult, Tokens
 from dbuffer.tools.demo.render import show_demo
 
-PID_FILE_VARIABLE = "DBUFFER_TEST_PID_FILE"
+preload("dbuffer.tools.demo.loop", "transformers.models.qwen3.modeling_qwen3")
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,12 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory.mkdir()
     monkeypatch.setattr(loop, "_MEMORY", directory)
     return directory
+
+
+def fork_engines(patch: pytest.MonkeyPatch) -> None:
+    """Fork them off a process that has transformers, in place of spawning them, as with vLLM."""
+    forking = SimpleNamespace(get_context=lambda _: support._processes)
+    patch.setattr(process, "multiprocessing", forking)
 
 
 def options(tmp_path: Path, **changes: Any) -> dict[str, Any]:
@@ -175,6 +182,7 @@ def test_engine_that_fails_dies_or_hangs_is_noticed(
     scratch: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fork_engines(monkeypatch)
     monkeypatch.setitem(engines.ENGINES, "torch", engine)
     monkeypatch.setattr(process, "START_TIMEOUT_S", 5 if engine is HangsStarting else 120)
     monkeypatch.setattr(process, "REPLY_TIMEOUT_S", 0.5)
@@ -187,23 +195,25 @@ def test_engine_that_fails_dies_or_hangs_is_noticed(
 class LeavesItsPid(TorchEngine):
     def __init__(self, checkpoint: Path, seed: int) -> None:
         super().__init__(checkpoint, seed)
-        Path(os.environ[PID_FILE_VARIABLE]).write_text(str(os.getpid()))
+        (checkpoint.parents[1] / "pid").write_text(str(os.getpid()))
+
+
+def train(_: Connection, directory: Path) -> None:
+    """Until somebody kills this process."""
+    fork_engines(pytest.MonkeyPatch())
+    loop._MEMORY = directory
+    engines.ENGINES["torch"] = LeavesItsPid
+    run_demo(**options(directory, steps=10_000))
 
 
 @pytest.mark.slow
 def test_engine_ends_when_its_trainer_is_killed(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    trainer = subprocess.Popen(
-        [sys.executable, __file__, str(tmp_path)],
-        env=os.environ | {PID_FILE_VARIABLE: str(pid_file)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
+    with Child(train, tmp_path) as trainer:
         wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", timeout_s=120)
         engine = int(pid_file.read_text())
-    finally:
-        trainer.send_signal(signal.SIGKILL)
+        assert is_running(engine)
+        trainer.signal(signal.SIGKILL)
         trainer.wait()
     wait_until(lambda: not is_running(engine), timeout_s=30)
 
@@ -240,13 +250,3 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_options_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         run_demo(**options(tmp_path, **changes))
-
-
-if __name__ == "__main__":
-    # The trainer that a test kills. Its engine is pickled by name, so that name must be importable.
-    import test_demo
-
-    target = Path(sys.argv[1])
-    loop._MEMORY = target
-    engines.ENGINES["torch"] = test_demo.LeavesItsPid
-    run_demo(**options(target, steps=10_000))

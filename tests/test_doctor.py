@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_program import fork_programs
 from rich.console import Console
-from support import SMALL, TIMEOUT_S, Child, newest, without_flock
+from support import SMALL, TIMEOUT_S, Child, Command, newest, preload, without_flock
 
 import dbuffer
 from dbuffer.store import filesystem
@@ -32,7 +32,23 @@ from dbuffer.tools.render import doctor_table
 MEGABYTE = 1 << 20
 NOBODY = 65534
 
+preload("dbuffer.tools.doctor", "forked_program")
+
+WATCH_S = probes._WATCH_S
+
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture
+def as_users_have_it() -> None:
+    """For a test whose examinations start interpreters."""
+
+
+@pytest.fixture(autouse=True)
+def quick_examinations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_WATCH_S", WATCH_S / 10)  # by two processes at full speed
+    if "as_users_have_it" not in request.fixturenames:
+        fork_programs(monkeypatch)
 
 
 @pytest.fixture
@@ -83,7 +99,9 @@ def left_behind(directory: Path) -> list[Path]:
 # A place where all is well
 
 
-def test_a_good_place(any_place: Path) -> None:
+@pytest.mark.usefixtures("as_users_have_it")
+def test_a_good_place(any_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "_WATCH_S", WATCH_S)
     examination = doctor.examine(any_place)
     assert examination.broken == ()
     assert examination.probed_in == str(any_place)
@@ -233,6 +251,8 @@ def test_what_does_not_work(
     broken: dict[str, int],
 ) -> None:
     monkeypatch.setattr(filesystem, function, behaviour)
+    if function == "replace_file":
+        monkeypatch.setattr(probes, "_WATCH_S", WATCH_S)
     assert broken_guarantees(doctor.examine(place)) == broken
     assert list(place.iterdir()) == []
 
@@ -517,6 +537,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return code, *capsys.readouterr()
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 def test_command(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     code, out, _ = call(capsys, place)
@@ -527,6 +548,7 @@ def test_command(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 def test_command_names_the_guarantee_that_cannot_hold(
     capsys: pytest.CaptureFixture[str], place: Path
 ) -> None:
@@ -544,6 +566,7 @@ def test_command_names_the_guarantee_that_cannot_hold(
     assert call(capsys, path, "--allow-shared-store")[0] == 0
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 def test_command_for_machines(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     code, out, _ = call(capsys, place, "--json")
     found = json.loads(out)
@@ -557,6 +580,7 @@ def test_command_for_machines(capsys: pytest.CaptureFixture[str], place: Path) -
     assert [f["guarantee"] for f in found["findings"] if f["verdict"] == "broken"] == [6]
 
 
+@pytest.mark.usefixtures("as_users_have_it")
 def test_command_when_the_other_host_does_not_come(
     capsys: pytest.CaptureFixture[str], place: Path
 ) -> None:
@@ -567,23 +591,23 @@ def test_command_when_the_other_host_does_not_come(
     assert list(place.iterdir()) == []
 
 
-def test_commands_on_two_hosts(any_place: Path) -> None:
-    command = [sys.executable, "-m", "dbuffer", "doctor", any_place, "--timeout-s", "60", "--json"]
-    with subprocess.Popen([*command, "--peer"], stdout=subprocess.PIPE, text=True) as waiting:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-        report, _ = waiting.communicate(timeout=TIMEOUT_S)
-    assert (done.returncode, waiting.returncode) == (0, 0), done.stderr
-    (meeting,) = json.loads(done.stdout)["peers"]
+def test_commands_on_two_hosts(any_place: Path, tmp_path: Path) -> None:
+    arguments = ("doctor", any_place, "--timeout-s", 60, "--json")
+    with Command(tmp_path, *arguments, "--peer") as waiting, Command(tmp_path, *arguments) as host:
+        code, found, errors = host.communicate()
+        assert code == 0, errors
+        code, report, errors = waiting.communicate()
+        assert code == 0, errors
+    (meeting,) = json.loads(found)["peers"]
     assert (len(meeting["delays_ms"]), meeting["problem"]) == (20, None)
     assert json.loads(report)["num_seen"] == 22
     assert list(any_place.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_command_that_is_told_to_stop(place: Path, number: signal.Signals) -> None:
-    command = [sys.executable, "-m", "dbuffer", "doctor", place, "--peer"]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as waiting:
+def test_command_that_is_told_to_stop(place: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with Command(tmp_path, "doctor", place, "--peer") as waiting:
         wait_for_peer(place)
-        waiting.send_signal(number)
-        assert waiting.wait(TIMEOUT_S) != 0
+        waiting.signal(number)
+        assert waiting.wait() != 0
     assert list(place.iterdir()) == []

@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL
+from support import SMALL, Command
 
 import dbuffer
 from dbuffer.errors import (
@@ -679,47 +679,40 @@ def test_server_without_the_routes_that_following_needs_is_refused_at_once(
 
 
 def test_follow_command_survives_trouble_of_a_moment(
-    sender: dbuffer.WeightSender, store: Path
+    sender: dbuffer.WeightSender, store: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "dbuffer", "follow", str(store), "--json", "--count", "2"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            sender.send(SMALL.weights(1))
-            assert '"version": 1' in process.stdout.readline()
-            mend = make_group_writable(store)
-            assert process.stderr.readline()
-            mend()
-            sender.send(SMALL.weights(2))
-            assert '"version": 2' in process.stdout.readline()
-            assert process.wait(WAIT_S) == 0
-            assert "works again" in " ".join(process.stderr.read().split())
-        finally:
-            process.kill()
+    with Command(tmp_path, "follow", store, "--json", "--count", 2) as follower:
+        sender.send(SMALL.weights(1))
+        assert '"version": 1' in follower.line(0)
+        mend = make_group_writable(store)
+        assert follower.line_of_errors(0)
+        mend()
+        sender.send(SMALL.weights(2))
+        assert '"version": 2' in follower.line(1)
+        assert follower.wait(WAIT_S) == 0
+        assert "works again" in " ".join(follower.errors().split())
 
 
 def test_follow_command_names_what_is_wrong_from_the_start(
-    sender: dbuffer.WeightSender, store: Path
+    sender: dbuffer.WeightSender, store: Path, tmp_path: Path
 ) -> None:
     sender.send(SMALL.weights(1))
     mend = make_group_writable(store)
-    command = [sys.executable, "-m", "dbuffer", "follow", str(store)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    with Command(tmp_path, "follow", store) as follower:
+        code, _, errors = follower.communicate(WAIT_S)
     mend()
-    assert done.returncode == 1
-    assert "others can write to" in " ".join(done.stderr.split())
+    assert code == 1
+    assert "others can write to" in " ".join(errors.split())
 
 
-def test_follow_command_waits_for_a_server_in_one_line(store: Path) -> None:
+def test_follow_command_waits_for_a_server_in_one_line(store: Path, tmp_path: Path) -> None:
     pytest.importorskip("httpx")
     url = ["--vllm", "http://127.0.0.1:9", "--timeout-s", "3"]
-    command = [sys.executable, "-m", "dbuffer", "follow", str(store), *url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
-    assert done.returncode == 3
-    assert done.stderr.count("trying again") == 1
-    assert "ERROR" not in done.stderr
+    with Command(tmp_path, "follow", store, *url) as follower:
+        code, _, errors = follower.communicate(WAIT_S)
+    assert code == 3
+    assert errors.count("trying again") == 1
+    assert "ERROR" not in errors
 
 
 # The middleware: what it answers a server that starts, or ends

@@ -16,6 +16,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from support import (
     OTHER,
     SMALL,
     SPARSE,
-    TIMEOUT_S,
     Child,
+    Command,
     Pattern,
     Record,
     Step,
@@ -1100,47 +1101,46 @@ def test_one_store_through_two_mounts_stands_idle(remote: Path, shm_path: Path) 
 # The command
 
 
-def command(*arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "dbuffer", "mirror", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., Command]:
+    return partial(Command, tmp_path, "mirror")
 
 
-def test_the_command_copies_and_ends(remote: Path, local: Path) -> None:
+def test_the_command_copies_and_ends(
+    remote: Path, local: Path, command: Callable[..., Command]
+) -> None:
     publish(remote, 1)
     with command(remote, local, "--json", "--poll-interval-s", 0.05) as process:
-        first = json.loads(process.stdout.readline())
+        first = json.loads(process.line(0))
         assert (first["version"], first["num_tensors"], first["num_bytes"]) == (1, 8, 16384)
         assert first["duration_s"] > 0
         publish(remote, 2)
-        assert json.loads(process.stdout.readline())["version"] == 2
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=TIMEOUT_S)
-        assert (process.returncode, out, err) == (0, "", "")
+        assert json.loads(process.line(1))["version"] == 2
+        process.signal(signal.SIGTERM)
+        code, out, err = process.communicate()
+        assert (code, out.count("\n"), err) == (0, 2, "")
     assert newest(local, verify=True) == 2
     assert_tidy(local)
 
 
-def test_the_command_counts_and_says_what_was_wrong(remote: Path, local: Path) -> None:
+def test_the_command_counts_and_says_what_was_wrong(
+    remote: Path, local: Path, command: Callable[..., Command]
+) -> None:
     publish(remote, 1)
-    with (
-        command(remote, local, "--count", 1) as counts,
-        command(remote, remote) as same,
-    ):
-        out, err = counts.communicate(timeout=TIMEOUT_S)
-        assert counts.returncode == 0, err
+    with command(remote, local, "--count", 1) as counts, command(remote, remote) as same:
+        code, out, err = counts.communicate()
+        assert code == 0, err
         assert out.startswith("version 1: 8 tensors, ")
-        out, err = same.communicate(timeout=TIMEOUT_S)
-        assert (same.returncode, out) == (2, "")
+        code, out, err = same.communicate()
+        assert (code, out) == (2, "")
         assert (
             err == f"dbuffer: {remote} and {remote} are one directory: there is nothing to mirror\n"
         )
 
 
-def test_the_command_serves_metrics(remote: Path, local: Path) -> None:
+def test_the_command_serves_metrics(
+    remote: Path, local: Path, command: Callable[..., Command]
+) -> None:
     import socket
 
     with socket.socket() as probe:
@@ -1148,11 +1148,10 @@ def test_the_command_serves_metrics(remote: Path, local: Path) -> None:
         port = probe.getsockname()[1]
     publish(remote, 3)
     with command(remote, local, "--json", "--metrics-port", port) as process:
-        assert json.loads(process.stdout.readline())["version"] == 3
+        assert json.loads(process.line(0))["version"] == 3
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             text = answer.read().decode()
         assert "dbuffer_mirror_version 3.0" in text
         assert "dbuffer_mirror_elected 1.0" in text
-        process.terminate()
-        process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0

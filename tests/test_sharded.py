@@ -818,13 +818,14 @@ def send_until(
 
 
 def survives(
-    store: Path, tmp_path: Path, size: int, on_rank: int, number: int, way: Way
+    store: Path, tmp_path: Path, next_job: World, on_rank: int, number: int, way: Way
 ) -> int | None:
-    """Kill a rank before a call; the others say which, and a new job goes on.
+    """Kill a rank before a call; the others say which, and the next job goes on.
 
     The version that was there then: the one before, or the new one, whole. None: there is no such
     call, and all has been published.
     """
+    size = len(next_job.ranks)
     with World(tmp_path, size) as world:
         world.begin(send_until, store, on_rank, (number, COPIES), die, 600.0, way)
         others = [world.outcome(rank) for rank in range(size) if rank != on_rank]
@@ -839,10 +840,9 @@ def survives(
                 assert waited_s < 10
     there = newest(store, verify=way.has_checksums)
     make_temporaries_old(store)
-    with World(tmp_path, size) as world:
-        for version in (5, 6, 7):
-            world.run(open_and_send, store, version, way)
-            assert newest(store, verify=way.has_checksums) == version
+    for version in (5, 6, 7):
+        next_job.run(open_and_send, store, version, way)
+        assert newest(store, verify=way.has_checksums) == version
     return there
 
 
@@ -873,23 +873,24 @@ def test_a_rank_that_is_killed_at_any_moment(
     kills = 0
     # What another rank than 0 does with a delta is little.
     is_short = way.delta and on_rank and not way.is_restarted
-    for number in numbers(first, every=2 if is_short else 6):
-        store = shm_path / f"{number}"
-        there = survives(store, tmp_path, size, on_rank, number, way)
-        if there is None:
-            break
-        kills += 1
-        # Rank 1 may be gone when rank 0 commits: what it was to write is written by then.
-        has_flipped |= there == 4
-        assert there == (4 if has_flipped else 3), f"before call {number}"
-        if way.delta:
-            assert set(store.glob("deltas/*")) <= named_files(store)
-        elif way.mount == "network":
-            files = sum(len(names) for names in weights_files(store).values())
-            assert files == 2 * (1 + size), weights_files(store)
-        else:
-            assert_tidy(store)
-        shutil.rmtree(store)
+    with World(tmp_path, size) as next_job:
+        for number in numbers(first, every=2 if is_short else 6):
+            store = shm_path / f"{number}"
+            there = survives(store, tmp_path, next_job, on_rank, number, way)
+            if there is None:
+                break
+            kills += 1
+            # Rank 1 may be gone when rank 0 commits: what it was to write is written by then.
+            has_flipped |= there == 4
+            assert there == (4 if has_flipped else 3), f"before call {number}"
+            if way.delta:
+                assert set(store.glob("deltas/*")) <= named_files(store)
+            elif way.mount == "network":
+                files = sum(len(names) for names in weights_files(store).values())
+                assert files == 2 * (1 + size), weights_files(store)
+            else:
+                assert_tidy(store)
+            shutil.rmtree(store)
     assert kills > 1
     record_property("kills of a rank", kills)
 

@@ -39,7 +39,7 @@ from vllm_engines import (
     leave,
     observe,
 )
-from vllm_servers import ANSWER_TOKENS, BACKEND_FLAGS, WAIT_S, Server, wait_for
+from vllm_servers import ANSWER_TOKENS, BACKEND_FLAGS, START_EVERY_S, WAIT_S, Server, wait_for
 
 import dbuffer
 
@@ -477,7 +477,11 @@ async def observe_served(directory: Path) -> dict[str, Any]:
     server = start_server(directory, store, "--data-parallel-size", len(REPLICAS))
     seen: dict[str, Any] = {"answers": {}}
     with dbuffer.WeightSender(store) as sender:
-        wait_for("it waits", lambda: "for a version" in server.log() or server.is_ready())
+        wait_for(
+            "it waits",
+            lambda: "for a version" in server.log() or server.is_ready(),
+            every_s=START_EVERY_S,
+        )
         seen["ready with an empty store"] = server.is_ready()
         for version in (1, 2, 3):
             sender.send(revealing_weights(version), version=version)

@@ -16,15 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 from patch_trainers import all_of
-from support import free_port, in_soaks_alone, is_soak
+from support import Child, Command, free_port, in_soaks_alone, is_soak, preload
 from tiny_models import make_model, revealing_weights, save_revealing, token_of
 from vllm_engines import EXTENSION, NEEDS_VLLM, TIMEOUT_S, environment, observe
 from vllm_servers import (
@@ -32,6 +33,7 @@ from vllm_servers import (
     API_KEY,
     BACKEND_FLAGS,
     RECOVERY_S,
+    START_EVERY_S,
     WAIT_S,
     Server,
     question,
@@ -45,7 +47,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(2 * TIMEOUT_S + 60)]
 EXIT_FAILED = 1
 EXIT_TIMEOUT = 3
 ENGINE_TIMEOUT_S = 10
-FULL_SPEED = (150, 300) if is_soak() else (50, 100)
+FULL_SPEED = (150, 300) if is_soak() else (100, 200)
 """Versions that two trainers come to, one after the other."""
 
 
@@ -305,25 +307,20 @@ def test_driven_server_ends_cleanly(outside: dict[str, Any]) -> None:
 # What both programs are made of.
 
 
-class FollowCommand:
-    """``dbuffer follow STORE --vllm URL --json`` in a process of its own."""
+class FollowCommand(Command):
+    """``dbuffer follow STORE --vllm URL --json``."""
 
     def __init__(self, store: Path, url: str, directory: Path, *options: str) -> None:
-        number = len(list(directory.glob("follow-*.out")))
-        self._output = directory / f"follow-{number}.out"
-        self._errors = directory / f"follow-{number}.err"
-        command = [sys.executable, "-m", "dbuffer", "follow", str(store), "--vllm", url, "--json"]
-        with self._output.open("wb") as output, self._errors.open("wb") as errors:
-            self._process = subprocess.Popen([*command, *options], stdout=output, stderr=errors)
+        super().__init__(directory, "follow", store, "--vllm", url, "--json", *options)
 
     def lines(self) -> list[dict[str, Any]]:
         """What it has printed so far."""
-        whole = self._output.read_text().rpartition("\n")[0]
+        whole = self.output().rpartition("\n")[0]
         return [json.loads(line) for line in whole.splitlines()]
 
     def errors(self) -> str:
         """What it has complained of so far, on one line however it was broken."""
-        return " ".join(self._errors.read_text().split())
+        return " ".join(super().errors().split())
 
     def wait_line(self, version: int) -> None:
         """Wait until it has printed this version or a later one."""
@@ -332,16 +329,10 @@ class FollowCommand:
             lambda: any(line["version"] >= version for line in self.lines()),
         )
 
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def wait(self) -> int:
-        return self._process.wait(WAIT_S)
-
     def end(self) -> int:
         """SIGTERM; the exit code."""
         self.signal(signal.SIGTERM)
-        return self.wait()
+        return self.wait(WAIT_S)
 
 
 Answer = tuple[int, bytes] | None
@@ -435,7 +426,7 @@ class Clients:
             return [asking.result() for asking in self._asking]
 
 
-def publish(store: Path, count: int) -> None:
+def publish(_: Connection, store: Path, count: int) -> None:
     """A trainer: publish the next versions at full speed, then wait to be killed."""
     with dbuffer.WeightSender(store) as sender:
         first = newest(store) + 1
@@ -447,17 +438,6 @@ def publish(store: Path, count: int) -> None:
 def newest(store: Path) -> int:
     with dbuffer.WeightReceiver(store) as receiver:
         return receiver.wait_for_version(timeout_s=0) or 0
-
-
-@contextlib.contextmanager
-def trainer(store: Path, count: int) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that publishes so many versions, killed when the block ends."""
-    process = subprocess.Popen([sys.executable, __file__, str(store), "publish", str(count)])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 # A server that follows by itself.
@@ -490,7 +470,11 @@ class Inside:
     def observe(self) -> dict[str, Any]:
         server = self.start()
         with dbuffer.WeightSender(self.store) as sender:
-            wait_for("it waits", lambda: "for a version" in server.log() or server.is_ready())
+            wait_for(
+                "it waits",
+                lambda: "for a version" in server.log() or server.is_ready(),
+                every_s=START_EVERY_S,
+            )
             self.seen["ready with an empty store"] = server.is_ready()
             self.publish(sender, 1)
             server.wait_ready()
@@ -537,8 +521,10 @@ class Inside:
             for method, paths in DEVELOPMENT_ROUTES.items()
             for path in paths
         }
-        follower = FollowCommand(self.store, server.url, self.directory, "--timeout-s", "0.1")
-        self.seen["driven from outside"] = follower.wait(), follower.errors()
+        command = [sys.executable, "-m", "dbuffer", "follow", str(self.store)]
+        command += ["--vllm", server.url, "--timeout-s", "0.1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+        self.seen["driven from outside"] = done.returncode, " ".join(done.stderr.split())
 
     def observe_following(self, server: Server, sender: dbuffer.WeightSender) -> None:
         self.seen["answers"] = {1: server.answer()}
@@ -612,7 +598,10 @@ class Outside:
     """The program for a server in development mode, a follower of it, and vLLM's own trainer."""
 
     def __init__(self, directory: Path) -> None:
+        # What followers and trainers import, and this file, which they are functions of.
+        preload("dbuffer.integrations.vllm", "patch_trainers", "tiny_models", "vllm_servers")
         self.directory = directory
+        self.started = contextlib.ExitStack()
         self.store = directory / "store"
         self.checkpoint = save_revealing(0, directory)
         self.port = free_port()
@@ -622,6 +611,11 @@ class Outside:
         self.follower: FollowCommand
 
     def observe(self) -> dict[str, Any]:
+        with self.started:
+            self.observe_all()
+        return self.seen
+
+    def observe_all(self) -> None:
         num_ranks = 2 if is_soak() else 1
         self.server = self.start("extension", "--worker-extension-cls", EXTENSION, tp=num_ranks)
         self.server.wait_ready()
@@ -635,7 +629,6 @@ class Outside:
         self.observe_bad_moments()
         self.seen["trained"] = self.train()
         self.seen["exit code"], self.seen["left over"] = self.server.terminate()
-        return self.seen
 
     def start(self, name: str, *flags: str, tp: int = 1) -> Server:
         log = self.directory / f"{name}.log"
@@ -643,8 +636,11 @@ class Outside:
         return Server(self.checkpoint, log, *flags, port=self.port, tp=tp, development=True)
 
     def follow(self, *options: str) -> FollowCommand:
-        options = (*options, "--api-key", API_KEY)
-        return FollowCommand(self.store, self.gate.url, self.directory, *options)
+        return self.command(self.gate.url, *options, "--api-key", API_KEY)
+
+    def command(self, url: str, *options: str) -> FollowCommand:
+        follower = FollowCommand(self.store, url, self.directory, *options)
+        return self.started.enter_context(follower)
 
     def publish(self) -> int:
         """Publish one version."""
@@ -660,7 +656,7 @@ class Outside:
         clients = Clients(self.server, 2)
         try:
             for goal in FULL_SPEED:
-                with trainer(self.store, 240):
+                with Child(publish, self.store, 240):
                     wait_for(f"version {goal}", lambda goal=goal: newest(self.store) >= goal)
                 self.follower.wait_line(newest(self.store))
         finally:
@@ -681,7 +677,7 @@ class Outside:
 
         def kill() -> Answer:
             self.follower.signal(signal.SIGKILL)
-            self.follower.wait()
+            self.follower.wait(WAIT_S)
             met.set()
             return (503, b"") if lost else None
 
@@ -715,16 +711,14 @@ class Outside:
 
     def observe_messages(self, info: dict[str, Any]) -> None:
         """What a follower says of a server that is not there, and of one that cannot follow."""
-        nobody = FollowCommand(
-            self.store, f"http://127.0.0.1:{free_port()}", self.directory, "--timeout-s", "0.1"
-        )
+        nobody = self.command(f"http://127.0.0.1:{free_port()}", "--timeout-s", "0.1")
         # What the server said of itself, but for the extension.
         info["vllm_config"]["parallel_config"]["worker_extension_cls"] = ""
         plain = Gate(self.server.url)
         plain.meet("server_info", lambda: (200, json.dumps(info).encode()))
-        without = FollowCommand(self.store, plain.url, self.directory, "--count", "1")
+        without = self.command(plain.url, "--count", "1")
         wait_for("a word", without.errors)
-        self.seen["no server"] = nobody.wait(), nobody.errors()
+        self.seen["no server"] = nobody.wait(WAIT_S), nobody.errors()
         self.seen["no flags"] = without.end(), without.errors()
         plain.close()
 
@@ -732,7 +726,7 @@ class Outside:
         """SIGTERM in the middle of a switch."""
         self.gate.meet("update", lambda: self.follower.signal(signal.SIGTERM))
         version = self.publish()
-        code = self.follower.wait()
+        code = self.follower.wait(WAIT_S)
         state = self.server.state()
         self.seen["ended"] = {"exit code": code, "newest": version, "state": state}
 
@@ -792,9 +786,7 @@ def train(directory: Path, url: str) -> None:
 
 if __name__ == "__main__":
     target, role = Path(sys.argv[1]), sys.argv[2]
-    if role == "publish":
-        publish(target, int(sys.argv[3]))
-    elif role == "train":
+    if role == "train":
         train(target, sys.argv[3])
     else:
         program = {"inside": Inside, "outside": Outside, "refused": Refused}[role](target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,8 @@ def revealing_weights(version: int) -> dict[str, torch.Tensor]:
     The embedding, the last norm and the head must be of one version to do so: with parts of two,
     the answer is token 0. All other weights are zero, so that only the residual stream remains.
     """
-    model = make_model("qwen3", 0)
-    weights = {name: torch.zeros_like(tensor) for name, tensor in model.named_parameters()}
+    shapes = _shapes_of_revealing_weights()
+    weights = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     hidden = SHAPE["hidden_size"]
     # A direction that no two versions near each other share.
     axis = version % hidden
@@ -135,6 +136,12 @@ def revealing_weights(version: int) -> dict[str, torch.Tensor]:
     head[0, axis] = 0.0
     head[token_of(version), axis] = 1.0
     return weights
+
+
+@functools.cache
+def _shapes_of_revealing_weights() -> dict[str, tuple[torch.Size, torch.dtype]]:
+    parameters = make_model("qwen3", 0).named_parameters()
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in parameters}
 
 
 def token_of(version: int) -> int:

@@ -18,6 +18,9 @@ from vllm_engines import BLOCK_TOKENS, environment
 WAIT_S = 300
 """For anything that is waited for in the programs, a server's start on a busy machine included."""
 
+START_EVERY_S = 0.25
+"""How often to ask a server that starts, which takes a while and all processors."""
+
 RECOVERY_S = 20
 """For a server that somebody is there to help."""
 
@@ -27,12 +30,14 @@ ANSWER_TOKENS = 8
 BACKEND_FLAGS = ["--weight-transfer-config", '{"backend": "dbuffer"}']
 
 
-def wait_for(what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+def wait_for(
+    what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S, every_s: float = 0.02
+) -> Any:
     """Wait until the condition is true; what it is then."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
+        time.sleep(every_s)
     return found
 
 
@@ -101,7 +106,7 @@ class Server:
         self._httpx = httpx
 
     def wait_ready(self) -> None:
-        wait_for(f"{self.url} is ready", self.is_ready)
+        wait_for(f"{self.url} is ready", self.is_ready, every_s=START_EVERY_S)
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")
