@@ -142,7 +142,8 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
             digests[index] = contents.hash_block(blocks[index])
 
     copier.in_parallel(work, cut_work([block.num_bytes for block in blocks], copier))
-    found = join_blocks(blocks, digests, len(contents.layout.specs))
+    tensors = dict.fromkeys(block.tensor for block in blocks)
+    found = dict(zip(tensors, join_blocks(blocks, digests), strict=True))
     if wrong := [index for index, checksum in wanted.items() if found[index] != checksum]:
         names = ", ".join(repr(contents.layout.specs[index].name) for index in wrong[:3])
         raise ChecksumError(

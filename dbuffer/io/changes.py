@@ -312,14 +312,10 @@ class _Search:
         """Those of the changed tensors that are here."""
         if not self._hashed:
             return {}
-        digests = {
-            change.tensor: [self._digests[index] for index in self._blocks_of[change.tensor]]
-            for change in changes
-            if change.tensor in self._after
-        }
         return {
-            tensor: join_digests(of_blocks) if len(of_blocks) > 1 else of_blocks[0]
-            for tensor, of_blocks in digests.items()
+            tensor: join_digests([self._digests[index] for index in self._blocks_of[tensor]])
+            for tensor in (change.tensor for change in changes)
+            if tensor in self._after
         }
 
     def _bytes_before(self, block: Block) -> npt.NDArray[np.uint8]:

@@ -241,7 +241,7 @@ class Step:
             before,
             copier,
             base=self._tip.manifest.identity,
-            identity=self.draft.identity,
+            identity=self.draft.claim.identity,
             version=self._version,
             layout_xxh3=self._tip.footer.layout_xxh3,
         )
@@ -250,14 +250,14 @@ class Step:
     def commit(self, metadata: dict[str, Any], checksums: list[int] | None) -> Tip:
         """Publish it. ``checksums``: of all its tensors."""
         draft, tip = self.draft, self._tip
-        chain = [*self._chain, Link(draft.identity, self.delta_bytes or 0)]
+        chain = [*self._chain, Link(draft.claim.identity, self.delta_bytes or 0)]
         anchor_version, upon = self._version, {}
         if tip is not None and not draft.has_file:
             anchor_version, upon = tip.anchor_version, tip.manifest.upon(tip.buffer)
         chain = trimmed(chain, draft.layout, upon.get("anchor"))
         draft.checksums = checksums
         manifest = draft.commit(metadata, version=self._version, chain=names_in(chain), **upon)
-        return Tip(manifest, draft.buffer, draft.footer, checksums, chain, anchor_version)
+        return Tip(manifest, draft.claim.buffer, draft.footer, checksums, chain, anchor_version)
 
     def __enter__(self) -> Self:
         return self

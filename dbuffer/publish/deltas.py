@@ -168,14 +168,14 @@ class Deltas:
             draft.fill(last.contents.views, self._copier)
             return last.contents
         mapped = draft.mapped
-        if last.changes is not None and last.tip.follows(draft.held_before):
+        if last.changes is not None and last.tip.follows(draft.claim.held_before):
             write_changes(last.changes, mapped, self._copier)
         else:
             self._copier.write(mapped, last.contents.views)
         write_changes(found.changes, mapped, self._copier)
         # What is not written now may have been damaged since it was.
         if checksums is not None and self._copier.checksums(mapped) != checksums:
-            logger.warning("%s was damaged since it was written: writing it anew", draft.path)
+            logger.warning("%s was damaged since it was written: writing it anew", draft.claim.path)
             self._copier.write(mapped, last.contents.views)
             write_changes(found.changes, mapped, self._copier)
             found_now = self._copier.checksums(mapped)

@@ -240,7 +240,7 @@ class ResidentModel(LocalSender):
     def _brought_up_to_date(self, draft: Draft, mapped: MappedTensors) -> bool:
         """Write into the version before the last what changed since, if that is what is there."""
         last = self._last
-        if last is None or last.changes is None or not last.tip.follows(draft.held_before):
+        if last is None or last.changes is None or not last.tip.follows(draft.claim.held_before):
             return False
         write_changes(last.changes, mapped, self._copier)
         checksums = last.tip.checksums

@@ -226,9 +226,8 @@ class ShardedDeltas:
             self._step = step = chaining.begin(version, asked.footer)
         # Not where there are checksums: those of a file's bytes are taken as they lie there, and
         # what is not written now may have been damaged since it was.
-        is_patched = (
-            upon and not self._hashed and tip is not None and tip.follows(step.draft.held_before)
-        )
+        before = step.draft.claim.held_before
+        is_patched = upon and not self._hashed and tip is not None and tip.follows(before)
         return Claimed.of(version, step.draft, is_patched=is_patched)
 
     def _fill(self, share: _Share, claimed: Claimed, asked: Asked) -> list[int] | None:
