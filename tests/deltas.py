@@ -147,6 +147,6 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
     if wrong := [index for index, checksum in wanted.items() if found[index] != checksum]:
         names = ", ".join(repr(contents.layout.specs[index].name) for index in wrong[:3])
         raise ChecksumError(
-            f"{len(wrong)} tensors are not what delta {header.identity} leads to, {names:.300} "
-            "among them; publish again"
+            f"{len(wrong)} tensors are not what delta {header.record.identity} leads to, "
+            f"{names:.300} among them; publish again"
         )

@@ -210,10 +210,10 @@ class Chain:
             num_bytes, data_xxh3 = decode_prefix(_read_at(path, file, 0, PREFIX_BYTES))
             data = _read_at(path, file, PREFIX_BYTES, num_bytes)
             header = decode_header(data, data_xxh3, self._layout, layout_xxh3)
-        base = chain[chain.index(identity) - 1]
-        if (header.base, header.identity) != (base, identity):
+        base, told = chain[chain.index(identity) - 1], header.record
+        if (told.base, told.identity) != (base, identity):
             raise StoreCorruptError(
-                f"{path}: leads from {header.base} to {header.identity}, and is named for one from "
+                f"{path}: leads from {told.base} to {told.identity}, and is named for one from "
                 f"{base} to {identity}; publish again to replace it"
             )
         return header

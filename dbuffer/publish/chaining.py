@@ -81,7 +81,7 @@ class Tip:
         links = [Link(name, chain.header(name).num_bytes) for name in names[1:]]
         anchor_version = manifest.version
         if upon_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
-            anchor_version = chain.header(upon_anchor[0]).version - 1
+            anchor_version = chain.header(upon_anchor[0]).record.version - 1
         chain_so_far = [Link(names[0], 0), *links]
         return cls(manifest, held.buffer, footer, checksums, chain_so_far, anchor_version)
 
@@ -90,11 +90,6 @@ class Tip:
         """What leads from the version in the weights file to this one."""
         names = [link.identity for link in self.chain]
         return self.chain[names.index(self.manifest.anchor or self.manifest.identity) + 1 :]
-
-    @property
-    def is_far_from_anchor(self) -> bool:
-        """Whether late readers fare better with a new anchor."""
-        return _is_long(self.since_anchor, self.footer.layout)
 
     def follows(self, identity: str | None) -> bool:
         """Whether a delta leads to it from this version."""
@@ -177,7 +172,9 @@ class Chaining:
 
     def begin_upon(self, tip: Tip, version: int) -> Step:
         """A version to which a delta leads from the last one."""
-        chain, has_file = tip.chain, self.keeps_buffers_whole or tip.is_far_from_anchor
+        # Far from their anchor, late readers fare better with a new one.
+        is_far = _is_long(tip.since_anchor, tip.footer.layout)
+        chain, has_file = tip.chain, self.keeps_buffers_whole or is_far
         if self._is_broken(tip):
             chain, has_file = chain[-1:], True
         # Its checksums are known: nothing is hashed as it is written.

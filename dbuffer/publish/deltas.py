@@ -119,7 +119,7 @@ class Deltas:
 
     def _read(self, held: Held, chain: Chain, tip: Tip) -> _Last:
         footer = tip.footer
-        if self._keeps_buffers_whole:
+        if self._chaining.keeps_buffers_whole:
             contents: FileTensors = self._drafts.map_file(held.path, held.file.number, footer)
         else:
             contents = FileTensors.in_memory(footer.layout)
@@ -133,7 +133,7 @@ class Deltas:
     ) -> Published:
         with self._chaining.begin(wanted.version, footer, hashed=self._hashed) as step:
             draft = step.draft
-            if self._keeps_buffers_whole:
+            if self._chaining.keeps_buffers_whole:
                 draft.fill(list(tensors), self._copier)
                 contents: FileTensors = draft.mapped
             else:
@@ -163,7 +163,7 @@ class Deltas:
         self, draft: Draft, last: _Last, found: Found, checksums: list[int] | None
     ) -> FileTensors:
         """Write the whole version into the draft's file; where it lies, to be compared with."""
-        if not self._keeps_buffers_whole:
+        if not self._chaining.keeps_buffers_whole:
             write_changes(found.changes, last.contents, self._copier)
             draft.fill(last.contents.views, self._copier)
             return last.contents
@@ -205,10 +205,6 @@ class Deltas:
             f"{self._drafts.writer.root}: {name} was damaged after it was published, so what "
             "changed since cannot be published upon it; send all weights"
         )
-
-    @property
-    def _keeps_buffers_whole(self) -> bool:
-        return self._chaining.keeps_buffers_whole
 
 
 def without_borrowed(changes: list[Change], contents: FileTensors) -> list[Change]:
