@@ -134,7 +134,7 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
     wanted = header.checksums
     if wanted is None:
         raise ChecksumError("the delta has no checksums: make the sender with checksum=True")
-    blocks = [block for block in contents.blocks if block.tensor in wanted]
+    blocks = [block for block in contents.layout.blocks if block.tensor in wanted]
     digests = [0] * len(blocks)
 
     def work(first: int, end: int) -> None:

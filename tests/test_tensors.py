@@ -124,7 +124,7 @@ class TestMappedTensors:
     def test_blocks_cover_each_tensor(self, make_mapped, byte_specs):
         mapped = make_mapped(byte_specs)
         for index, spec in enumerate(byte_specs):
-            blocks = [block for block in mapped.blocks if block.tensor == index]
+            blocks = [block for block in mapped.layout.blocks if block.tensor == index]
             assert sum(block.num_bytes for block in blocks) == spec.num_bytes
             assert [block.offset for block in blocks] == [
                 number * BLOCK_BYTES for number in range(len(blocks))

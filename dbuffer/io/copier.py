@@ -160,14 +160,14 @@ class Copier:
         self._copy_slices(destinations, sources, slices)
 
     def checksums(self, contents: FileTensors) -> list[int]:
-        digests = [0] * len(contents.blocks)
+        blocks = contents.layout.blocks
+        digests = [0] * len(blocks)
 
         def work(first: int, end: int) -> None:
-            for index in range(first, end):
-                digests[index] = contents.hash_block(contents.blocks[index])
+            digests[first:end] = map(contents.hash_block, blocks[first:end])
 
         self.in_parallel(work, contents.cut_blocks(self.num_threads))
-        return join_blocks(contents.blocks, digests)
+        return join_blocks(blocks, digests)
 
     def _copy_slices(
         self,
@@ -184,7 +184,7 @@ class Copier:
     def _copy_and_hash(
         self, contents: FileTensors, others: list[torch.Tensor], *, into_file: bool
     ) -> list[int]:
-        blocks, offsets = contents.blocks, contents.layout.offsets
+        blocks, offsets = contents.layout.blocks, contents.layout.offsets
         addresses = self._plain_addresses(contents, others, into_file=into_file)
         digests = [0] * len(blocks)
 

@@ -69,13 +69,9 @@ class FileTensors:
 
     def cut_blocks(self, parts: int) -> list[tuple[int, int]]:
         if (slices := self._block_slices.get(parts)) is None:
-            sizes = [block.num_bytes for block in self.blocks]
+            sizes = [block.num_bytes for block in self.layout.blocks]
             slices = self._block_slices[parts] = split_evenly(sizes, parts)
         return slices
-
-    @property
-    def blocks(self) -> list[Block]:
-        return self.layout.blocks
 
     def hash_block(self, block: Block) -> int:
         start = self.layout.offsets[block.tensor] + block.offset

@@ -181,11 +181,11 @@ class SharedFile(RankOutput):
             if ranks.rank >= len(slices):
                 return []
             first, end = slices[ranks.rank]
-            return [mapped.hash_block(block) for block in mapped.blocks[first:end]]
+            return [mapped.hash_block(block) for block in mapped.layout.blocks[first:end]]
 
         shares = ranks.each("hash its share", hash_share)
         digests = list(itertools.chain.from_iterable(shares))
-        return join_blocks(mapped.blocks, digests)
+        return join_blocks(mapped.layout.blocks, digests)
 
     def read_back(
         self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier

@@ -393,7 +393,7 @@ class _Boxes:
 
     def digests(self, copier: Copier) -> dict[int, list[int]]:
         """Those of each tensor's blocks in the copy; hashed if they changed since the last time."""
-        missing = [block for block in self.copy.blocks if block.tensor not in self._digests]
+        missing = [block for block in self.copy.layout.blocks if block.tensor not in self._digests]
         found = [0] * len(missing)
 
         def work(first: int, end: int) -> None:

@@ -64,15 +64,11 @@ def real_path(path: Path) -> Path:
         raise StoreAccessError(f"cannot follow the path at {path}: {error}") from None
 
 
-def filesystem_of(path: Path) -> str:
-    """The kernel's name of the filesystem under ``path`` (which need not exist yet)."""
-    return mount_of(path).filesystem
-
-
 class Mount(NamedTuple):
     """What the kernel says of a mount."""
 
     filesystem: str
+    """The kernel's name of it."""
     source: str
     """A device, ``server:/export``."""
     options: tuple[str, ...]
