@@ -217,9 +217,8 @@ def _open_parts(
         if not num_bytes:
             continue
         name = part_path(path, part)
-        descriptor = filesystem.open_regular(name, os.O_RDONLY, owner_only=False)
-        stack.callback(os.close, descriptor)
-        found = os.fstat(descriptor)
+        own = stack.enter_context(filesystem.open_regular(name, os.O_RDONLY, owner_only=False))
+        found = os.fstat(own.number)
         writable = stat.S_IMODE(found.st_mode) & ~stat.S_IMODE(trusted.st_mode) & 0o022
         if found.st_uid != trusted.st_uid or writable:
             raise StoreInsecureError(f"{name} has another owner or mode than {path.name}")
@@ -227,7 +226,7 @@ def _open_parts(
             raise StoreCorruptError(
                 f"{name} has {found.st_size} bytes, and was published with {num_bytes}"
             )
-        files[part] = descriptor
+        files[part] = own.number
     return files
 
 

@@ -148,7 +148,7 @@ class SharedFile(RankOutput):
         path = claimed.path_in(self._store)
         with filesystem.os_errors("open the buffer that rank 0 has claimed", path):
             # No lock: rank 0 holds it for all.
-            file = Descriptor(filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only))
+            file = filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only)
         with file:
             if filesystem.identity_of(file.number) != claimed.identity:
                 raise StoreAccessError(
