@@ -427,14 +427,11 @@ def write_changes(changes: Sequence[Change], contents: FileTensors, copier: Copi
     Raises:
         InvalidWeightsError: a change does not fit the layout. Nothing was written.
     """
-    layout = contents.layout
-    check_changes(layout, changes)
-    data = np.frombuffer(contents.raw, np.uint8)
+    check_changes(contents.layout, changes)
 
     def work(first: int, end: int) -> None:
         for change in changes[first:end]:
-            start = layout.offsets[change.tensor]
-            words = data[start : start + layout.sizes[change.tensor]].view(change.values.dtype)
+            words = words_of(contents, change.tensor)
             words[slice(None) if change.positions is None else change.positions] = change.values
 
     copier.in_parallel(work, cut_work([change.values.nbytes for change in changes], copier))
