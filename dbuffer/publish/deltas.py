@@ -65,7 +65,7 @@ class Last:
 class Published(NamedTuple):
     """What came of it."""
 
-    footer: Footer
+    layout: Layout
     delta_bytes: int | None
     """None: it was published whole, with no delta."""
 
@@ -152,7 +152,7 @@ class Deltas:
                 draft.fill(contents.views, self._copier)
             wanted.check()
             self._last = Last(step.commit(wanted.metadata, draft.checksums), contents)
-        return Published(footer, None)
+        return Published(footer.layout, None)
 
     def _publish_found(self, last: Last, found: Found, wanted: Wanted) -> Published:
         checksums = last.tip.checksums_after(found.checksums)
@@ -166,7 +166,7 @@ class Deltas:
         if not has_file:
             write_changes(found.changes, contents, self._copier)
         self._last = Last(tip, contents, without_borrowed(found.changes, contents))
-        return Published(tip.footer, step.delta_bytes)
+        return Published(tip.footer.layout, step.delta_bytes)
 
     def _fill(
         self, draft: Draft, last: Last, found: Found, checksums: list[int] | None

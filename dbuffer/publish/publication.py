@@ -49,29 +49,6 @@ class Publication:
         )
 
 
-class Publications:
-    """What a sender has published so far, in numbers."""
-
-    def __init__(self) -> None:
-        self.stats = {
-            "versions": 0.0,
-            "bytes": 0.0,
-            "deltas": 0.0,
-            "delta_bytes": 0.0,
-            "publish_s": 0.0,
-        }
-
-    def note(self, publication: Publication) -> Publication:
-        """Count a version in."""
-        self.stats["versions"] += 1
-        self.stats["bytes"] += publication.num_bytes
-        self.stats["publish_s"] += publication.duration_s
-        if publication.delta_bytes is not None:
-            self.stats["deltas"] += 1
-            self.stats["delta_bytes"] += publication.delta_bytes
-        return publication
-
-
 class PendingPublication:
     """What ``send(wait=False)`` returns: weights that are being published.
 

@@ -149,8 +149,8 @@ class ResidentModel(LocalSender):
         """
         started = time.monotonic()
         with self._publishing():
-            version, layout, delta_bytes = self._publish(version, metadata)
-        return self._published.note(Publication.of(version, layout, started, delta_bytes))
+            published = self._publish(version, metadata)
+        return self._note(started, *published)
 
     def _publish(
         self, version: int | None, metadata: Mapping[str, Any] | None
