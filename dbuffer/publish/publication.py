@@ -16,11 +16,9 @@ from typing import Self
 
 import torch
 
-from dbuffer.errors import VersionTimeoutError, WeightsChangedError
+from dbuffer.errors import VersionTimeoutError, WeightsChangedError, listed
 from dbuffer.format.layout import Layout
 from dbuffer.runtime import options
-
-_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +109,10 @@ class Unchanged:
         """Raise :class:`WeightsChangedError` if one was."""
         changed = [name for name, tensor, at in self._watched if tensor._version != at]  # noqa: SLF001
         if changed:
-            more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
             raise WeightsChangedError(
-                f"{', '.join(changed[:_MAX_NAMED])}{more} changed while they were being published, "
-                "so nothing was: call wait() on what send(wait=False) returned before "
-                "optimizer.step(), or sender.guard(optimizer) once"
+                f"{listed(changed)} changed while they were being published, so nothing was: call "
+                "wait() on what send(wait=False) returned before optimizer.step(), or "
+                "sender.guard(optimizer) once"
             )
 
 

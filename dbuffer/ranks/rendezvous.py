@@ -14,12 +14,10 @@ from torch import distributed
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from dbuffer.errors import OptionError, RankFailedError, RankTimeoutError
+from dbuffer.errors import OptionError, RankFailedError, RankTimeoutError, listed
 
 _HERE, _CAME = "here", "came"
 """What a rank says of itself: as long as it waits, and for good."""
-
-_MAX_LISTED = 8
 
 _REMEDY = (
     "check that each of them runs, makes the same calls, and has the same address and number of "
@@ -149,10 +147,7 @@ def _seconds(duration_s: float) -> datetime.timedelta:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    listed = ", ".join(str(rank) for rank in ranks[:_MAX_LISTED])
-    more = len(ranks) - _MAX_LISTED
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {listed}" + (f" and {more} more" if more > 0 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
 
 
 def _first_line(error: BaseException) -> str:

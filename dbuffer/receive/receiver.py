@@ -25,6 +25,7 @@ from dbuffer.errors import (
     VersionError,
     VersionTimeoutError,
     WeightsMismatchError,
+    listed,
 )
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import POINTER_FILE, Pointer, host_in_id, is_receiver_id
@@ -552,7 +553,7 @@ class WeightReceiver:
                 "before it was changed in memory",
                 manifest.version,
                 self.store,
-                ", ".join(wrong[:5]),
+                listed(wrong),
             )
             return None
         return tensors
@@ -626,10 +627,9 @@ class WeightReceiver:
             return True
         # A writer marks the buffer before its first byte: one that is not marked was damaged.
         if self._store.manifest(held.buffer) == held.manifest:
-            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ChecksumError(
                 f"{held.path}: version {held.manifest.version} was damaged after it was "
-                f"published: {', '.join(wrong[:5])}{more}; publish again to replace it"
+                f"published: {listed(wrong)}; publish again to replace it"
             )
         return False
 

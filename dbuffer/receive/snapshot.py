@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from dbuffer.errors import ChecksumError, DBufferError, StoreAccessError
+from dbuffer.errors import ChecksumError, DBufferError, StoreAccessError, listed
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
@@ -222,7 +222,7 @@ class Snapshot:
         if checksums is None:
             return
         if wrong := wrong_tensors(self._held, self._contents.layout, checksums):
-            raise ChecksumError(f"{self.path}: damaged while it was copied: {', '.join(wrong[:5])}")
+            raise ChecksumError(f"{self.path}: damaged while it was copied: {listed(wrong)}")
 
     @property
     def aliases(self) -> dict[str, str]:
