@@ -59,7 +59,7 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float, where: str | N
         what = "did not come" if never else "came, but did not wait that long"
         raise RankTimeoutError(
             f"rank {rank} of {size} waited {timeout_s:g} s at {where} for "
-            f"{_listed(never or away)}, which {what}; {_REMEDY}"
+            f"{_named(never or away)}, which {what}; {_REMEDY}"
         ) from error
 
 
@@ -126,7 +126,7 @@ def _store_at(init_method: str, rank: int, size: int, timeout_s: float, where: s
             ) from error
         awaited = list(range(1, size)) if rank == 0 else [0]
         raise RankTimeoutError(
-            f"rank {rank} of {size} waited {timeout_s:g} s at {where} for {_listed(awaited)}: "
+            f"rank {rank} of {size} waited {timeout_s:g} s at {where} for {_named(awaited)}: "
             f"{_first_line(error)}; {_REMEDY}"
         ) from error
     except (RuntimeError, ValueError) as error:
@@ -146,7 +146,7 @@ def _seconds(duration_s: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=duration_s)
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _named(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
 
 
