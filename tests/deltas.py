@@ -134,7 +134,7 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
     wanted = header.checksums
     if wanted is None:
         raise ChecksumError("the delta has no checksums: make the sender with checksum=True")
-    blocks = [block for block in contents.blocks if block.tensor in wanted]
+    blocks = [block for block in contents.layout.blocks if block.tensor in wanted]
     digests = [0] * len(blocks)
 
     def work(first: int, end: int) -> None:
@@ -142,10 +142,11 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
             digests[index] = contents.hash_block(blocks[index])
 
     copier.in_parallel(work, cut_work([block.num_bytes for block in blocks], copier))
-    found = join_blocks(blocks, digests, len(contents.layout.specs))
+    tensors = dict.fromkeys(block.tensor for block in blocks)
+    found = dict(zip(tensors, join_blocks(blocks, digests), strict=True))
     if wrong := [index for index, checksum in wanted.items() if found[index] != checksum]:
         names = ", ".join(repr(contents.layout.specs[index].name) for index in wrong[:3])
         raise ChecksumError(
-            f"{len(wrong)} tensors are not what delta {header.identity} leads to, {names:.300} "
-            "among them; publish again"
+            f"{len(wrong)} tensors are not what delta {header.record.identity} leads to, "
+            f"{names:.300} among them; publish again"
         )

@@ -45,7 +45,7 @@ class Faults(WorkerExtension):
             return
         really_open = filesystem.open_regular
 
-        def open_damaged(path: Path, flags: int, **options: Any) -> int:
+        def open_damaged(path: Path, flags: int, **options: Any) -> filesystem.Descriptor:
             if not path.name.startswith("weights-"):
                 return really_open(path, flags, **options)
             with tempfile.NamedTemporaryFile() as copy:

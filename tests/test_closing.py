@@ -214,7 +214,7 @@ def test_work_for_closed_threads_is_refused() -> None:
     copier = Copier(2)
     copier.close()
     with pytest.raises(ClosedError):
-        copier.copy_bytes(torch.empty(8), torch.empty(8))
+        copier.copy_tensors([torch.empty(8)], [torch.empty(8)])
 
 
 def test_closing_threads_waits_for_what_they_do() -> None:

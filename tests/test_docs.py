@@ -255,7 +255,7 @@ def test_json_has_the_documented_shape(
 
 def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:
     from dbuffer.integrations.engine.follower import Switch
-    from dbuffer.mirror.mirror import Copied
+    from dbuffer.publish.publication import Publication
     from dbuffer.tools.demo.records import DemoResult
     from dbuffer.tools.doctor import Meeting, PeerReport
 
@@ -263,7 +263,7 @@ def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:
         return {item.name for item in dataclasses.fields(kind)}
 
     assert documented("dbuffer follow --vllm URL --json").keys() == names(Switch)
-    assert documented("dbuffer mirror --json").keys() == names(Copied)
+    assert documented("dbuffer mirror --json").keys() == names(Publication)
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
     for kind in (DemoResult, Meeting, PeerReport):
         for name in names(kind):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,8 +154,8 @@ def test_load_into_a_dictionary_starts_over_by_itself(
         publish(sender, 1)
         read = receiver._copier.read
 
-        def read_slowly(*args: object) -> None:
-            read(*args)
+        def read_slowly(*args: Any, **options: Any) -> None:
+            read(*args, **options)
             if sender._writer.next_version(None) == 2:
                 publish(sender, 2, 3)
 

@@ -368,7 +368,7 @@ def test_listing_reads_what_has_changed(store: Path, monkeypatch: pytest.MonkeyP
         reads: list[str] = []
         real = filesystem.open_regular
 
-        def count(path: Path, *args: Any, **options: Any) -> int:
+        def count(path: Path, *args: Any, **options: Any) -> filesystem.Descriptor:
             if path.parent.name == RECEIVERS_DIRECTORY:
                 reads.append(path.name)
             return real(path, *args, **options)

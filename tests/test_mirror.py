@@ -52,7 +52,8 @@ from support import (
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import mirror_metrics
-from dbuffer.mirror.mirror import Copied, Mirror, start_mirror
+from dbuffer.mirror.mirror import Mirror, start_mirror
+from dbuffer.publish.publication import Publication
 from dbuffer.store.buffer import DoubleBuffer
 
 MEGABYTE = 1 << 20
@@ -194,7 +195,7 @@ def _flat_bytes(tensor: Any) -> Any:
 
 
 def test_what_is_obsolete_is_skipped(remote: Path, local: Path) -> None:
-    copied: list[Copied] = []
+    copied: list[Publication] = []
     publish(remote, *range(1, 41))
     with dbuffer.WeightSender(remote, checksum=True) as sender:
         with quick(remote, local, on_copied=copied.append).start() as one:
@@ -214,7 +215,7 @@ def test_who_waits_for_a_version_finds_it_told_and_counted(remote: Path, local: 
     """Readers have it before; what looks at the mirror itself comes after."""
     may_go_on, told = threading.Event(), []
 
-    def on_copied(copied: Copied) -> None:
+    def on_copied(copied: Publication) -> None:
         told.append((one.version, one.stats["copied"], newest(local)))
         assert may_go_on.wait(10)
 
@@ -233,7 +234,7 @@ def test_who_waits_for_a_version_finds_it_told_and_counted(remote: Path, local: 
 
 
 def test_what_on_copied_raises_reaches_who_waits(remote: Path, local: Path) -> None:
-    def on_copied(copied: Copied) -> None:
+    def on_copied(copied: Publication) -> None:
         raise KeyError(copied.version)
 
     publish(remote, 1)
@@ -245,7 +246,7 @@ def test_what_on_copied_raises_reaches_who_waits(remote: Path, local: Path) -> N
 def test_versions_that_come_while_one_is_copied_are_skipped(remote: Path, local: Path) -> None:
     may_go_on, versions = threading.Event(), []
 
-    def on_copied(copied: Copied) -> None:
+    def on_copied(copied: Publication) -> None:
         versions.append(copied.version)
         assert may_go_on.wait(10)
 
@@ -455,7 +456,7 @@ def test_a_damaged_remote_delta(
     monkeypatch.setattr("dbuffer.store.buffer._SETTLE_S", 0.05)
     may_go_on = threading.Event()
 
-    def on_copied(copied: Copied) -> None:
+    def on_copied(copied: Publication) -> None:
         if copied.version == 2:
             assert may_go_on.wait(10)
 
@@ -496,7 +497,7 @@ def follow_to_a_call(
     with dbuffer.WeightSender(remote, checksum=True, delta=True, num_threads=1) as sender:
         sender.send(SPARSE.weights(1))
 
-        def on_copied(copied: Copied) -> None:
+        def on_copied(copied: Publication) -> None:
             sys.setprofile(None)
             if copied.version == 4:
                 end.set()
@@ -559,7 +560,7 @@ def damaged_on_the_way(
     """A mirror that has all good versions; the next one is damaged before it is read."""
     may_go_on = threading.Event()
 
-    def on_copied(copied: Copied) -> None:
+    def on_copied(copied: Publication) -> None:
         if copied.version == good[-1]:
             assert may_go_on.wait(10)
 
@@ -779,7 +780,7 @@ def run_to_a_call(
     os.environ["DBUFFER_MOUNT"] = mount
     end = threading.Event()
 
-    def on_copied(copied: Copied) -> None:
+    def on_copied(copied: Publication) -> None:
         if copied.version == 1:
             publish(remote, 2, pattern=LONG)
             at_call(number, die, COPIES)
@@ -830,7 +831,7 @@ def test_killed_at_any_moment_of_a_copy(
 def mirror_and_stop(connection: Connection, remote: Path, local: Path) -> None:
     """Freeze in the middle of the first copy; send each version that was copied."""
 
-    def on_copied(copied: Copied) -> None:
+    def on_copied(copied: Publication) -> None:
         connection.send(copied.version)
 
     at_step(Step("c_call", "preadv", nth=2), stop)

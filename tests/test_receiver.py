@@ -366,8 +366,8 @@ class TestEviction:
         copier = receiver._copier
         read, calls = copier.read, []
 
-        def read_slowly(mapped, targets):
-            read(mapped, targets)
+        def read_slowly(*args, **options):
+            read(*args, **options)
             calls.append(values_in(target))
             if len(calls) == 1:
                 for value in (2, 3):

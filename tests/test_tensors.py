@@ -124,7 +124,7 @@ class TestMappedTensors:
     def test_blocks_cover_each_tensor(self, make_mapped, byte_specs):
         mapped = make_mapped(byte_specs)
         for index, spec in enumerate(byte_specs):
-            blocks = [block for block in mapped.blocks if block.tensor == index]
+            blocks = [block for block in mapped.layout.blocks if block.tensor == index]
             assert sum(block.num_bytes for block in blocks) == spec.num_bytes
             assert [block.offset for block in blocks] == [
                 number * BLOCK_BYTES for number in range(len(blocks))
@@ -153,9 +153,9 @@ class TestCopier:
         sources = [random_bytes(size) for size in SIZES]
         targets = [torch.zeros_like(source) for source in sources]
         expected = [expected_checksum(source.numpy().tobytes()) for source in sources]
-        assert copier.write_hashed(mapped, sources) == expected
+        assert copier.write(mapped, sources, hashed=True) == expected
         assert copier.checksums(mapped) == expected
-        assert copier.read_hashed(mapped, targets) == expected
+        assert copier.read(mapped, targets, hashed=True) == expected
         assert all(map(torch.equal, sources, targets))
 
     def test_hashes_what_it_must_convert(self, make_mapped, copier):
@@ -166,7 +166,8 @@ class TestCopier:
             "parameter": (torch.nn.Parameter(torch.randn(7)), "float32"),
         }
         mapped = make_mapped([TensorSpec(n, d, tuple(t.shape)) for n, (t, d) in kinds.items()])
-        checksums = copier.write_hashed(mapped, [tensor for tensor, _ in kinds.values()])
+        sources = [tensor for tensor, _ in kinds.values()]
+        checksums = copier.write(mapped, sources, hashed=True)
         for view, found, (tensor, _) in zip(mapped.views, checksums, kinds.values(), strict=True):
             wanted = tensor.detach().resolve_conj().to(view.dtype).contiguous()
             assert torch.equal(view, wanted)

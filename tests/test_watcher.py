@@ -208,7 +208,8 @@ def test_an_error_of_another_kind_is_raised(directory, watch, monkeypatch):
 
 
 def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
-    monkeypatch.setattr(filesystem, "filesystem_of", lambda path: "nfs4")
+    mount = filesystem.Mount("nfs4", "server:/export", ())
+    monkeypatch.setattr(filesystem, "mount_of", lambda path: mount)
     before = set(threading.enumerate())
     waiting = watch(directory / "CURRENT")
     with caplog.at_level(logging.DEBUG, "dbuffer"):

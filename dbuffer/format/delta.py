@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import struct
 import threading
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ import numpy.typing as npt
 
 from dbuffer.errors import ChecksumError, DBufferError, StoreCorruptError, StoreFormatError
 from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec, digest
-from dbuffer.format.manifest import Record, decode, encode
+from dbuffer.format.manifest import DIGEST, IDENTITY, Record, decode, encode
 
 MAGIC = b"dbufdelt"
 FORMAT = 1
@@ -72,8 +71,6 @@ MIN_CHUNK_BYTES = 1 << 14
 """There are no more chunks than tensors, and one for so many bytes of all tensors."""
 
 _MAX_LINE_BYTES = 4096
-_IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
-_DIGEST = re.compile(r"[0-9a-f]{16}")
 
 _TENSOR_ROW = np.dtype([("tensor", "<u4"), ("num_changed", "<u8"), ("xxh3", "<u8")])
 _CHUNK_ROW = np.dtype(
@@ -100,7 +97,7 @@ class DeltaRecord(Record):
     """The first line of the header."""
 
     NAME: ClassVar = "delta"
-    PATTERNS: ClassVar = {"base": _IDENTITY, "identity": _IDENTITY, "layout_xxh3": _DIGEST}
+    PATTERNS: ClassVar = {"base": IDENTITY, "identity": IDENTITY, "layout_xxh3": DIGEST}
 
     base: str
     """Identity of the version that it starts from."""
@@ -147,18 +144,6 @@ class DeltaHeader:
     header_bytes: int
     """As stored, without the prefix."""
 
-    @property
-    def base(self) -> str:
-        return self.record.base
-
-    @property
-    def identity(self) -> str:
-        return self.record.identity
-
-    @property
-    def version(self) -> int:
-        return self.record.version
-
     @functools.cached_property
     def places(self) -> list[int]:
         """Where in the file each chunk begins, in bytes; and, last, where the file ends."""
@@ -170,11 +155,6 @@ class DeltaHeader:
     def num_bytes(self) -> int:
         """Of the whole file."""
         return self.places[-1]
-
-    @property
-    def num_changed(self) -> int:
-        """Words that are in it: all of a tensor that comes whole."""
-        return int(self.tensors["num_changed"].sum())
 
     @property
     def checksums(self) -> dict[int, int] | None:

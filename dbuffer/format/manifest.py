@@ -43,12 +43,11 @@ SCRATCH_DIRECTORY = "tmp"
 NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
 hosts until the next one, and watchdog holds back the first of two events in one directory."""
 
-_RUN = _DIGEST = re.compile(r"[0-9a-f]{16}")
+_RUN = DIGEST = ATTEMPT = re.compile(r"[0-9a-f]{16}")
+"""What runs, digests, and attempts to switch an engine are known by."""
 _WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
-_IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
+IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
 _DELTA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}\.delta")
-ATTEMPT = re.compile(r"[0-9a-f]{16}")
-"""What an attempt to switch an engine is known by."""
 _BOOT = re.compile(r"[0-9a-f-]{0,36}")
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -136,10 +135,10 @@ class Manifest(Record):
         "run": _RUN,
         "history": _RUN,
         "file": _WEIGHTS_FILE,
-        "layout_xxh3": _DIGEST,
-        "checksums_xxh3": _DIGEST,
-        "origin": _IDENTITY,
-        "anchor": _IDENTITY,
+        "layout_xxh3": DIGEST,
+        "checksums_xxh3": DIGEST,
+        "origin": IDENTITY,
+        "anchor": IDENTITY,
     }
 
     state: Literal["writing", "complete"]
@@ -192,7 +191,7 @@ class Manifest(Record):
 
     def _check_chain(self) -> None:
         chain = self.chain
-        if not all(isinstance(name, str) and _IDENTITY.fullmatch(name) for name in chain):
+        if not all(isinstance(name, str) and IDENTITY.fullmatch(name) for name in chain):
             raise StoreCorruptError(f"{self.NAME}: field 'chain' is {chain!r:.80}")
         if len(set(chain)) < len(chain) or len(chain) == 1:
             raise StoreCorruptError(
@@ -267,7 +266,7 @@ class ReceiverRecord(Record):
         "attempt": ATTEMPT,
         "boot": _BOOT,
         "owner": _RUN,
-        "instance": _DIGEST,
+        "instance": DIGEST,
     }
 
     receiver: str

@@ -81,18 +81,32 @@ class Chain:
         *,
         since: str | None = None,
         on_bytes: OnBytes | None = None,
-    ) -> None:
+        hashed: bool = False,
+    ) -> list[int] | None:
         """Bring memory, which holds the version ``since``, to the one that is held.
 
-        None, or one from which the chain does not lead here: the file is read first.
-        ``on_bytes`` is called with the bytes that were read, from several threads.
+        Args:
+            memory: of no use any more, if this raises.
+            copier: its threads do it.
+            since: None, or one from which the chain does not lead here: the file is read first.
+            on_bytes: called with the bytes that were read, from several threads.
+            hashed: whether to hash what is in memory then.
+
+        Returns:
+            The checksums of all tensors, if ``hashed``.
         """
         manifest, held = self._held.manifest, self._held
         if since is None or since not in manifest.chain:
             file, path = held.file.number, held.path
-            read_tensors(file, path, self._layout, memory, copier, hashed=False, on_bytes=on_bytes)
-            since = manifest.anchor or manifest.identity
+            at_once = hashed and manifest.anchor is None
+            found = read_tensors(
+                file, path, self._layout, memory, copier, hashed=at_once, on_bytes=on_bytes
+            )
+            if manifest.anchor is None:
+                return found
+            since = manifest.anchor
         self._apply_after(since, memory, copier, on_bytes=on_bytes)
+        return copier.checksums(memory) if hashed else None
 
     def read_pieces(self, pieces: Sequence[Piece], memory: FileTensors, copier: Copier) -> None:
         """Read pieces of the held version that are in one part.
@@ -196,10 +210,10 @@ class Chain:
             num_bytes, data_xxh3 = decode_prefix(_read_at(path, file, 0, PREFIX_BYTES))
             data = _read_at(path, file, PREFIX_BYTES, num_bytes)
             header = decode_header(data, data_xxh3, self._layout, layout_xxh3)
-        base = chain[chain.index(identity) - 1]
-        if (header.base, header.identity) != (base, identity):
+        base, told = chain[chain.index(identity) - 1], header.record
+        if (told.base, told.identity) != (base, identity):
             raise StoreCorruptError(
-                f"{path}: leads from {header.base} to {header.identity}, and is named for one from "
+                f"{path}: leads from {told.base} to {told.identity}, and is named for one from "
                 f"{base} to {identity}; publish again to replace it"
             )
         return header

@@ -312,14 +312,10 @@ class _Search:
         """Those of the changed tensors that are here."""
         if not self._hashed:
             return {}
-        digests = {
-            change.tensor: [self._digests[index] for index in self._blocks_of[change.tensor]]
-            for change in changes
-            if change.tensor in self._after
-        }
         return {
-            tensor: join_digests(of_blocks) if len(of_blocks) > 1 else of_blocks[0]
-            for tensor, of_blocks in digests.items()
+            tensor: join_digests([self._digests[index] for index in self._blocks_of[tensor]])
+            for tensor in (change.tensor for change in changes)
+            if tensor in self._after
         }
 
     def _bytes_before(self, block: Block) -> npt.NDArray[np.uint8]:
@@ -431,14 +427,11 @@ def write_changes(changes: Sequence[Change], contents: FileTensors, copier: Copi
     Raises:
         InvalidWeightsError: a change does not fit the layout. Nothing was written.
     """
-    layout = contents.layout
-    check_changes(layout, changes)
-    data = np.frombuffer(contents.raw, np.uint8)
+    check_changes(contents.layout, changes)
 
     def work(first: int, end: int) -> None:
         for change in changes[first:end]:
-            start = layout.offsets[change.tensor]
-            words = data[start : start + layout.sizes[change.tensor]].view(change.values.dtype)
+            words = words_of(contents, change.tensor)
             words[slice(None) if change.positions is None else change.positions] = change.values
 
     copier.in_parallel(work, cut_work([change.values.nbytes for change in changes], copier))

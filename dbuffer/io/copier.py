@@ -128,49 +128,46 @@ class Copier:
         if pool is not None:
             pool.shutdown()
 
-    def write(self, contents: FileTensors, sources: list[torch.Tensor]) -> None:
-        """Copy each source into the file, casting where dtypes differ."""
-        self._copy_slices(contents.views, sources, contents.cut_tensors(self.num_threads))
+    def write(
+        self, contents: FileTensors, sources: list[torch.Tensor], *, hashed: bool = False
+    ) -> list[int] | None:
+        """Copy each source into the file, casting where dtypes differ.
 
-    def read(self, contents: FileTensors, targets: list[torch.Tensor]) -> None:
+        Returns:
+            If ``hashed``, the checksum of each tensor, of the bytes that are there now.
+        """
+        if hashed:
+            return self._copy_and_hash(contents, sources, into_file=True)
+        self._copy_slices(contents.views, sources, contents.cut_tensors(self.num_threads))
+        return None
+
+    def read(
+        self, contents: FileTensors, targets: list[torch.Tensor], *, hashed: bool = False
+    ) -> list[int] | None:
+        """Copy out of the file; if ``hashed``, the checksum of each tensor's bytes in the file.
+
+        They are hashed after they were copied. A writer that overwrites them never puts the old
+        bytes back, so a checksum that is right proves that the copy before it was right.
+        """
+        if hashed:
+            return self._copy_and_hash(contents, targets, into_file=False)
         self._copy_slices(targets, contents.views, contents.cut_tensors(self.num_threads))
+        return None
 
     def copy_tensors(self, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy each source into its destination, casting where dtypes differ."""
         slices = split_evenly([each.nbytes for each in destinations], self.num_threads)
         self._copy_slices(destinations, sources, slices)
 
-    def copy_bytes(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        def work(first: int, end: int) -> None:
-            destination[first:end].copy_(source[first:end])
-
-        if not source.numel():
-            return
-        share = -(-source.numel() // self.num_threads)
-        starts = range(0, source.numel(), share)
-        self.in_parallel(work, [(at, min(at + share, source.numel())) for at in starts])
-
-    def write_hashed(self, contents: FileTensors, sources: list[torch.Tensor]) -> list[int]:
-        """Copy into the file; the checksum of each tensor, of the bytes that are there now."""
-        return self._copy_and_hash(contents, sources, into_file=True)
-
-    def read_hashed(self, contents: FileTensors, targets: list[torch.Tensor]) -> list[int]:
-        """Copy out of the file; the checksum of each tensor's bytes in the file.
-
-        They are hashed after they were copied. A writer that overwrites them never puts the old
-        bytes back, so a checksum that is right proves that the copy before it was right.
-        """
-        return self._copy_and_hash(contents, targets, into_file=False)
-
     def checksums(self, contents: FileTensors) -> list[int]:
-        digests = [0] * len(contents.blocks)
+        blocks = contents.layout.blocks
+        digests = [0] * len(blocks)
 
         def work(first: int, end: int) -> None:
-            for index in range(first, end):
-                digests[index] = contents.hash_block(contents.blocks[index])
+            digests[first:end] = map(contents.hash_block, blocks[first:end])
 
         self.in_parallel(work, contents.cut_blocks(self.num_threads))
-        return join_blocks(contents.blocks, digests, len(contents.layout.specs))
+        return join_blocks(blocks, digests)
 
     def _copy_slices(
         self,
@@ -187,7 +184,7 @@ class Copier:
     def _copy_and_hash(
         self, contents: FileTensors, others: list[torch.Tensor], *, into_file: bool
     ) -> list[int]:
-        blocks, offsets = contents.blocks, contents.layout.offsets
+        blocks, offsets = contents.layout.blocks, contents.layout.offsets
         addresses = self._plain_addresses(contents, others, into_file=into_file)
         digests = [0] * len(blocks)
 
@@ -203,7 +200,7 @@ class Copier:
                 digests[index] = contents.hash_block(block)
 
         self.in_parallel(work, contents.cut_blocks(self.num_threads))
-        return join_blocks(blocks, digests, len(others))
+        return join_blocks(blocks, digests)
 
     def _plain_addresses(
         self, contents: FileTensors, others: Sequence[torch.Tensor], *, into_file: bool

@@ -178,7 +178,7 @@ class _Encoder:
             self.done[number] = self._encode(self.plans[number])
 
     def _encode(self, plan: _Plan) -> tuple[Chunk, bytes]:
-        stretch = _Stretch(self._shapes, plan.first_row, plan.num_rows, plan.first_word)
+        stretch = _Stretch(self._shapes, plan)
         values, positions, counts = self._joined(plan, stretch)
         what = delta.THEMSELVES
         if self._before is not None:
@@ -239,12 +239,12 @@ class _Encoder:
 class _Stretch:
     """The words of a chunk as if they lay side by side, and where in memory they do."""
 
-    def __init__(self, shapes: Shapes, first_row: int, num_rows: int, first_word: int) -> None:
-        rows = slice(first_row, first_row + num_rows)
-        self.word_bytes = int(shapes.word_bytes[first_row])
+    def __init__(self, shapes: Shapes, chunk: Chunk | _Plan) -> None:
+        rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
+        self.word_bytes = int(shapes.word_bytes[chunk.first_row])
         self.num_words = shapes.num_words[rows]
         self.starts = np.cumsum(self.num_words) - self.num_words
-        self.places = shapes.offsets[rows] // self.word_bytes + first_word
+        self.places = shapes.offsets[rows] // self.word_bytes + chunk.first_word
         """Word of the file at which each tensor, or the range, begins."""
 
     def in_memory(self, positions: Integers, counts: Integers) -> Integers:
@@ -283,22 +283,29 @@ class _Memory:
         pieces = [words[place : place + size] for _, place, size in stretch.pieces(num_words)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def write(self, stretch: _Stretch, positions: Integers | None, rows: _Rows) -> None:
-        """Put the words of a chunk into their places."""
-        words = self._words[stretch.word_bytes]
+    def write(
+        self,
+        stretch: _Stretch,
+        chunk: Chunk,
+        positions: Integers | None,
+        counts: Integers,
+        values: Words,
+    ) -> None:
+        """Put the words of a chunk into their places; ``counts`` of them in each tensor."""
+        words, is_added = self._words[stretch.word_bytes], chunk.what == delta.DIFFERENCES
         if positions is not None:
-            places = stretch.in_memory(positions, rows.counts)
-            if rows.is_added:
-                np.add.at(words, places, rows.values)
+            places = stretch.in_memory(positions, counts)
+            if is_added:
+                np.add.at(words, places, values)
             else:
-                words[places] = rows.values
+                words[places] = values
             return
-        for start, place, size in stretch.pieces(len(rows.values)):
-            target, values = words[place : place + size], rows.values[start : start + size]
-            if rows.is_added:
-                target += values
+        for start, place, size in stretch.pieces(len(values)):
+            target, own = words[place : place + size], values[start : start + size]
+            if is_added:
+                target += own
             else:
-                target[:] = values
+                target[:] = own
 
 
 class Excerpt(NamedTuple):
@@ -328,28 +335,25 @@ class _ExcerptMemory(_Memory):
         super().__init__(contents)
         self._excerpt = excerpt
 
-    def write(self, stretch: _Stretch, positions: Integers | None, rows: _Rows) -> None:
+    def write(
+        self,
+        stretch: _Stretch,
+        chunk: Chunk,
+        positions: Integers | None,
+        counts: Integers,
+        values: Words,
+    ) -> None:
         if positions is None:
-            positions = np.arange(len(rows.values))
+            positions = np.arange(len(values))
         starts, ends, places = self._excerpt
-        at = stretch.in_memory(positions, rows.counts) * stretch.word_bytes
+        at = stretch.in_memory(positions, counts) * stretch.word_bytes
         which = np.searchsorted(ends, at, side="right")
         which[which == len(ends)] = 0  # behind all, and so behind the first
         is_inside = (starts[which] <= at) & (at < ends[which])
-        which, values = which[is_inside], rows.values[is_inside]
+        which, values = which[is_inside], values[is_inside]
         own = (at[is_inside] - starts[which] + places[which]) // stretch.word_bytes
         words = self._words[stretch.word_bytes]
-        words[own] = words[own] + values if rows.is_added else values
-
-
-class _Rows(NamedTuple):
-    """What a chunk holds."""
-
-    values: Words
-    counts: Integers
-    """How many of them are each row's."""
-    is_added: bool
-    """Whether they are differences."""
+        words[own] = words[own] + values if chunk.what == delta.DIFFERENCES else values
 
 
 def _zigzag(differences: Words) -> Words:
@@ -445,14 +449,14 @@ def apply_delta(
     def work(first: int, end: int) -> None:
         for number in range(first, end):
             chunk = header.chunks[number]
-            stretch = _stretch_of(header, chunk)
+            stretch = _Stretch(header.shapes, chunk)
             if excerpt is not None and not excerpt.overlaps(stretch, chunk):
                 continue
             streams = _streams(header, number, read_chunk(number))
             counts = _counts_of(header, chunk)
             positions = _positions(chunk, stretch, counts, streams)
             values = _values(chunk, stretch, streams)
-            memory.write(stretch, positions, _Rows(values, counts, _is_added(chunk)))
+            memory.write(stretch, chunk, positions, counts, values)
 
     sizes = [chunk.raw_bytes for chunk in header.chunks]
     copier.in_parallel(work, cut_work(sizes, copier))
@@ -490,7 +494,7 @@ def changed_positions(
 
 def _positions_by_row(header: DeltaHeader, number: int, body: bytes | memoryview) -> list[Integers]:
     chunk = header.chunks[number]
-    stretch = _stretch_of(header, chunk)
+    stretch = _Stretch(header.shapes, chunk)
     counts = _counts_of(header, chunk)
     positions = _positions(chunk, stretch, counts, _streams(header, number, body))
     assert positions is not None  # noqa: S101 - a whole tensor's is not asked for
@@ -502,12 +506,8 @@ def _check_layout(header: DeltaHeader, contents: FileTensors) -> None:
     ours, theirs = contents.layout, header.layout
     if ours is not theirs and (ours.specs, ours.offsets) != (theirs.specs, theirs.offsets):
         raise StoreCorruptError(
-            f"delta {header.identity} is for other tensors than those it is to be applied to"
+            f"delta {header.record.identity} is for other tensors than those it is to be applied to"
         )
-
-
-def _stretch_of(header: DeltaHeader, chunk: Chunk) -> _Stretch:
-    return _Stretch(header.shapes, chunk.first_row, chunk.num_rows, chunk.first_word)
 
 
 def _counts_of(header: DeltaHeader, chunk: Chunk) -> Integers:
@@ -516,10 +516,6 @@ def _counts_of(header: DeltaHeader, chunk: Chunk) -> Integers:
     rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
     counts: Integers = header.tensors["num_changed"][rows].astype(np.int64)
     return counts
-
-
-def _is_added(chunk: Chunk) -> bool:
-    return chunk.what == delta.DIFFERENCES
 
 
 class _Streams(NamedTuple):
@@ -534,7 +530,8 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> _Str
     chunk = header.chunks[number]
     if len(body) != chunk.stored_bytes or xxhash.xxh3_64_intdigest(body) != chunk.xxh3:
         raise ChecksumError(
-            f"chunk {number} of delta {header.identity} is not as it was written; publish again"
+            f"chunk {number} of delta {header.record.identity} is not as it was written; "
+            "publish again"
         )
     num_where = delta.NUM_STREAMS[chunk.where]
     num_streams = num_where + int(header.shapes.word_bytes[chunk.first_row])
@@ -576,4 +573,4 @@ def _values(chunk: Chunk, stretch: _Stretch, streams: _Streams) -> Words:
     """The words of a chunk, or what is to be added to them."""
     planes = [delta.unpack(plane, chunk.num_changed) for plane in streams.planes]
     values: Words = delta.join_planes(planes, WORDS[stretch.word_bytes])
-    return _unzigzag(values) if _is_added(chunk) else values
+    return _unzigzag(values) if chunk.what == delta.DIFFERENCES else values

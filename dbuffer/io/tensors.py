@@ -7,6 +7,7 @@ digests of its blocks, so that any number of threads can work on one tensor.
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -68,13 +69,9 @@ class FileTensors:
 
     def cut_blocks(self, parts: int) -> list[tuple[int, int]]:
         if (slices := self._block_slices.get(parts)) is None:
-            sizes = [block.num_bytes for block in self.blocks]
+            sizes = [block.num_bytes for block in self.layout.blocks]
             slices = self._block_slices[parts] = split_evenly(sizes, parts)
         return slices
-
-    @property
-    def blocks(self) -> list[Block]:
-        return self.layout.blocks
 
     def hash_block(self, block: Block) -> int:
         start = self.layout.offsets[block.tensor] + block.offset
@@ -203,23 +200,17 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
     return slices
 
 
-def join_blocks(blocks: Sequence[Block], digests: Sequence[int], num_tensors: int) -> list[int]:
-    """The checksum of each tensor from the digests of its blocks."""
-    joined = [0] * num_tensors
-    first = 0
-    while first < len(blocks):
-        tensor, end = blocks[first].tensor, first + 1
-        while end < len(blocks) and blocks[end].tensor == tensor:
-            end += 1
-        joined[tensor] = digests[first]
-        if end - first > 1:
-            joined[tensor] = join_digests(digests[first:end])
-        first = end
-    return joined
+def join_blocks(blocks: Sequence[Block], digests: Sequence[int]) -> list[int]:
+    """The checksum of each tensor that these blocks make up, from their digests."""
+    pairs = zip(blocks, digests, strict=True)
+    by_tensor = itertools.groupby(pairs, lambda pair: pair[0].tensor)
+    return [join_digests([digest for _, digest in of_one]) for _, of_one in by_tensor]
 
 
 def join_digests(digests: Sequence[int]) -> int:
-    """One digest for a tensor of several blocks."""
+    """The checksum of a tensor from the digests of its blocks, one at least."""
+    if len(digests) == 1:
+        return digests[0]
     return xxhash.xxh3_64_intdigest(pack_checksums(digests))
 
 

@@ -47,7 +47,7 @@ def read_tensors(
     *,
     hashed: bool,
     on_bytes: OnBytes | None = None,
-) -> list[int]:
+) -> list[int] | None:
     """Read all tensors of an open weights file into memory; their checksums, if ``hashed``.
 
     Its parts, if its layout has some, are beside ``path``. ``on_bytes`` is called with the bytes of
@@ -77,7 +77,7 @@ def copy_tensors(
     *,
     hashed: bool,
     on_bytes: OnBytes | None = None,
-) -> list[int]:
+) -> list[int] | None:
     """As :func:`read_tensors`, into another open file, which holds all data itself."""
 
     def copy(span: Span, own: int) -> memoryview:
@@ -97,7 +97,7 @@ def write_tensors(
     copier: Copier,
     *,
     hashed: bool,
-) -> list[int]:
+) -> list[int] | None:
     """Write all tensors into an open file, cast where dtypes differ; their checksums, if wanted.
 
     Takes some :data:`SPAN_BYTES` of memory a thread, and a copy of a tensor that is not contiguous.
@@ -114,7 +114,7 @@ def write_tensors(
 
     with filesystem.os_errors("write the weights", path):
         copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
-    return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
+    return join_blocks(layout.blocks, digests) if hashed else None
 
 
 def write_tensor(
@@ -178,7 +178,7 @@ def _for_each_span(
     *,
     hashed: bool,
     on_bytes: OnBytes | None,
-) -> list[int]:
+) -> list[int] | None:
     """Let the copier's threads ``move`` all spans, each out of its open file; the checksums."""
     # An empty tensor of a version in parts lies in none of them.
     digests = [DIGEST_OF_NOTHING] * len(layout.blocks)
@@ -204,7 +204,7 @@ def _for_each_span(
                         on_bytes(data.nbytes)
 
         copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
-    return join_blocks(layout.blocks, digests, len(layout.specs)) if hashed else []
+    return join_blocks(layout.blocks, digests) if hashed else None
 
 
 def _open_parts(
@@ -217,9 +217,8 @@ def _open_parts(
         if not num_bytes:
             continue
         name = part_path(path, part)
-        descriptor = filesystem.open_regular(name, os.O_RDONLY, owner_only=False)
-        stack.callback(os.close, descriptor)
-        found = os.fstat(descriptor)
+        own = stack.enter_context(filesystem.open_regular(name, os.O_RDONLY, owner_only=False))
+        found = os.fstat(own.number)
         writable = stat.S_IMODE(found.st_mode) & ~stat.S_IMODE(trusted.st_mode) & 0o022
         if found.st_uid != trusted.st_uid or writable:
             raise StoreInsecureError(f"{name} has another owner or mode than {path.name}")
@@ -227,7 +226,7 @@ def _open_parts(
             raise StoreCorruptError(
                 f"{name} has {found.st_size} bytes, and was published with {num_bytes}"
             )
-        files[part] = descriptor
+        files[part] = own.number
     return files
 
 

@@ -76,10 +76,6 @@ _FINAL = (ClosedError, OptionError, StoreMismatchError, StoreReplacedError, Writ
 version, a store that is being emptied, a mode that somebody sets right."""
 
 
-class Copied(Publication):
-    """What a mirror has published; ``duration_s`` is from finding it to having published it."""
-
-
 class _OneStoreError(OptionError):
     """Remote and local store are one, seen through two mounts: fine for readers."""
 
@@ -105,7 +101,8 @@ class Mirror:
             write to.
         on_copied: called with each version that was published, in the mirror's thread: readers may
             have it already, :attr:`version` and :attr:`stats` say so, and
-            :meth:`wait_until_current` waits until the call has returned.
+            :meth:`wait_until_current` waits until the call has returned. Its ``duration_s`` is from
+            finding it to having published it.
         progress: called with the bytes read so far, and in all, from several threads.
 
     Raises:
@@ -121,7 +118,7 @@ class Mirror:
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
-        on_copied: Callable[[Copied], None] | None = None,
+        on_copied: Callable[[Publication], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
         remote, local = options.directory("remote", remote), options.directory("local", local)
@@ -455,7 +452,7 @@ class Mirror:
             self._on_copied(copied)
         self._told = copied.version
 
-    def _copy(self, held: Held, receiver: WeightReceiver, drafts: Drafts) -> Copied | None:
+    def _copy(self, held: Held, receiver: WeightReceiver, drafts: Drafts) -> Publication | None:
         """Publish a version once more; None if it was overwritten meanwhile."""
         started = time.monotonic()
         known, manifest = self._describe(held), held.manifest
@@ -482,7 +479,7 @@ class Mirror:
             )
             passed = [link.delta_bytes for link in chain[1:] if link not in before]
             self._chain = chain
-        return Copied.of(manifest.version, layout, started, sum(passed) if passed else None)
+        return Publication.of(manifest.version, layout, started, sum(passed) if passed else None)
 
     def _pass_on(self, held: Held, draft: Draft, known: _Described) -> list[Link]:
         """Copy the deltas that lead from the version copied last; the chain that this gives."""

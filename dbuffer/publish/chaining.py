@@ -81,7 +81,7 @@ class Tip:
         links = [Link(name, chain.header(name).num_bytes) for name in names[1:]]
         anchor_version = manifest.version
         if upon_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
-            anchor_version = chain.header(upon_anchor[0]).version - 1
+            anchor_version = chain.header(upon_anchor[0]).record.version - 1
         chain_so_far = [Link(names[0], 0), *links]
         return cls(manifest, held.buffer, footer, checksums, chain_so_far, anchor_version)
 
@@ -90,11 +90,6 @@ class Tip:
         """What leads from the version in the weights file to this one."""
         names = [link.identity for link in self.chain]
         return self.chain[names.index(self.manifest.anchor or self.manifest.identity) + 1 :]
-
-    @property
-    def is_far_from_anchor(self) -> bool:
-        """Whether late readers fare better with a new anchor."""
-        return _is_long(self.since_anchor, self.footer.layout)
 
     def follows(self, identity: str | None) -> bool:
         """Whether a delta leads to it from this version."""
@@ -177,7 +172,9 @@ class Chaining:
 
     def begin_upon(self, tip: Tip, version: int) -> Step:
         """A version to which a delta leads from the last one."""
-        chain, has_file = tip.chain, self.keeps_buffers_whole or tip.is_far_from_anchor
+        # Far from their anchor, late readers fare better with a new one.
+        is_far = _is_long(tip.since_anchor, tip.footer.layout)
+        chain, has_file = tip.chain, self.keeps_buffers_whole or is_far
         if self._is_broken(tip):
             chain, has_file = chain[-1:], True
         # Its checksums are known: nothing is hashed as it is written.
@@ -241,7 +238,7 @@ class Step:
             before,
             copier,
             base=self._tip.manifest.identity,
-            identity=self.draft.identity,
+            identity=self.draft.claim.identity,
             version=self._version,
             layout_xxh3=self._tip.footer.layout_xxh3,
         )
@@ -250,14 +247,14 @@ class Step:
     def commit(self, metadata: dict[str, Any], checksums: list[int] | None) -> Tip:
         """Publish it. ``checksums``: of all its tensors."""
         draft, tip = self.draft, self._tip
-        chain = [*self._chain, Link(draft.identity, self.delta_bytes or 0)]
+        chain = [*self._chain, Link(draft.claim.identity, self.delta_bytes or 0)]
         anchor_version, upon = self._version, {}
         if tip is not None and not draft.has_file:
             anchor_version, upon = tip.anchor_version, tip.manifest.upon(tip.buffer)
         chain = trimmed(chain, draft.layout, upon.get("anchor"))
         draft.checksums = checksums
         manifest = draft.commit(metadata, version=self._version, chain=names_in(chain), **upon)
-        return Tip(manifest, draft.buffer, draft.footer, checksums, chain, anchor_version)
+        return Tip(manifest, draft.claim.buffer, draft.footer, checksums, chain, anchor_version)
 
     def __enter__(self) -> Self:
         return self

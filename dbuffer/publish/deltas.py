@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Last:
+class Last:
     """The version that was published last."""
 
     tip: Tip
@@ -52,11 +52,20 @@ class _Last:
     changes: list[Change] | None = None
     """What differs in it from the one before; None: it was published whole."""
 
+    def found(
+        self, footer: Footer, tensors: Sequence[torch.Tensor], copier: Copier, *, hashed: bool
+    ) -> Found | None:
+        """What differs from it in these; None: too much for a delta, or they are other tensors."""
+        if self.tip.footer is not footer:
+            return None
+        found = find_changes(self.contents, tensors, copier, hashed=hashed)
+        return found if is_worth_a_delta(found.num_changed, footer.layout) else None
+
 
 class Published(NamedTuple):
     """What came of it."""
 
-    footer: Footer
+    layout: Layout
     delta_bytes: int | None
     """None: it was published whole, with no delta."""
 
@@ -69,7 +78,7 @@ class Deltas:
         self._drafts = drafts
         self._copier = copier
         self._hashed = hashed
-        self._last: _Last | None = None
+        self._last: Last | None = None
         self._has_begun = False
 
     def publish(self, footer: Footer, tensors: Sequence[torch.Tensor], wanted: Wanted) -> Published:
@@ -79,9 +88,9 @@ class Deltas:
             As `Draft.fill` and `Draft.commit`. Nothing was published, and the next one is whole.
         """
         last, self._last = self._last or self._taken_up(footer), None
-        if last is not None and last.tip.footer is footer:
-            found = find_changes(last.contents, tensors, self._copier, hashed=self._hashed)
-            if is_worth_a_delta(found.num_changed, footer.layout):
+        if last is not None:
+            found = last.found(footer, tensors, self._copier, hashed=self._hashed)
+            if found is not None:
                 return self._publish_found(last, found, wanted)
         return self._publish_whole(footer, tensors, wanted)
 
@@ -106,7 +115,7 @@ class Deltas:
         found = Found(last.tip.footer.layout, changes, checksums, num_changed)
         return self._publish_found(last, found, wanted)
 
-    def _taken_up(self, footer: Footer | None = None) -> _Last | None:
+    def _taken_up(self, footer: Footer | None = None) -> Last | None:
         """What the sender before this one has left; None: nothing that can be built upon.
 
         It is read whole, and compared with its checksums, where it has them. Once: after an error,
@@ -117,23 +126,23 @@ class Deltas:
         self._has_begun = True
         return self._chaining.take_up(footer, self._read, hashed=self._hashed)
 
-    def _read(self, held: Held, chain: Chain, tip: Tip) -> _Last:
+    def _read(self, held: Held, chain: Chain, tip: Tip) -> Last:
         footer = tip.footer
-        if self._keeps_buffers_whole:
+        if self._chaining.keeps_buffers_whole:
             contents: FileTensors = self._drafts.map_file(held.path, held.file.number, footer)
         else:
             contents = FileTensors.in_memory(footer.layout)
             chain.read(contents, self._copier)
         if self._hashed and self._copier.checksums(contents) != tip.checksums:
             raise ChecksumError(f"{held.path}: damaged after it was published")
-        return _Last(tip, contents)
+        return Last(tip, contents)
 
     def _publish_whole(
         self, footer: Footer, tensors: Sequence[torch.Tensor], wanted: Wanted
     ) -> Published:
         with self._chaining.begin(wanted.version, footer, hashed=self._hashed) as step:
             draft = step.draft
-            if self._keeps_buffers_whole:
+            if self._chaining.keeps_buffers_whole:
                 draft.fill(list(tensors), self._copier)
                 contents: FileTensors = draft.mapped
             else:
@@ -142,10 +151,10 @@ class Deltas:
                 # Out of the copy: what is compared with later is what was published.
                 draft.fill(contents.views, self._copier)
             wanted.check()
-            self._last = _Last(step.commit(wanted.metadata, draft.checksums), contents)
-        return Published(footer, None)
+            self._last = Last(step.commit(wanted.metadata, draft.checksums), contents)
+        return Published(footer.layout, None)
 
-    def _publish_found(self, last: _Last, found: Found, wanted: Wanted) -> Published:
+    def _publish_found(self, last: Last, found: Found, wanted: Wanted) -> Published:
         checksums = last.tip.checksums_after(found.checksums)
         with self._chaining.begin_upon(last.tip, wanted.version) as step:
             step.add_delta(found, last.contents, self._copier)
@@ -156,26 +165,26 @@ class Deltas:
             tip = step.commit(wanted.metadata, checksums)
         if not has_file:
             write_changes(found.changes, contents, self._copier)
-        self._last = _Last(tip, contents, without_borrowed(found.changes, contents))
-        return Published(tip.footer, step.delta_bytes)
+        self._last = Last(tip, contents, without_borrowed(found.changes, contents))
+        return Published(tip.footer.layout, step.delta_bytes)
 
     def _fill(
-        self, draft: Draft, last: _Last, found: Found, checksums: list[int] | None
+        self, draft: Draft, last: Last, found: Found, checksums: list[int] | None
     ) -> FileTensors:
         """Write the whole version into the draft's file; where it lies, to be compared with."""
-        if not self._keeps_buffers_whole:
+        if not self._chaining.keeps_buffers_whole:
             write_changes(found.changes, last.contents, self._copier)
             draft.fill(last.contents.views, self._copier)
             return last.contents
         mapped = draft.mapped
-        if last.changes is not None and last.tip.follows(draft.held_before):
+        if last.changes is not None and last.tip.follows(draft.claim.held_before):
             write_changes(last.changes, mapped, self._copier)
         else:
             self._copier.write(mapped, last.contents.views)
         write_changes(found.changes, mapped, self._copier)
         # What is not written now may have been damaged since it was.
         if checksums is not None and self._copier.checksums(mapped) != checksums:
-            logger.warning("%s was damaged since it was written: writing it anew", draft.path)
+            logger.warning("%s was damaged since it was written: writing it anew", draft.claim.path)
             self._copier.write(mapped, last.contents.views)
             write_changes(found.changes, mapped, self._copier)
             found_now = self._copier.checksums(mapped)
@@ -185,7 +194,7 @@ class Deltas:
                     raise ChecksumError(self._damaged(name))
         return mapped
 
-    def _checksums_after(self, changes: list[Change], last: _Last) -> dict[int, int]:
+    def _checksums_after(self, changes: list[Change], last: Last) -> dict[int, int]:
         """Of each tensor as it will be; one at a time, away from what is compared with."""
         known = last.tip.checksums
         assert known is not None  # noqa: S101 - for who writes checksums
@@ -205,10 +214,6 @@ class Deltas:
             f"{self._drafts.writer.root}: {name} was damaged after it was published, so what "
             "changed since cannot be published upon it; send all weights"
         )
-
-    @property
-    def _keeps_buffers_whole(self) -> bool:
-        return self._chaining.keeps_buffers_whole
 
 
 def without_borrowed(changes: list[Change], contents: FileTensors) -> list[Change]:

@@ -23,7 +23,7 @@ from dbuffer.io.tensors import (
     copy_one,
     join_digests,
 )
-from dbuffer.io.transfer import OnBytes, copy_tensors, read_tensors, write_tensor, write_tensors
+from dbuffer.io.transfer import OnBytes, copy_tensors, write_tensor, write_tensors
 from dbuffer.store.buffer import Held
 from dbuffer.store.writer import BufferWriter, Claim
 
@@ -91,7 +91,8 @@ class Draft:
         self, drafts: Drafts, claim: Claim, footer: Footer | None, *, hashed: bool
     ) -> None:
         self._drafts = drafts
-        self._claim = claim
+        self.claim = claim
+        """The buffer that it was given."""
         self._footer = footer
         self._hashed = hashed
         self._is_done = False
@@ -102,32 +103,9 @@ class Draft:
         """Of the tensors that it was filled with, in the layout's order; None: it gets none."""
 
     @property
-    def path(self) -> Path:
-        return self._claim.path
-
-    @property
-    def buffer(self) -> str:
-        """The one that it was given."""
-        return self._claim.buffer
-
-    @property
-    def file(self) -> int:
-        return self._claim.weights.number
-
-    @property
-    def identity(self) -> str:
-        """That of the version which it is to become."""
-        return self._claim.identity
-
-    @property
     def has_file(self) -> bool:
         """Whether it is filled; else it is committed upon the file of an earlier version."""
-        return self._claim.file is not None
-
-    @property
-    def held_before(self) -> str | None:
-        """Identity of the version that its mapping holds, whole, until it is filled."""
-        return self._claim.held_before
+        return self.claim.file is not None
 
     @property
     def footer(self) -> Footer:
@@ -147,19 +125,16 @@ class Draft:
 
     @property
     def mapped(self) -> MappedTensors:
-        return self._drafts.map_file(self.path, self.file, self.footer)
+        return self._drafts.map_file(self.claim.path, self.claim.weights.number, self.footer)
 
     def fill(self, tensors: list[torch.Tensor], copier: Copier) -> None:
         """Write all tensors, cast where dtypes differ."""
-        checksums = []
-        if not self.is_mapped:
-            file, path, hashed = self._claim.weights, self.path, self._hashed
-            checksums = write_tensors(file, path, self.layout, tensors, copier, hashed=hashed)
-        elif self._hashed:
-            checksums = copier.write_hashed(self.mapped, tensors)
+        hashed = self._hashed
+        if self.is_mapped:
+            self.checksums = copier.write(self.mapped, tensors, hashed=hashed)
         else:
-            copier.write(self.mapped, tensors)
-        self.checksums = checksums if self._hashed else None
+            file, path, layout = self.claim.weights, self.claim.path, self.layout
+            self.checksums = write_tensors(file, path, layout, tensors, copier, hashed=hashed)
 
     def fill_one_by_one(
         self, tensors: Iterable[torch.Tensor], copier: Copier, on_bytes: OnBytes | None = None
@@ -194,38 +169,27 @@ class Draft:
 
         Only what changed since the version that this draft's file holds, where deltas tell.
         """
-        file, path, hashed = held.file.number, held.path, self._hashed
-        before = self.held_before if self.held_before in held.manifest.chain else None
-        if before is not None or held.manifest.anchor is not None:
-            with Chain(held, layout) as chain:
-                self._fill_along(chain, before, copier, on_bytes)
-            return
-        if self.is_mapped:
-            checksums = read_tensors(
-                file, path, layout, self.mapped, copier, hashed=hashed, on_bytes=on_bytes
-            )
-        else:
-            checksums = copy_tensors(
-                file, self._claim.weights, path, layout, copier, hashed=hashed, on_bytes=on_bytes
-            )
-        self.checksums = checksums if hashed else None
-
-    def _fill_along(
-        self, chain: Chain, since: str | None, copier: Copier, on_bytes: OnBytes | None
-    ) -> None:
-        if self.is_mapped:
-            chain.read(self.mapped, copier, since=since, on_bytes=on_bytes)
-            self.checksums = copier.checksums(self.mapped) if self._hashed else None
-            return
-        tensors = FileTensors.in_memory(self.layout)
-        chain.read(tensors, copier, on_bytes=on_bytes)
-        self.fill(tensors.views, copier)
+        with Chain(held, layout) as chain:
+            if self.is_mapped:
+                before, hashed = self.claim.held_before, self._hashed
+                self.checksums = chain.read(
+                    self.mapped, copier, since=before, on_bytes=on_bytes, hashed=hashed
+                )
+            elif held.manifest.anchor is None:
+                file, own, hashed = held.file.number, self.claim.weights, self._hashed
+                self.checksums = copy_tensors(
+                    file, own, held.path, layout, copier, hashed=hashed, on_bytes=on_bytes
+                )
+            else:
+                tensors = FileTensors.in_memory(self.layout)
+                chain.read(tensors, copier, on_bytes=on_bytes)
+                self.fill(tensors.views, copier)
 
     def _write(self, spec: TensorSpec, offset: int, tensor: torch.Tensor) -> None:
-        file, dtype, hashed = self._claim.weights, DTYPES[spec.dtype], self._hashed
-        digests = write_tensor(file, self._claim.path, offset, tensor, dtype, hashed=hashed)
+        file, dtype, hashed = self.claim.weights, DTYPES[spec.dtype], self._hashed
+        digests = write_tensor(file, self.claim.path, offset, tensor, dtype, hashed=hashed)
         if hashed:
-            self._written.append(digests[0] if len(digests) == 1 else join_digests(digests))
+            self._written.append(join_digests(digests))
 
     def add_delta(self, pieces: Iterable[bytes], identity: str | None = None) -> int:
         """Write the file of a delta that leads to it, or to another version of its chain.
@@ -233,7 +197,7 @@ class Draft:
         Returns:
             The file's size.
         """
-        return self._drafts.writer.add_delta(self._claim, identity or self.identity, pieces)
+        return self._drafts.writer.add_delta(self.claim, identity or self.claim.identity, pieces)
 
     def commit(self, metadata: dict[str, Any], **described: Any) -> Manifest:
         """Publish it. ``described``: fields of the manifest that are not this writer's to say.
@@ -245,8 +209,8 @@ class Draft:
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
         if self.has_file:
-            described |= self.footer.seal(self._claim, self.checksums)
-        manifest = self._drafts.writer.commit(self._claim, metadata=metadata, **described)
+            described |= self.footer.seal(self.claim, self.checksums)
+        manifest = self._drafts.writer.commit(self.claim, metadata=metadata, **described)
         self._is_done = True
         return manifest
 
@@ -254,7 +218,7 @@ class Draft:
         """Give it up, unless it was committed: its buffer is started over the next time."""
         if not self._is_done:
             self._is_done = True
-            self._drafts.writer.abandon(self._claim)
+            self._drafts.writer.abandon(self.claim)
             # A mapping keeps an unlinked file's room, which the next version needs.
             self._drafts.mapped.clear()
 

@@ -16,11 +16,9 @@ from typing import Self
 
 import torch
 
-from dbuffer.errors import VersionTimeoutError, WeightsChangedError
+from dbuffer.errors import VersionTimeoutError, WeightsChangedError, listed
 from dbuffer.format.layout import Layout
 from dbuffer.runtime import options
-
-_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,29 +45,6 @@ class Publication:
             duration_s=time.monotonic() - started,
             delta_bytes=delta_bytes,
         )
-
-
-class Publications:
-    """What a sender has published so far, in numbers."""
-
-    def __init__(self) -> None:
-        self.stats = {
-            "versions": 0.0,
-            "bytes": 0.0,
-            "deltas": 0.0,
-            "delta_bytes": 0.0,
-            "publish_s": 0.0,
-        }
-
-    def note(self, publication: Publication) -> Publication:
-        """Count a version in."""
-        self.stats["versions"] += 1
-        self.stats["bytes"] += publication.num_bytes
-        self.stats["publish_s"] += publication.duration_s
-        if publication.delta_bytes is not None:
-            self.stats["deltas"] += 1
-            self.stats["delta_bytes"] += publication.delta_bytes
-        return publication
 
 
 class PendingPublication:
@@ -134,11 +109,10 @@ class Unchanged:
         """Raise :class:`WeightsChangedError` if one was."""
         changed = [name for name, tensor, at in self._watched if tensor._version != at]  # noqa: SLF001
         if changed:
-            more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
             raise WeightsChangedError(
-                f"{', '.join(changed[:_MAX_NAMED])}{more} changed while they were being published, "
-                "so nothing was: call wait() on what send(wait=False) returned before "
-                "optimizer.step(), or sender.guard(optimizer) once"
+                f"{listed(changed)} changed while they were being published, so nothing was: call "
+                "wait() on what send(wait=False) returned before optimizer.step(), or "
+                "sender.guard(optimizer) once"
             )
 
 

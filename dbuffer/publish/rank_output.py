@@ -54,8 +54,9 @@ class Claimed:
 
     @classmethod
     def of(cls, version: int, draft: Draft, *, is_patched: bool = False) -> Self:
-        identity = filesystem.identity_of(draft.file) if draft.has_file else None
-        return cls(version, draft.buffer, draft.path.name, identity, is_patched)
+        claim = draft.claim
+        identity = None if claim.file is None else filesystem.identity_of(claim.file.number)
+        return cls(version, claim.buffer, claim.path.name, identity, is_patched)
 
     def path_in(self, store: Path) -> Path:
         return store / self.buffer / self.file
@@ -147,7 +148,7 @@ class SharedFile(RankOutput):
         path = claimed.path_in(self._store)
         with filesystem.os_errors("open the buffer that rank 0 has claimed", path):
             # No lock: rank 0 holds it for all.
-            file = Descriptor(filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only))
+            file = filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only)
         with file:
             if filesystem.identity_of(file.number) != claimed.identity:
                 raise StoreAccessError(
@@ -180,11 +181,11 @@ class SharedFile(RankOutput):
             if ranks.rank >= len(slices):
                 return []
             first, end = slices[ranks.rank]
-            return [mapped.hash_block(block) for block in mapped.blocks[first:end]]
+            return [mapped.hash_block(block) for block in mapped.layout.blocks[first:end]]
 
         shares = ranks.each("hash its share", hash_share)
         digests = list(itertools.chain.from_iterable(shares))
-        return join_blocks(mapped.blocks, digests, len(mapped.layout.specs))
+        return join_blocks(mapped.layout.blocks, digests)
 
     def read_back(
         self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier
@@ -310,12 +311,12 @@ def join_shares(layout: Layout, shares: Sequence[list[int]]) -> list[int]:
     for block in layout.blocks:
         part = part_at.get((block.tensor, block.offset), part)  # or that of the block before
         digests.append(next(queues[part]) if block.num_bytes else DIGEST_OF_NOTHING)
-    return join_blocks(layout.blocks, digests, len(layout.specs))
+    return join_blocks(layout.blocks, digests)
 
 
 def check_parts(draft: Draft) -> None:
     """See that every part of what ranks have written is there, whole, on this host too."""
-    path, layout = draft.path, draft.layout
+    path, layout = draft.claim.path, draft.layout
     if not (draft.has_file and layout.is_in_parts):
         return
     with filesystem.os_errors("look at the parts", path):

@@ -23,9 +23,10 @@ from torch import nn
 from dbuffer.errors import DBufferError, ResidencyError
 from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import Layout
-from dbuffer.io.changes import Change, Found, find_changes, write_changes
+from dbuffer.io.changes import write_changes
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.chaining import Chaining, Tip, is_worth_a_delta
+from dbuffer.publish.chaining import Chaining
+from dbuffer.publish.deltas import Last
 from dbuffer.publish.draft import Draft, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import LocalSender
@@ -45,16 +46,6 @@ class _Home:
     mapped: MappedTensors
     tensors: list[torch.Tensor]
     """What the parameters share their memory with, in the layout's order."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """The version that was published last."""
-
-    tip: Tip
-    mapped: MappedTensors
-    changes: list[Change] | None
-    """What differs in it from the one before; None: too much, or there is none."""
 
 
 class ResidentModel(LocalSender):
@@ -122,7 +113,7 @@ class ResidentModel(LocalSender):
             require_compression()
         self._describer = Describer(rename=rename)
         self._home: _Home | None = None
-        self._last: _Last | None = None
+        self._last: Last | None = None
         source = self._describe_movable()
         super().__init__(
             store,
@@ -158,8 +149,8 @@ class ResidentModel(LocalSender):
         """
         started = time.monotonic()
         with self._publishing():
-            version, layout, delta_bytes = self._publish(version, metadata)
-        return self._published.note(Publication.of(version, layout, started, delta_bytes))
+            published = self._publish(version, metadata)
+        return self._note(started, *published)
 
     def _publish(
         self, version: int | None, metadata: Mapping[str, Any] | None
@@ -240,7 +231,7 @@ class ResidentModel(LocalSender):
     def _brought_up_to_date(self, draft: Draft, mapped: MappedTensors) -> bool:
         """Write into the version before the last what changed since, if that is what is there."""
         last = self._last
-        if last is None or last.changes is None or not last.tip.follows(draft.held_before):
+        if last is None or last.changes is None or not last.tip.follows(draft.claim.held_before):
             return False
         write_changes(last.changes, mapped, self._copier)
         checksums = last.tip.checksums
@@ -249,29 +240,24 @@ class ResidentModel(LocalSender):
     def _flip(self, home: _Home, version: int, metadata: dict[str, Any]) -> int | None:
         checksums = self._copier.checksums(home.mapped) if self._checksum else None
         last, self._last = self._last, None
-        found = self._found(home, last)
+        found = None
+        if last is not None:
+            footer, tensors = home.draft.footer, home.tensors
+            found = last.found(footer, tensors, self._copier, hashed=self._checksum)
         # Readers may have it from here on, even if this fails: nothing more is written into it.
         self._home = None
         try:
             upon = None if last is None or found is None else last.tip
             step = self._chaining.go_on(home.draft, version, upon)
             if last is not None and found is not None:
-                step.add_delta(found, last.mapped, self._copier)
+                step.add_delta(found, last.contents, self._copier)
             tip = step.commit(metadata, checksums)
         except BaseException:
             self._leave(home)
             raise
         if self._has_deltas:
-            self._last = _Last(tip, home.mapped, None if found is None else found.changes)
+            self._last = Last(tip, home.mapped, None if found is None else found.changes)
         return step.delta_bytes
-
-    def _found(self, home: _Home, last: _Last | None) -> Found | None:
-        """What changed since the version before; None: there is none, or it is too much."""
-        footer = home.draft.footer
-        if last is None or last.tip.footer is not footer:
-            return None
-        found = find_changes(last.mapped, home.tensors, self._copier, hashed=self._checksum)
-        return found if is_worth_a_delta(found.num_changed, footer.layout) else None
 
     def _change_sides(self, home: _Home, source: Source) -> None:
         try:

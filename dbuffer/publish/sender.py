@@ -21,15 +21,9 @@ from dbuffer.io.transfer import OnBytes
 from dbuffer.publish.deltas import Deltas, Published, Wanted
 from dbuffer.publish.draft import Drafts, checked_metadata
 from dbuffer.publish.patches import SparsePatch
-from dbuffer.publish.publication import (
-    PendingPublication,
-    Publication,
-    Publications,
-    StreamsOf,
-    Unchanged,
-)
+from dbuffer.publish.publication import PendingPublication, Publication, StreamsOf, Unchanged
+from dbuffer.publish.publisher import Publisher
 from dbuffer.runtime import options
-from dbuffer.runtime.turns import Turns
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights import sources
 from dbuffer.weights.names import Rename
@@ -38,7 +32,7 @@ from dbuffer.weights.sources import Describer, Source, Weights
 Progress = Callable[[int, int], None]
 
 
-class LocalSender(Turns):
+class LocalSender(Publisher):
     """A store's one writer, for weights that one process holds."""
 
     _closed_message = "this sender of {store} is closed, or was made before a fork; make a new one"
@@ -61,17 +55,11 @@ class LocalSender(Turns):
             allow_shared_store=allow_shared_store,
         )
         self._drafts = Drafts(self._writer)
-        self._published = Publications()
 
     @property
     def store(self) -> Path:
         """The store's directory."""
         return self._writer.root
-
-    @property
-    def stats(self) -> dict[str, float]:
-        """Versions and their bytes, deltas and theirs, seconds that publishing took."""
-        return dict(self._published.stats)
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
@@ -223,7 +211,7 @@ class WeightSender(LocalSender):
         with self._publishing():
             if wait:
                 version, published = self._send(weights, version, metadata, progress)
-                return self._note(version, published, started)
+                return self._note(started, version, *published)
             if sources.is_stream(weights):
                 options.refuse("wait", wait, "True with an iterator, which only its owner may run")
             self._writer.next_version(version)
@@ -239,7 +227,7 @@ class WeightSender(LocalSender):
             with self._publishing(), streams.followed():
                 at = self._writer.next_version(version)
                 published = self._send_source(source, at, checked, progress, unchanged)
-            return self._note(at, published, started)
+            return self._note(started, at, *published)
 
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "dbuffer-send")
@@ -279,7 +267,7 @@ class WeightSender(LocalSender):
             at = self._writer.next_version(version)
             wanted = Wanted(at, checked_metadata(metadata))
             published = self._deltas.publish_patches(patches, wanted)
-        return self._note(at, published, started)
+        return self._note(started, at, *published)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Let each step of an optimizer wait for what ``send(wait=False)`` is publishing.
@@ -311,10 +299,6 @@ class WeightSender(LocalSender):
         super()._close()
         if self._thread is not None and self._pid == os.getpid():
             self._thread.shutdown(wait=False)
-
-    def _note(self, version: int, published: Published, started: float) -> Publication:
-        layout, delta_bytes = published.footer.layout, published.delta_bytes
-        return self._published.note(Publication.of(version, layout, started, delta_bytes))
 
     def _send(
         self,
@@ -361,7 +345,7 @@ class WeightSender(LocalSender):
                 draft.fill(cast("list[torch.Tensor]", source.tensors), self._copier)
             wanted.check()
             draft.commit(metadata)
-        return Published(footer, None)
+        return Published(footer.layout, None)
 
     def _send_stream(
         self,
@@ -378,7 +362,7 @@ class WeightSender(LocalSender):
                 if count is not None:
                     count(spec.num_bytes)
             draft.commit(metadata)
-        return Published(draft.footer, None)
+        return Published(draft.layout, None)
 
 
 def counter(progress: Progress | None, total: int) -> OnBytes | None:

@@ -28,13 +28,13 @@ from dbuffer.io.tensors import split_evenly
 from dbuffer.publish import shards
 from dbuffer.publish.chaining import Chaining
 from dbuffer.publish.draft import Draft, Drafts, checked_metadata
-from dbuffer.publish.publication import Publication, Publications
+from dbuffer.publish.publication import Publication
+from dbuffer.publish.publisher import Publisher
 from dbuffer.publish.rank_output import Claimed, OwnFile, RankOutput, SharedFile, check_parts
 from dbuffer.publish.sharded_deltas import Asked, ShardedDeltas
 from dbuffer.publish.shards import Boxes, Plan
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
-from dbuffer.runtime.turns import Turns
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium
@@ -56,7 +56,7 @@ class _Described:
     """What it holds of each tensor; None if that is what it held the last time."""
 
 
-class ShardedWeightSender(Turns):
+class ShardedWeightSender(Publisher):
     """The one writer of a store, for a trainer of many ranks: FSDP2, HSDP, TP, ZeRO-3.
 
     Every rank makes one, and every rank makes each call, with its own model: all of them are
@@ -111,7 +111,6 @@ class ShardedWeightSender(Turns):
         """What rank 0 has, and no other."""
         self._draft: Draft | None = None
         self._metadata: dict[str, Any] = {}
-        self._published = Publications()
         self._copier = Copier(1)
         self._footer: Footer | None = None
         self._held: list[Boxes] = []
@@ -155,11 +154,6 @@ class ShardedWeightSender(Turns):
             self.close()
             raise
 
-    @property
-    def stats(self) -> dict[str, float]:
-        """Versions and their bytes, deltas and theirs, seconds that publishing took."""
-        return dict(self._published.stats)
-
     def send(
         self,
         weights: Weights,
@@ -192,7 +186,7 @@ class ShardedWeightSender(Turns):
         started = time.monotonic()
         with self._publishing():
             try:
-                version, layout, delta_bytes = self._send(weights, version, metadata)
+                published = self._send(weights, version, metadata)
             except BaseException:
                 self._output.drop()
                 if self._deltas is not None:
@@ -200,7 +194,7 @@ class ShardedWeightSender(Turns):
                 if self._draft is not None:
                     self._draft.abandon()
                 raise
-        return self._published.note(Publication.of(version, layout, started, delta_bytes))
+        return self._note(started, *published)
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0

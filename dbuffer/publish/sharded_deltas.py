@@ -226,9 +226,8 @@ class ShardedDeltas:
             self._step = step = chaining.begin(version, asked.footer)
         # Not where there are checksums: those of a file's bytes are taken as they lie there, and
         # what is not written now may have been damaged since it was.
-        is_patched = (
-            upon and not self._hashed and tip is not None and tip.follows(step.draft.held_before)
-        )
+        before = step.draft.claim.held_before
+        is_patched = upon and not self._hashed and tip is not None and tip.follows(before)
         return Claimed.of(version, step.draft, is_patched=is_patched)
 
     def _fill(self, share: _Share, claimed: Claimed, asked: Asked) -> list[int] | None:
@@ -394,7 +393,7 @@ class _Boxes:
 
     def digests(self, copier: Copier) -> dict[int, list[int]]:
         """Those of each tensor's blocks in the copy; hashed if they changed since the last time."""
-        missing = [block for block in self.copy.blocks if block.tensor not in self._digests]
+        missing = [block for block in self.copy.layout.blocks if block.tensor not in self._digests]
         found = [0] * len(missing)
 
         def work(first: int, end: int) -> None:

@@ -14,12 +14,10 @@ from torch import distributed
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from dbuffer.errors import OptionError, RankFailedError, RankTimeoutError
+from dbuffer.errors import OptionError, RankFailedError, RankTimeoutError, listed
 
 _HERE, _CAME = "here", "came"
 """What a rank says of itself: as long as it waits, and for good."""
-
-_MAX_LISTED = 8
 
 _REMEDY = (
     "check that each of them runs, makes the same calls, and has the same address and number of "
@@ -61,7 +59,7 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float, where: str | N
         what = "did not come" if never else "came, but did not wait that long"
         raise RankTimeoutError(
             f"rank {rank} of {size} waited {timeout_s:g} s at {where} for "
-            f"{_listed(never or away)}, which {what}; {_REMEDY}"
+            f"{_named(never or away)}, which {what}; {_REMEDY}"
         ) from error
 
 
@@ -128,7 +126,7 @@ def _store_at(init_method: str, rank: int, size: int, timeout_s: float, where: s
             ) from error
         awaited = list(range(1, size)) if rank == 0 else [0]
         raise RankTimeoutError(
-            f"rank {rank} of {size} waited {timeout_s:g} s at {where} for {_listed(awaited)}: "
+            f"rank {rank} of {size} waited {timeout_s:g} s at {where} for {_named(awaited)}: "
             f"{_first_line(error)}; {_REMEDY}"
         ) from error
     except (RuntimeError, ValueError) as error:
@@ -148,11 +146,8 @@ def _seconds(duration_s: float) -> datetime.timedelta:
     return datetime.timedelta(seconds=duration_s)
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    listed = ", ".join(str(rank) for rank in ranks[:_MAX_LISTED])
-    more = len(ranks) - _MAX_LISTED
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {listed}" + (f" and {more} more" if more > 0 else "")
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
 
 
 def _first_line(error: BaseException) -> str:

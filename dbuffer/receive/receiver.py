@@ -25,15 +25,16 @@ from dbuffer.errors import (
     VersionError,
     VersionTimeoutError,
     WeightsMismatchError,
+    listed,
 )
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import POINTER_FILE, Pointer, host_in_id, is_receiver_id
+from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, copy_one
 from dbuffer.receive.snapshot import (
     Snapshot,
     SnapshotTensors,
-    bring_up_to_date,
     map_privately,
     read_whole,
     wrong_tensors,
@@ -524,9 +525,9 @@ class WeightReceiver:
         return tensors
 
     def _read_from_file(self, held: Held, memory: torch.Tensor | None) -> FileTensors | None:
-        must_verify = self._must_verify(held)
-        tensors, checksums = read_whole(held, self._copier, memory, hashed=must_verify)
-        if must_verify and not self.checksums_match(held, tensors.layout, checksums):
+        hashed = self._must_verify(held)
+        tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
+        if checksums is not None and not self.checksums_match(held, tensors.layout, checksums):
             return None
         return tensors
 
@@ -539,7 +540,9 @@ class WeightReceiver:
             return None
         tensors = before.tensors
         try:
-            checksums = bring_up_to_date(held, tensors, before.identity, self._copier)
+            with Chain(held, tensors.layout) as chain:
+                chain.read(tensors, self._copier, since=before.identity)
+            checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
         except (StoreCorruptError, StoreNotFoundError) as error:
             logger.warning("reading version %d whole: %s", manifest.version, error)
@@ -550,7 +553,7 @@ class WeightReceiver:
                 "before it was changed in memory",
                 manifest.version,
                 self.store,
-                ", ".join(wrong[:5]),
+                listed(wrong),
             )
             return None
         return tensors
@@ -589,12 +592,10 @@ class WeightReceiver:
         self._note(held, tensors.layout.all_names, partial)
         for alias, index in match.aliases:
             copy_one(alias, tensors.views[index])
-        if not self._is_verified_in_place(held):
-            self._copier.read(tensors, match.targets)
-            return True
         # ... and a writer that comes in between, where locks do not hold it, by a second look.
-        checksums = self._copier.read_hashed(tensors, match.targets)
-        return self.checksums_match(held, tensors.layout, checksums)
+        hashed = self._is_verified_in_place(held)
+        checksums = self._copier.read(tensors, match.targets, hashed=hashed)
+        return checksums is None or self.checksums_match(held, tensors.layout, checksums)
 
     def _layout_of(self, held: Held) -> Layout:
         maps_files = self._store.medium.maps_files
@@ -626,10 +627,9 @@ class WeightReceiver:
             return True
         # A writer marks the buffer before its first byte: one that is not marked was damaged.
         if self._store.manifest(held.buffer) == held.manifest:
-            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ChecksumError(
                 f"{held.path}: version {held.manifest.version} was damaged after it was "
-                f"published: {', '.join(wrong[:5])}{more}; publish again to replace it"
+                f"published: {listed(wrong)}; publish again to replace it"
             )
         return False
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from dbuffer.errors import ChecksumError, DBufferError, StoreAccessError
+from dbuffer.errors import ChecksumError, DBufferError, StoreAccessError, listed
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
@@ -26,7 +26,6 @@ from dbuffer.io.tensors import (
     copy_one,
     view_tensor,
 )
-from dbuffer.io.transfer import read_tensors
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
 from dbuffer.store.filesystem import os_errors
@@ -136,10 +135,14 @@ class Snapshot:
         """
         layout = self._contents.layout
         tensors = SnapshotTensors(memory, layout)
-        if not self._verify:
-            self._copier.copy_bytes(memory, self._contents.data)
-            return tensors
-        self._check_copied(self._copier.read_hashed(self._contents, list(tensors.values())))
+        if self._verify:
+            targets = list(tensors.values())
+            self._check_copied(self._copier.read(self._contents, targets, hashed=True))
+        else:
+            # Not by tensors: each thread gets as much to do, however large one of them is.
+            num_pieces = self._copier.num_threads
+            sources = self._contents.data.chunk(num_pieces)
+            self._copier.copy_tensors(list(memory.chunk(num_pieces)), list(sources))
         return tensors
 
     def copy_parts(self, targets: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
@@ -212,14 +215,14 @@ class Snapshot:
         match.require_ties(self._contents.tensor)
         for alias, index in match.aliases:
             copy_one(alias, self._contents.views[index])
-        if not self._verify:
-            self._copier.read(self._contents, match.targets)
-            return
-        self._check_copied(self._copier.read_hashed(self._contents, match.targets))
+        checksums = self._copier.read(self._contents, match.targets, hashed=self._verify)
+        self._check_copied(checksums)
 
-    def _check_copied(self, checksums: list[int]) -> None:
+    def _check_copied(self, checksums: list[int] | None) -> None:
+        if checksums is None:
+            return
         if wrong := wrong_tensors(self._held, self._contents.layout, checksums):
-            raise ChecksumError(f"{self.path}: damaged while it was copied: {', '.join(wrong[:5])}")
+            raise ChecksumError(f"{self.path}: damaged while it was copied: {listed(wrong)}")
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -248,39 +251,19 @@ def map_privately(held: Held) -> MappedTensors:
 
 def read_whole(
     held: Held, copier: Copier, memory: torch.Tensor | None = None, *, hashed: bool
-) -> tuple[FileTensors, list[int]]:
+) -> tuple[FileTensors, list[int] | None]:
     """Read a version, into ``memory`` if that is of the right size; with checksums, if wanted.
 
     Raises:
-        StoreNotFoundError: its file was removed meanwhile.
-        StoreCorruptError, StoreAccessError: it cannot be read.
+        As :class:`Chain`: its file, too, may be gone or damaged.
     """
     layout = held.read_layout()
     num_bytes = layout.checksums_offset
     if memory is None or memory.numel() != num_bytes:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
     tensors = FileTensors(memory, layout)
-    if held.manifest.anchor is None:
-        file, path = held.file.number, held.path
-        return tensors, read_tensors(file, path, layout, tensors, copier, hashed=hashed)
     with Chain(held, layout) as chain:
-        chain.read(tensors, copier)
-    return tensors, copier.checksums(tensors) if hashed else []
-
-
-def bring_up_to_date(held: Held, tensors: FileTensors, identity: str, copier: Copier) -> list[int]:
-    """Apply to ``tensors``, which hold the version ``identity``, what leads to the one held.
-
-    Returns:
-        The checksums of all tensors as they are then.
-
-    Raises:
-        StoreNotFoundError: a delta was removed meanwhile. The tensors are of no use any more.
-        StoreCorruptError, ChecksumError, StoreAccessError: one cannot be read; nor are they then.
-    """
-    with Chain(held, tensors.layout) as chain:
-        chain.read(tensors, copier, since=identity)
-    return copier.checksums(tensors)
+        return tensors, chain.read(tensors, copier, hashed=hashed)
 
 
 def wrong_tensors(

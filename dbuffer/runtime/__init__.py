@@ -1,1 +1,1 @@
-"""What long-lived objects need: checked options, one caller at a time, logged trouble."""
+"""What long-lived objects need: checked options, logged trouble."""

@@ -146,7 +146,7 @@ class Held:
         with os_errors("read", path):
             filesystem.refresh(path.parent)
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
-        return path, Descriptor(file)
+        return path, file
 
     def _read_at(self, offset: int, num_bytes: int) -> bytes:
         with os_errors("read", self.path):
@@ -458,9 +458,7 @@ class DoubleBuffer:
         try:
             with os_errors("read", path):
                 filesystem.refresh(path.parent)
-                file = Descriptor(
-                    filesystem.open_regular(path, os.O_RDONLY, owner_only=self.owner_only)
-                )
+                file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.owner_only)
         except StoreNotFoundError:
             return _Hindrance(f"{path} is not there")
         hindrance = self._reason_not_to_read(file, path, pointer.buffer, manifest)

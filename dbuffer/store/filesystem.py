@@ -64,15 +64,11 @@ def real_path(path: Path) -> Path:
         raise StoreAccessError(f"cannot follow the path at {path}: {error}") from None
 
 
-def filesystem_of(path: Path) -> str:
-    """The kernel's name of the filesystem under ``path`` (which need not exist yet)."""
-    return mount_of(path).filesystem
-
-
 class Mount(NamedTuple):
     """What the kernel says of a mount."""
 
     filesystem: str
+    """The kernel's name of it."""
     source: str
     """A device, ``server:/export``."""
     options: tuple[str, ...]
@@ -162,7 +158,7 @@ def _check_trusted(found: os.stat_result, path: Path) -> None:
         )
 
 
-def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> int:
+def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descriptor:
     """Open a file for reading or writing, never through a link, never anything but a file.
 
     ``owner_only``: refuse a file that someone else could have written.
@@ -174,21 +170,21 @@ def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> int:
     """
     try:
         # O_NONBLOCK: a pipe put in the file's place must not hang whoever opens it.
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = Descriptor(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise StoreCorruptError(f"{path} is not a plain file") from None
         raise
     try:
-        found = os.fstat(descriptor)
+        found = os.fstat(file.number)
         if not stat.S_ISREG(found.st_mode):
             raise StoreCorruptError(f"{path} is not a plain file")
         if owner_only:
             _check_trusted(found, path)
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
-    return descriptor
+    return file
 
 
 def refresh(directory: Path) -> None:
@@ -228,11 +224,8 @@ def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
 
 def _read_small(path: Path, max_bytes: int, *, owner_only: bool) -> bytes:
     refresh(path.parent)
-    descriptor = open_regular(path, os.O_RDONLY, owner_only=owner_only)
-    try:
-        data = os.read(descriptor, max_bytes + 1)
-    finally:
-        os.close(descriptor)
+    with open_regular(path, os.O_RDONLY, owner_only=owner_only) as file:
+        data = os.read(file.number, max_bytes + 1)
     if len(data) > max_bytes:
         raise StoreCorruptError(f"{path} is larger than {max_bytes} bytes")
     return data
@@ -547,7 +540,7 @@ def is_locked(path: Path) -> bool:
     while True:
         with os_errors("look for a lock", path):
             try:
-                file = Descriptor(open_regular(path, os.O_RDONLY, owner_only=False))
+                file = open_regular(path, os.O_RDONLY, owner_only=False)
             except FileNotFoundError:
                 return False
             with file:
@@ -566,7 +559,7 @@ def was_touched_within(path: Path, limit_s: float, now: float) -> bool:
     try:
         with os_errors("look at", path):
             refresh(path.parent)
-            with Descriptor(open_regular(path, os.O_RDONLY, owner_only=False)) as file:
+            with open_regular(path, os.O_RDONLY, owner_only=False) as file:
                 return now - os.fstat(file.number).st_mtime < limit_s
     except StoreNotFoundError:  # it was removed just now
         return False

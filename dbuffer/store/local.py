@@ -189,7 +189,7 @@ class _RewrittenFiles(WeightsFiles):
             if known is not None:
                 self.forget(known)
             owner_only = self.records.owner_only
-            file = Descriptor(filesystem.open_regular(path, os.O_RDWR, owner_only=owner_only))
+            file = filesystem.open_regular(path, os.O_RDWR, owner_only=owner_only)
         except FileNotFoundError:
             return None
         except StoreCorruptError as error:

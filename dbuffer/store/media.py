@@ -23,7 +23,7 @@ def medium_of(path: Path) -> Medium:
         OptionError: ``DBUFFER_MOUNT`` names no medium.
         StoreAccessError: the path leads into a loop of links.
     """
-    found = filesystem.filesystem_of(path)
+    found = filesystem.mount_of(path).filesystem
     name = os.environ.get(MOUNT_VARIABLE, "auto")
     if name == "auto":
         name = (LocalMedium if found in LOCAL_FILESYSTEMS else NetworkMedium).name

@@ -103,12 +103,12 @@ class KeptFile:
             try:
                 with filesystem.os_errors("look at", self.path):
                     filesystem.refresh(self.directory)
-                    number = filesystem.open_regular(self.path, os.O_RDONLY, owner_only=False)
+                    old = filesystem.open_regular(self.path, os.O_RDONLY, owner_only=False)
             except StoreNotFoundError:
                 if self._put(record, only_new=True):
                     return
                 continue
-            with Descriptor(number) as old:
+            with old:
                 if self._is_free(old, record):
                     self._put(record, only_new=False)
                     return

@@ -106,13 +106,10 @@ class _Found(NamedTuple):
     def last_generation(self) -> int:
         return max((record.generation for record in self.all), default=0)
 
-    def complete(self, buffer: str) -> Manifest | None:
-        manifest = self.manifests[buffer]
-        return manifest if manifest is not None and manifest.state == "complete" else None
-
     def version_in(self, buffer: str) -> int:
-        manifest = self.complete(buffer)
-        return manifest.version if manifest else 0
+        """That which was published, or is about to be; 0: none."""
+        manifest = self.manifests[buffer]
+        return manifest.version if manifest and manifest.state == "complete" else 0
 
 
 class BufferWriter:
@@ -448,12 +445,12 @@ class BufferWriter:
         pointer = self.store.undamaged_pointer()
         if pointer is not None:
             return pointer.version
-        manifests = [self.store.undamaged_manifest(buffer) for buffer in BUFFERS]
-        complete = [found.version for found in manifests if found and found.state == "complete"]
-        if None in manifests and not (self.root / POINTER_FILE).exists():
+        found = self._look()
+        newest = max(map(found.version_in, BUFFERS))
+        if None in found.manifests.values() and not (self.root / POINTER_FILE).exists():
             # The first version of all: its writer died before it moved the pointer.
-            return max(complete, default=1) - 1
-        return max(complete, default=0)
+            return max(newest, 1) - 1
+        return newest
 
     def _was_nothing_published(self) -> bool:
         first, second = (self.root / buffer / MANIFEST_FILE for buffer in BUFFERS)

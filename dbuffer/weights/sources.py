@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dbuffer.errors import InvalidWeightsError
+from dbuffer.errors import InvalidWeightsError, listed
 from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
 from dbuffer.runtime import options
@@ -252,11 +252,10 @@ def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """A module's state, if all of it can be published."""
     lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if lost:
-        listed = ", ".join(f"{name!r} ({type(state[name]).__name__})" for name in lost[:5])
-        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+        told = listed([f"{name!r} ({type(state[name]).__name__})" for name in lost])
         raise InvalidWeightsError(
-            f"the module's state has more than tensors, which would be lost: {listed}{more}; give "
-            "a dictionary of the tensors that are to be published, and the rest as metadata"
+            f"the module's state has more than tensors, which would be lost: {told}; give a "
+            "dictionary of the tensors that are to be published, and the rest as metadata"
         )
     return dict(state)
 
@@ -298,9 +297,9 @@ def _check_stack(weights: Any, where: str) -> None:
     ]
     unlike = {name for other in others for name, _ in first.items() ^ other.items()}
     if unlike:
-        listed = ", ".join(sorted(map(repr, unlike))[:5])
+        told = listed(sorted(map(repr, unlike)))
         raise InvalidWeightsError(
-            f"{where} is a lazy stack whose members differ in {listed}, which it does not show: "
+            f"{where} is a lazy stack whose members differ in {told}, which it does not show: "
             "publish its members, each under a name of its own"
         )
 

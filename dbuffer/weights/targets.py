@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 
-from dbuffer.errors import InvalidWeightsError, TargetTypeError, WeightsMismatchError
+from dbuffer.errors import InvalidWeightsError, TargetTypeError, WeightsMismatchError, listed
 from dbuffer.format.layout import Layout
 from dbuffer.weights.comparison import Comparison, compare
 from dbuffer.weights.sources import (
@@ -35,8 +35,6 @@ from dbuffer.weights.sources import (
 
 ADAPTER_KEY = "adapter_config"
 """In the metadata of a version that holds an adapter: its configuration, as peft saves it."""
-
-_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +170,10 @@ class LoadedNames:
     def require_all(self, names: Set[str], version: int) -> None:
         """Refuse a version that lacks some of them."""
         if lacking := sorted(self._first.keys() - names):
-            listed = _listed([f"{name!r} of version {self._first[name]}" for name in lacking])
+            told = listed([f"{name!r} of version {self._first[name]}" for name in lacking], "; ")
             raise WeightsMismatchError(
                 f"version {version} lacks tensors that earlier versions contained, and would leave "
-                f"a mix of versions: {listed}; nothing was touched; publish at least what was "
+                f"a mix of versions: {told}; nothing was touched; publish at least what was "
                 "published before"
             )
 
@@ -315,14 +313,8 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _describe_problems(problems: list[str]) -> str:
-    return (
-        f"the published weights do not fit the target, which was not touched: {_listed(problems)}"
-    )
-
-
-def _listed(problems: list[str]) -> str:
-    more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
-    return "; ".join(problems[:_MAX_LISTED]) + more
+    told = listed(problems, "; ")
+    return f"the published weights do not fit the target, which was not touched: {told}"
 
 
 def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:

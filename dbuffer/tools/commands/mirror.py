@@ -13,7 +13,8 @@ from dbuffer.tools.commands import shared
 from dbuffer.tools.render import printable
 
 if TYPE_CHECKING:
-    from dbuffer.mirror.mirror import Copied, Mirror
+    from dbuffer.mirror.mirror import Mirror
+    from dbuffer.publish.publication import Publication
 
 
 def mirror(
@@ -37,7 +38,7 @@ def mirror(
     stop = shared.stop_on_signals()
     num_copied = 0
 
-    def report(copied: Copied) -> None:
+    def report(copied: Publication) -> None:
         nonlocal num_copied
         bars.update(task, visible=False)
         shared.report(copied, shared.describe_copy(copied), as_json=as_json)

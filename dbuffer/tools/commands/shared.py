@@ -19,7 +19,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from dbuffer.tools.render import cell, format_bytes, printable
 
 if TYPE_CHECKING:
-    from dbuffer.mirror.mirror import Copied
     from dbuffer.publish.publication import Publication
 
 EXIT_FAILED = 1
@@ -78,7 +77,7 @@ def report(result: Any, text: str, *, as_json: bool) -> None:
         print_line(text)
 
 
-def describe_copy(done: Publication | Copied) -> str:
+def describe_copy(done: Publication) -> str:
     """A version that was written, for people."""
     speed = done.num_bytes / max(done.duration_s, 1e-9)
     delta = "" if done.delta_bytes is None else f", {format_bytes(done.delta_bytes)} as a delta"

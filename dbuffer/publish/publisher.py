@@ -1,4 +1,4 @@
-"""`Turns`: one thread at a time publishes with a writer or closes it, and no forked child does.
+"""`Publisher`: one thread at a time publishes with it or closes it, and no forked child does.
 
 A writer that was closed in the middle of a publish would write into whatever file has got its
 descriptor's number since; a lock that was held during a fork is never released in the child.
@@ -14,10 +14,12 @@ from collections.abc import Iterator
 from typing import Self
 
 from dbuffer.errors import WriterActiveError
+from dbuffer.format.layout import Layout
+from dbuffer.publish.publication import Publication
 
 
-class Turns(ABC):
-    """A writer, closed for good when its ``with`` block is left."""
+class Publisher(ABC):
+    """What all senders are: a writer, closed for good when its ``with`` block is left."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -25,6 +27,26 @@ class Turns(ABC):
         self._lock = threading.RLock()
         self._is_publishing = False
         self._must_close = False
+        names = ("versions", "bytes", "deltas", "delta_bytes", "publish_s")
+        self._stats = dict.fromkeys(names, 0.0)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Versions and their bytes, deltas and theirs, seconds that publishing took."""
+        return dict(self._stats)
+
+    def _note(
+        self, started: float, version: int, layout: Layout, delta_bytes: int | None
+    ) -> Publication:
+        """Count a version in, which took since ``started``, by `time.monotonic`."""
+        publication = Publication.of(version, layout, started, delta_bytes)
+        self._stats["versions"] += 1
+        self._stats["bytes"] += publication.num_bytes
+        self._stats["publish_s"] += publication.duration_s
+        if delta_bytes is not None:
+            self._stats["deltas"] += 1
+            self._stats["delta_bytes"] += delta_bytes
+        return publication
 
     @abstractmethod
     def _check_open(self) -> None:
