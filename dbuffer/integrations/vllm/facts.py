@@ -98,7 +98,7 @@ def has_backend(config: Any) -> bool:
 
 
 def has_extension(config: Any) -> bool:
-    """Whether its workers have the methods of `WorkerExtension`, by an option or by our plugin."""
+    """Whether its workers have the method of `WorkerExtension`, by an option or by our plugin."""
     # An engine in this process, or started from it, has loaded the plugins that this one has.
     is_here = not isinstance(config, Mapping)
     name = _get(_get(config, "parallel_config"), "worker_extension_cls")
