@@ -50,7 +50,7 @@ from support import (
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations import mirror_metrics
+from dbuffer.integrations import sender_metrics
 from dbuffer.mirror.mirror import Copied, Mirror, start_mirror
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -319,7 +319,7 @@ def test_metrics(remote: Path, local: Path) -> None:
     registry = CollectorRegistry()
     publish(remote, 5)
     with quick(remote, local).start() as one:
-        mirror_metrics.register(one, registry)
+        sender_metrics.register_mirror(one, registry)
         one.wait_until_current(10)
         until("it says so", lambda: one.stats["copied"] == 1)
         value = registry.get_sample_value
