@@ -27,7 +27,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.messages import BeginRequest, EndRequest, specs_of
-from dbuffer.integrations.engine.options import PAUSE_MODES, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import Failure, FollowerReport, Switch
 from dbuffer.integrations.engine.serving import Served
@@ -58,7 +58,7 @@ class Follower:
         *,
         pause: PauseMode = "keep",
     ) -> None:
-        checks.choice("pause", pause, PAUSE_MODES)
+        checks.choice("pause", pause, engine.pauses)
         self._engine = engine
         self._given = options
         self._pause_mode: PauseMode = pause

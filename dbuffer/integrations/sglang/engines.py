@@ -37,7 +37,7 @@ from dbuffer.weights.names import NameMap
 LOADER = "dbuffer.integrations.sglang.load_from_store"
 """For ``custom_weight_loader``, with which an engine must be started."""
 
-SGLANG_PAUSES: dict[str, str] = {"keep": "retract", "abort": "abort"}
+_PAUSES = {"keep": "retract", "abort": "abort"}
 """What SGLang calls them. It has no pause that waits for requests."""
 
 # A session that restores no weights when it opens, nor packs any when it closes: what a rank loads
@@ -74,6 +74,8 @@ class _Sglang(Engine):
 
     SGLang returns nothing of what a rank answers.
     """
+
+    pauses = tuple(_PAUSES)
 
     def __init__(self, names: NameMap | None) -> None:
         self._rename = None if names is None else names.as_json()
@@ -257,7 +259,7 @@ class SglangServer(_Sglang, EngineServer):
 
     def pause(self, mode: PauseMode) -> None:
         self._has_paused = True
-        body = {"mode": SGLANG_PAUSES[mode]}
+        body = {"mode": _PAUSES[mode]}
         self._request("POST", "/pause_generation", json=body, timeout=self._long)
         self._flush_caches()
 
