@@ -195,15 +195,10 @@ class SglangServer(_Sglang, EngineServer):
     WITHOUT_ROUTE = "it is no SGLang server, or an old one; dbuffer is tested with 0.5.23"
 
     def __init__(
-        self,
-        url: str,
-        names: NameMap | None = None,
-        *,
-        api_key: str | None = None,
-        timeout_s: float = 600.0,
+        self, url: str, names: NameMap | None = None, *, api_key: str | None = None
     ) -> None:
         _Sglang.__init__(self, names)
-        EngineServer.__init__(self, url, api_key=api_key, timeout_s=timeout_s)
+        EngineServer.__init__(self, url, api_key=api_key)
         self._num_ranks = 1
         self._has_paused = False
 
