@@ -236,7 +236,7 @@ def test_engine_that_was_started_again_is_another_one(
 
 def test_rules_reach_the_ranks_as_they_are() -> None:
     names = NameMap([Exact("a", "b"), Prefix("model.", ""), Pattern(r"(.*)\.gamma", r"\1.weight")])
-    sent = Command(engine_id="e", instance_id="i", rename=names.as_json())
+    sent = Command(request=None, rename=names.as_json())
     there = Command.parse(pickle.loads(sent.as_payload())).names
     assert there is not None
     assert there.rules == names.rules

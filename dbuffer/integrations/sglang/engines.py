@@ -80,15 +80,14 @@ class _Sglang(Engine):
     def __init__(self, names: NameMap | None) -> None:
         self._rename = None if names is None else names.as_json()
         self._store: DoubleBuffer | None = None
-        self._engine_id = ""
-        self._instance_id = ""
+        self._names = EngineNames("", "")
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
         if isinstance(request, CheckRequest):
             raise EngineUnsupportedError("SGLang's ranks cannot be asked whether tensors fit")
         if isinstance(request, BeginRequest):
             options = request.options
-            self._engine_id = options.engine_id or ""
+            self._names = EngineNames(options.engine_id or "", options.instance_id or "")
             self._store = DoubleBuffer(
                 options.read_store, allow_shared_store=options.allow_shared_store
             )
@@ -100,12 +99,8 @@ class _Sglang(Engine):
         raise NotImplementedError
 
     def _command(self, request: RankRequest | None) -> Command:
-        return Command(
-            engine_id=self._engine_id,
-            instance_id=self._instance_id,
-            request=None if request is None else encode_request(request),
-            rename=self._rename,
-        )
+        encoded = None if request is None else encode_request(request)
+        return Command(request=encoded, rename=self._rename)
 
     def _flush_caches(self) -> None:
         """Update nothing, for what SGLang does after an update: flush its caches.
@@ -119,8 +114,7 @@ class _Sglang(Engine):
         """What the engine's record says; the ranks themselves must not raise it."""
         if self._store is None or not self._store.exists():
             return RankAnswer()
-        names = EngineNames(self._engine_id, self._instance_id)
-        record = names.record(self._store, self._engine_id)
+        record = self._names.record(self._store, self._names.engine_id)
         if record is None or record.problem is None:
             return RankAnswer()
         # What was half loaded before following began is repaired by an update.
@@ -144,9 +138,7 @@ class OfflineSglang(_Sglang):
         self._engine = engine
 
     def facts(self) -> EngineFacts:
-        facts = _facts(self._engine.get_server_info())
-        self._instance_id = facts.instance_id
-        return facts
+        return _facts(self._engine.get_server_info())
 
     def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002
         return f"sglang-{host_in_id()}-{os.getpid()}"
@@ -205,7 +197,6 @@ class SglangServer(_Sglang, EngineServer):
     def facts(self) -> EngineFacts:
         facts = _facts(self._body(self._request("GET", "/server_info")))
         self._num_ranks = facts.num_ranks
-        self._instance_id = facts.instance_id
         return facts
 
     def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002

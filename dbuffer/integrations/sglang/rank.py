@@ -11,9 +11,9 @@ from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.serving import EngineRank, ServingModel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
-from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.model import SglangModel
 from dbuffer.integrations.sglang.shape_check import sglang_shape_check
+from dbuffer.weights.names import NameMap
 
 
 def all_ranks() -> Ranks:
@@ -24,17 +24,15 @@ def all_ranks() -> Ranks:
 class SchedulerRank(EngineRank):
     """One rank of an SGLang engine."""
 
-    def __init__(self, model: Any, command: Command) -> None:
+    def __init__(self, model: Any, names: NameMap | None) -> None:
         self.module = model
-        self._engine_id = command.engine_id
-        self.instance_id = command.instance_id
-        self._names = command.names
+        self._names = names
         self.on_device = next(model.parameters()).device.type != "cpu"
         self.ranks = all_ranks()
 
-    def engine_id(self, options: EngineOptions) -> str:  # noqa: ARG002
+    def engine_id(self, options: EngineOptions) -> str:
         """The engine's name among the store's receivers: its follower has chosen it."""
-        return self._engine_id
+        return options.engine_id or ""
 
     def make_model(self, before: ServingModel | None) -> SglangModel:  # noqa: ARG002
         """The model, to swap weights in, under the names of who follows now."""
