@@ -160,10 +160,7 @@ class LightEngine(Engine):
 
     def facts(self) -> EngineFacts:
         self._call()
-        return EngineFacts(instance_id="one", num_ranks=1)
-
-    def default_id(self, facts: EngineFacts) -> str:
-        return "engine"
+        return EngineFacts(instance_id="one", name="engine", num_ranks=1)
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
         self._call()

@@ -317,10 +317,7 @@ class LoneEngine(Engine):
         self.endpoint.end()
 
     def facts(self) -> EngineFacts:
-        return EngineFacts(instance_id=self.rank.instance_id, num_ranks=1)
-
-    def default_id(self, facts: EngineFacts) -> str:
-        return NAME
+        return EngineFacts(instance_id=self.rank.instance_id, name=NAME, num_ranks=1)
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
         return [self.endpoint.answer(request, lambda: self.rank)]

@@ -142,7 +142,7 @@ class Follower:
     def _look_anew(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
         if self._view is not None:
             self._view.close()
-        engine_id = (options.engine_id or self._engine.default_id(facts)) + facts.replica
+        engine_id = (options.engine_id or facts.name) + facts.replica
         self._view = StoreView(facts, options, engine_id, FollowerReport(engine_id))
         return self._view
 

@@ -27,6 +27,8 @@ class EngineFacts:
 
     instance_id: str
     """A different one after each start."""
+    name: str
+    """What it goes by among a store's receivers, unless a name is given."""
     num_ranks: int
     configured: EngineOptions | None = None
     """The store and so on that it was started with, if with any."""
@@ -58,10 +60,6 @@ class Engine:
 
     def facts(self) -> EngineFacts:
         """How it was started."""
-        raise NotImplementedError
-
-    def default_id(self, facts: EngineFacts) -> str:
-        """Its name among a store's receivers, unless one is given."""
         raise NotImplementedError
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:

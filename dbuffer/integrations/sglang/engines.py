@@ -45,7 +45,7 @@ _PAUSES = {"keep": "retract", "abort": "abort"}
 _SESSION = "draft"
 
 
-def _facts(info: Mapping[str, Any]) -> EngineFacts:
+def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
     """How an engine was started, from its server information."""
     if LOADER not in (info.get("custom_weight_loader") or []):
         raise EngineUnsupportedError(
@@ -65,6 +65,7 @@ def _facts(info: Mapping[str, Any]) -> EngineFacts:
     return EngineFacts(
         # Two starts never take equally long, and a seed that was not given is a random one.
         instance_id=json.dumps([info.get("random_seed"), info.get("startup_time")]),
+        name=name,
         num_ranks=info["tp_size"],
     )
 
@@ -138,10 +139,7 @@ class OfflineSglang(_Sglang):
         self._engine = engine
 
     def facts(self) -> EngineFacts:
-        return _facts(self._engine.get_server_info())
-
-    def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002
-        return f"sglang-{host_in_id()}-{os.getpid()}"
+        return _facts(self._engine.get_server_info(), f"sglang-{host_in_id()}-{os.getpid()}")
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
         self._require_idle()
@@ -195,12 +193,10 @@ class SglangServer(_Sglang, EngineServer):
         self._has_paused = False
 
     def facts(self) -> EngineFacts:
-        facts = _facts(self._body(self._request("GET", "/server_info")))
+        info = self._body(self._request("GET", "/server_info"))
+        facts = _facts(info, f"sglang-{self._name()}")
         self._num_ranks = facts.num_ranks
         return facts
-
-    def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002
-        return f"sglang-{self._name()}"
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
         # Without a pause, SGLang would wait for all requests first. This one ends no request.
