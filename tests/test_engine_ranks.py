@@ -20,7 +20,7 @@ from worlds import Failure, World
 
 import dbuffer
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.endpoint import RankEndpoint, start_on_all_ranks
+from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of, start_on_all_ranks
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
@@ -320,7 +320,7 @@ class LoneEngine(Engine):
         return EngineFacts(instance_id=self.rank.instance_id, name=NAME, num_ranks=1)
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
-        return [self.endpoint.answer(request, lambda: self.rank)]
+        return [answer_of(lambda: self.endpoint.do(request, lambda: self.rank))]
 
     def pause(self, mode: str) -> None: ...
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
 from dbuffer.integrations.engine.messages import (
     BeginRequest,
     RankAnswer,
@@ -40,7 +40,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
         logger.exception("a request of the follower cannot be read")
         return
     endpoint = RankEndpoint.of(model)
-    answer = endpoint.answer(request, lambda: SchedulerRank(model, command.names))
+    answer = answer_of(lambda: endpoint.do(request, lambda: SchedulerRank(model, command.names)))
     if answer.outcome is RankOutcome.DONE:
         return
     logger.error("%s: %s", type(request).__name__, answer.problem)

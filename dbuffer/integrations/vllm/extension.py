@@ -7,7 +7,6 @@ from typing import Any
 from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
 from dbuffer.integrations.engine.messages import (
     RankAnswer,
-    RankOutcome,
     RankRequest,
     decode_request,
     encode_answer,
@@ -26,12 +25,14 @@ class WorkerExtension:
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, str]:
         """Do what a follower asks for; see :mod:`dbuffer.integrations.engine.messages`."""
         # Nothing may be raised here: vLLM would read the other ranks' answers one call late.
-        return encode_answer(answer_of(lambda: _answer(self, decode_request(request))))
+        return encode_answer(answer_of(lambda: _do(self, decode_request(request))))
 
 
-def _answer(worker: Any, request: RankRequest) -> RankAnswer:
-    endpoint = RankEndpoint.of(worker.get_model())
-    answer = endpoint.answer(request, lambda: WorkerRank.of(worker))
-    if isinstance(request, UpdateRequest) and answer.outcome is RankOutcome.DONE:
+def _do(worker: Any, request: RankRequest) -> RankAnswer:
+    model = worker.get_model()
+    answer = RankEndpoint.of(model).do(
+        request, lambda: WorkerRank(worker.vllm_config, model, worker.device)
+    )
+    if isinstance(request, UpdateRequest):
         worker.model_runner.reset_lora_state()
     return answer

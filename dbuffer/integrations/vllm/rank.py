@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
@@ -34,10 +34,6 @@ class WorkerRank(EngineRank):
         self.instance_id = vllm_config.instance_id
         if is_launched(vllm_config.parallel_config):  # each process has made up its own
             self.instance_id = self.ranks.gather(self.instance_id)[0]
-
-    @classmethod
-    def of(cls, worker: Any) -> Self:
-        return cls(worker.vllm_config, worker.get_model(), worker.device)
 
     def engine_id(self, options: EngineOptions) -> str:
         name = options.engine_id or default_engine_id(self._vllm_config.instance_id)
