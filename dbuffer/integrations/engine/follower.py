@@ -169,21 +169,18 @@ class Follower:
 
     def _started(self) -> StoreView:
         self._engine.require_alive()
-        if self._view is None or not self._state.is_known or self._has_restarted(self._view):
+        if self._view is None or not self._state.is_known or self.has_restarted():
             self.start()
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
 
     def has_restarted(self) -> bool:
         """Whether this is another engine than was switched last; only a server can be."""
-        return self._view is not None and self._has_restarted(self._view)
-
-    def _has_restarted(self, view: StoreView) -> bool:
-        if not self._engine.is_server:
+        if self._view is None or not self._engine.is_server:
             return False
         if self.applied is not None:
             return self._engine.weight_version() != str(self.applied)
-        return self._engine.facts().instance_id != view.facts.instance_id
+        return self._engine.facts().instance_id != self._view.facts.instance_id
 
     # Switching
 
