@@ -61,7 +61,7 @@ class RankEndpoint:
         return endpoint
 
     def do(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
-        """Do what was asked; ``make_rank`` is called only where this rank is to be known."""
+        """Do what was asked, or raise; ``make_rank`` is called where this rank is to be known."""
         match request:
             case BeginRequest():
                 self.begin(make_rank, request)

@@ -64,12 +64,9 @@ def _register(factory: Any, module: str, name: str) -> None:
         logger.debug("vLLM knows the backend %r already", BACKEND)
 
 
-def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> dict[str, str]:
+def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
     from dbuffer.integrations.vllm.extension import WorkerExtension
 
     # An extension of the engine's own comes first: it may have more to do.
     own = getattr(wrapper.worker, CALL, None)
-    answer: dict[str, str] = (
-        WorkerExtension.dbuffer_call(wrapper.worker, request) if own is None else own(request)
-    )
-    return answer
+    return WorkerExtension.dbuffer_call(wrapper.worker, request) if own is None else own(request)
