@@ -42,7 +42,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers
-from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
 from dbuffer.integrations.engine.follower import UNKNOWN_VERSION, Follower
 from dbuffer.integrations.engine.messages import (
     BeginRequest,
@@ -160,15 +160,12 @@ class LightEngine(Engine):
 
     def facts(self) -> EngineFacts:
         self._call()
-        return EngineFacts(instance_id="one", num_ranks=1)
-
-    def default_id(self, facts: EngineFacts) -> str:
-        return "engine"
+        return EngineFacts(instance_id="one", name="engine", num_ranks=1)
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
         self._call()
         request = decode_request(json.loads(json.dumps(encode_request(request))))
-        answer = self.endpoint.answer(request, self.make_rank)
+        answer = answer_of(lambda: self.endpoint.do(request, self.make_rank))
         if isinstance(request, UpdateRequest) and self.lost_answer is not None:
             error, self.lost_answer = self.lost_answer, None
             raise error

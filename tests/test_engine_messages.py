@@ -20,7 +20,7 @@ from dbuffer.errors import (
     OptionError,
 )
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
 from dbuffer.integrations.engine.messages import (
     BeginRequest,
     CheckRequest,
@@ -116,7 +116,7 @@ class OneRank:
         self.options = EngineOptions(store=str(store), timeout_s=5, poll_interval_s=0.05)
 
     def ask(self, request: RankRequest) -> RankAnswer:
-        return self.endpoint.answer(request, lambda: Rank(self.model))
+        return answer_of(lambda: self.endpoint.do(request, lambda: Rank(self.model)))
 
     def begin(self, **more: Any) -> RankReceiver:
         assert self.ask(BeginRequest(options=self.options, **more)) == RankAnswer()
@@ -198,7 +198,7 @@ def test_a_bug_on_one_rank_is_an_answer(rank: OneRank) -> None:
     def fail() -> Any:
         raise ZeroDivisionError("a bug")
 
-    answer = rank.endpoint.answer(BeginRequest(options=rank.options), fail)
+    answer = answer_of(lambda: rank.endpoint.do(BeginRequest(options=rank.options), fail))
     assert answer == RankAnswer(RankOutcome.REFUSED, "ZeroDivisionError: a bug")
 
 

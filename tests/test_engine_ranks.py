@@ -20,7 +20,7 @@ from worlds import Failure, World
 
 import dbuffer
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.endpoint import RankEndpoint, start_on_all_ranks
+from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of, start_on_all_ranks
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
@@ -317,13 +317,10 @@ class LoneEngine(Engine):
         self.endpoint.end()
 
     def facts(self) -> EngineFacts:
-        return EngineFacts(instance_id=self.rank.instance_id, num_ranks=1)
-
-    def default_id(self, facts: EngineFacts) -> str:
-        return NAME
+        return EngineFacts(instance_id=self.rank.instance_id, name=NAME, num_ranks=1)
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
-        return [self.endpoint.answer(request, lambda: self.rank)]
+        return [answer_of(lambda: self.endpoint.do(request, lambda: self.rank))]
 
     def pause(self, mode: str) -> None: ...
 

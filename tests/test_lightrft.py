@@ -168,11 +168,11 @@ class Program:
         distributed.barrier()
         return path
 
-    def start_engine(self, checkpoint: Path) -> Any:
+    def start_engine(self, checkpoint: Path, how: str = "none") -> Any:
         import vllm
 
         launched = {"distributed_executor_backend": "external_launcher", "seed": 0}
-        llm = vllm.LLM(**engine_arguments(checkpoint, tp=2, how="none"), **launched)
+        llm = vllm.LLM(**engine_arguments(checkpoint, tp=2, how=how), **launched)
         self._engines.append(llm)  # the first that goes takes torch.distributed with it
         return llm
 
@@ -235,20 +235,26 @@ class Program:
         return seen | {"after": after, "fresh": self.fresh_answers}
 
     def observe_without_follower(self) -> dict[str, Any]:
-        """Workers that are told by vLLM's own call, once on each rank."""
+        """Workers that are told by vLLM's own calls, once on each rank."""
         store = self.directory / "store"
+        llm = self.start_engine(self.directory / "initial", how="backend")
+
+        def update() -> None:
+            llm.start_weight_update()
+            llm.update_weights({"update_info": {}})
+            llm.finish_weight_update()
+
         trainer = Trainer("zero-1", make_model(SEEDS[0]))
         with dbuffer.ShardedWeightSender(store) as sender:
             sender.send(trainer.module)
-            self.llm.collective_rpc("dbuffer_init", kwargs={"init_info": {"store": str(store)}})
-            with failing_load(self.llm, enabled=self.rank == 0):
-                error = error_of(lambda: self.llm.collective_rpc("dbuffer_update"))
-            self.llm.collective_rpc("dbuffer_update")
-            self.llm.reset_prefix_cache()
-            after = greedy(self.llm)
+            llm.init_weight_transfer_engine({"init_info": {"store": str(store)}})
+            with failing_load(llm, enabled=self.rank == 0):
+                error = error_of(update)
+            update()
+            llm.reset_prefix_cache()
+            after = greedy(llm)
             receivers = sorted(path.stem for path in (store / "receivers").glob("*.json"))
             distributed.barrier()
-            self.llm.collective_rpc("dbuffer_shutdown")
         found = {"receivers": receivers, "engine": receivers[0]}
         return found | {"error": error, "after": after, "fresh": self.fresh_answers}
 

@@ -15,7 +15,6 @@ import dbuffer
 from dbuffer.errors import InvalidWeightsError, OptionError
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.lightrft.manager import BroadcastManager
 from dbuffer.mirror.mirror import start_mirror
 from dbuffer.receive.stager import Stager
@@ -172,10 +171,6 @@ MAKERS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "EngineOptions": (
         make_engine_options,
         {"poll_interval_s": [*NO_TIMES, 0], "timeout_s": [*NO_TIMES, 0], "num_threads": [1.5]},
-    ),
-    "EngineServer": (
-        lambda store, **wrong: EngineServer("http://localhost:1", **wrong),
-        {"timeout_s": [*NO_TIMES, 0]},
     ),
     "BridgeConfig": (
         lambda store, **wrong: BridgeConfig(**wrong),

@@ -146,7 +146,7 @@ def ask_what_cannot_be_read(engine: Any) -> None:
     from dbuffer.integrations.sglang import OfflineEngine
     from dbuffer.integrations.sglang.commands import Command
 
-    bad = Command(engine_id="bad", instance_id="bad", request={"call": "begin"})
+    bad = Command(request={"call": "begin"})
     OfflineEngine(engine)._command_ranks(bad)
 
 

@@ -26,7 +26,6 @@ from dbuffer.integrations.engine.messages import BeginRequest, RankRequest, deco
 from dbuffer.integrations.engine.options import UpdateRequest
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
 from dbuffer.integrations.sglang.commands import Command
-from dbuffer.integrations.sglang.following import server_follower
 
 SCRIPT = Path(__file__).parent / "sglang_cpu" / "record_interface.py"
 RECORD = json.loads(SCRIPT.with_name("sglang_interface.json").read_text())
@@ -237,7 +236,7 @@ def test_engine_that_was_started_again_is_another_one(
 
 def test_rules_reach_the_ranks_as_they_are() -> None:
     names = NameMap([Exact("a", "b"), Prefix("model.", ""), Pattern(r"(.*)\.gamma", r"\1.weight")])
-    sent = Command(engine_id="e", instance_id="i", rename=names.as_json())
+    sent = Command(request=None, rename=names.as_json())
     there = Command.parse(pickle.loads(sent.as_payload())).names
     assert there is not None
     assert there.rules == names.rules
@@ -255,7 +254,7 @@ def test_options_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
     with pytest.raises(dbuffer.OptionError, match="rename is a function"):
         follow("http://engine", tmp_path, rename=lambda name: name)  # type: ignore[arg-type]
     with pytest.raises(dbuffer.OptionError, match="cannot read names"):
-        server_follower("http://engine", EngineOptions(store="s"), rename=tmp_path / "none")
+        follow("http://engine", tmp_path, rename=tmp_path / "none")
     with pytest.raises(dbuffer.EngineUnsupportedError, match="not an engine of SGLang"):
         follow(object(), tmp_path)
 

@@ -39,6 +39,15 @@ from vllm_engines import (
 )
 
 import dbuffer
+from dbuffer.integrations.engine.messages import (
+    BeginRequest,
+    EndRequest,
+    RankRequest,
+    decode_answer,
+    encode_request,
+)
+from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.vllm.config import CALL
 
 pytestmark = [*NEEDS_VLLM, ANSWERS_TELL_VERSIONS]
 
@@ -687,6 +696,11 @@ def process_id(_: Any) -> int:
     return os.getpid()
 
 
+async def ask(program: Program, request: RankRequest) -> None:
+    for reply in await program.engine.collective_rpc(CALL, args=(encode_request(request),)):
+        decode_answer(reply).require_done()
+
+
 async def measure_staging(program: Program) -> dict[str, Any]:
     """The memory of each worker before and after versions are staged, which nobody applies."""
     workers = await program.engine.collective_rpc(process_id)
@@ -703,9 +717,9 @@ async def measure_staging(program: Program) -> dict[str, Any]:
         def staged(records: list[Path] = records) -> list[int | None]:
             return [json.loads(record.read_text())["staged_version"] for record in records]
 
-        await program.engine.collective_rpc("dbuffer_shutdown")
+        await ask(program, EndRequest())
         seen[staging] = [[memory_of(worker) for worker in workers]]
-        await program.engine.collective_rpc("dbuffer_init", kwargs={"init_info": options})
+        await ask(program, BeginRequest(options=EngineOptions(**options)))
         for _ in range(3):
             version = await program.trainer.publish("reveal")
             await until(lambda version=version, staged=staged: staged() == [version] * 2)

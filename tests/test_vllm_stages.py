@@ -214,11 +214,12 @@ def follow_with_balancing(rank: int, store: Path) -> str:
 
 def ask(request: Any) -> str:
     """What is wrong with it; "" if it was done."""
-    from dbuffer.integrations.engine.endpoint import RankEndpoint
+    from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
     from dbuffer.integrations.vllm.rank import WorkerRank
 
     config, model = _here["config"], _here["model"]
-    answer = RankEndpoint.of(model).answer(
-        request, lambda: WorkerRank(config, model, torch.device("cpu"))
-    )
-    return answer.problem
+
+    def rank() -> WorkerRank:
+        return WorkerRank(config, model, torch.device("cpu"))
+
+    return answer_of(lambda: RankEndpoint.of(model).do(request, rank)).problem

@@ -60,19 +60,8 @@ class RankEndpoint:
             setattr(model, KEPT_AS, endpoint)
         return endpoint
 
-    def answer(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
-        """Do what was asked, and tell how it went; nothing is raised.
-
-        An engine of several ranks takes an exception on one of them for its end, or reads the
-        others' answers one call late from then on.
-
-        Args:
-            request: the same on all ranks.
-            make_rank: what tells about this rank, made only where that is needed.
-        """
-        return answer_of(lambda: self._do(request, make_rank))
-
-    def _do(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
+    def do(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
+        """Do what was asked, or raise; ``make_rank`` is called where this rank is to be known."""
         match request:
             case BeginRequest():
                 self.begin(make_rank, request)

@@ -27,7 +27,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.messages import BeginRequest, EndRequest, specs_of
-from dbuffer.integrations.engine.options import PAUSE_MODES, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import Failure, FollowerReport, Switch
 from dbuffer.integrations.engine.serving import Served
@@ -58,7 +58,7 @@ class Follower:
         *,
         pause: PauseMode = "keep",
     ) -> None:
-        checks.choice("pause", pause, PAUSE_MODES)
+        checks.choice("pause", pause, engine.pauses)
         self._engine = engine
         self._given = options
         self._pause_mode: PauseMode = pause
@@ -142,7 +142,7 @@ class Follower:
     def _look_anew(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
         if self._view is not None:
             self._view.close()
-        engine_id = (options.engine_id or self._engine.default_id(facts)) + facts.replica
+        engine_id = (options.engine_id or facts.name) + facts.replica
         self._view = StoreView(facts, options, engine_id, FollowerReport(engine_id))
         return self._view
 
@@ -169,21 +169,18 @@ class Follower:
 
     def _started(self) -> StoreView:
         self._engine.require_alive()
-        if self._view is None or not self._state.is_known or self._has_restarted(self._view):
+        if self._view is None or not self._state.is_known or self.has_restarted():
             self.start()
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
 
     def has_restarted(self) -> bool:
         """Whether this is another engine than was switched last; only a server can be."""
-        return self._view is not None and self._has_restarted(self._view)
-
-    def _has_restarted(self, view: StoreView) -> bool:
-        if not self._engine.is_server:
+        if self._view is None or not self._engine.is_server:
             return False
         if self.applied is not None:
             return self._engine.weight_version() != str(self.applied)
-        return self._engine.facts().instance_id != view.facts.instance_id
+        return self._engine.facts().instance_id != self._view.facts.instance_id
 
     # Switching
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,7 @@ from dbuffer.integrations.engine.messages import (
     RankRequest,
     worst_of,
 )
-from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.options import PAUSE_MODES, EngineOptions
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests in flight: they are kept and go on with the new weights, their caches
@@ -27,6 +27,8 @@ class EngineFacts:
 
     instance_id: str
     """A different one after each start."""
+    name: str
+    """What it goes by among a store's receivers, unless a name is given."""
     num_ranks: int
     configured: EngineOptions | None = None
     """The store and so on that it was started with, if with any."""
@@ -47,6 +49,8 @@ class Engine:
     """It runs apart from this process, and may be restarted while it is followed."""
     may_be_left_paused: bool = False
     """Another process may have followed it before, and have died in a switch."""
+    pauses: Collection[str] = PAUSE_MODES
+    """Which modes of pausing it has."""
 
     def close(self) -> None:
         """Release what this process holds of it."""
@@ -56,10 +60,6 @@ class Engine:
 
     def facts(self) -> EngineFacts:
         """How it was started."""
-        raise NotImplementedError
-
-    def default_id(self, facts: EngineFacts) -> str:
-        """Its name among a store's receivers, unless one is given."""
         raise NotImplementedError
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:

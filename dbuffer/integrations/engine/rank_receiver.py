@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from dbuffer.errors import (
-    DBufferError,
     EngineBrokenError,
     EngineUpdateError,
     OptionError,
@@ -32,7 +31,6 @@ from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.serving import EngineRank, Served, Serving
 from dbuffer.io.copier import Copier
-from dbuffer.mirror.mirror import Mirror
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
 from dbuffer.store.records import RecordFile
@@ -125,9 +123,9 @@ class RankReceiver:
 
     def catch_up(self) -> None:
         """Switch to the newest version, if there is one; for an engine that is just starting."""
-        if self._mirror is not None:
-            problem = self._problem_of_mirror(self._mirror)
-            problems = self.ranks.gather(problem)
+        mirror, timeout_s = self._mirror, self.options.timeout_s
+        if mirror is not None:
+            problems = self._on_all_ranks(lambda: mirror.wait_until_current(timeout_s))
             if any(problems):
                 raise EngineUpdateError(f"the newest weights did not come: {by_rank(problems)}")
         newest = max(version or 0 for version in self.ranks.gather(self._stager.newest_or_none()))
@@ -244,13 +242,6 @@ class RankReceiver:
         self._stager.give_back()
         timeout_s = self.options.timeout_s
         return self._stager.take(version, history=history, whole=True, timeout_s=timeout_s)
-
-    def _problem_of_mirror(self, mirror: Mirror) -> str | None:
-        try:
-            mirror.wait_until_current(self.options.timeout_s)
-        except (DBufferError, OSError) as error:  # every rank must come to the gather
-            return str(error)
-        return None
 
     def _prepare(self, request: UpdateRequest | OptionError) -> Staged | None:
         """Take the same version on all ranks, or raise on all; None: the engine has it already."""

@@ -15,12 +15,11 @@ from dbuffer.errors import (
     EngineUpdateError,
 )
 from dbuffer.integrations.engine.protocol import Engine
-from dbuffer.runtime import options
 
 _CONNECT_S = 5.0
 _CALL_S = 30.0
-_MAX_CALL_S = 2e6
-"""A socket counts milliseconds in 32 bits."""
+_LONG_S = 600.0
+"""For calls that may have to wait for requests, or load."""
 _RESUME_TRIES = 5
 _RESUME_RETRY_S = 0.2
 
@@ -31,10 +30,8 @@ class EngineServer(Engine):
     Args:
         url: as ``http://host:8000``.
         api_key: sent as a bearer token.
-        timeout_s: for calls that may have to wait for requests, or load.
 
     Raises:
-        OptionError: ``timeout_s`` is invalid.
         EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer.
         EngineUnsupportedError: from any call: it has no such route, and was started without it.
         EngineUpdateError: from any call: it could not do what it was asked to.
@@ -47,14 +44,13 @@ class EngineServer(Engine):
     WITHOUT_ROUTE: str
     """What to do about a missing route."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
         import httpx
 
         self._httpx = httpx
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout_s = options.positive_seconds("timeout_s", timeout_s)
-        self._long = httpx.Timeout(min(timeout_s, _MAX_CALL_S), connect=_CONNECT_S)
+        self._long = httpx.Timeout(_LONG_S, connect=_CONNECT_S)
         self._client = httpx.Client(
             base_url=self.url, headers=headers, timeout=httpx.Timeout(_CALL_S, connect=_CONNECT_S)
         )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
 
-from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.ranks import Ranks
+from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.store.buffer import are_apart
 from dbuffer.weights.targets import LoadedNames
 
@@ -56,69 +55,37 @@ class ServingModel(Protocol):
         ...
 
 
-class FitCheck(Protocol):
-    """Whether weights fit a model, and what its loaders do with them."""
+class EngineRank:
+    """What a receiver needs to know of the rank that it is in; each engine has one of its own."""
 
-    def __call__(self, specs: Sequence[TensorSpec], /) -> Recording:
-        """Refuse tensors that do not fit.
-
-        Raises:
-            WeightsMismatchError: a name or a shape is not the model's, or a tensor is missing.
-        """
-        ...
-
-    def loaded(self, name: str, tensors: Mapping[str, torch.Tensor], /) -> torch.Tensor:
-        """What the loaders make of some tensors with data, in the parameter of this name."""
-        ...
-
-
-class EngineRank(Protocol):
-    """What a receiver needs to know of the rank that it is in."""
-
-    @property
-    def ranks(self) -> Ranks:
-        """All ranks of the engine."""
-        ...
-
-    @property
-    def module(self) -> torch.nn.Module:
-        """The model that serves."""
-        ...
-
-    @property
-    def not_weights(self) -> Collection[str]:
-        """Attributes of its layers that change while it serves: its caches, and what is ours."""
-        ...
-
-    @property
-    def packing(self) -> Packing | None:
-        """How its layers pack their weights, as far as that is known."""
-        ...
-
-    @property
-    def on_device(self) -> bool:
-        """Its weights are not in main memory."""
-        ...
-
-    @property
-    def instance_id(self) -> str:
-        """As the engine's follower knows it: different after each start, one for all ranks."""
-        ...
+    ranks: Ranks
+    """All ranks of the engine."""
+    module: torch.nn.Module
+    """The model that serves."""
+    on_device: bool
+    """Its weights are not in main memory."""
+    not_weights: Collection[str] = (KEPT_AS,)
+    """Attributes of its layers that change while it serves: its caches, and what is ours."""
+    packing: Packing | None = None
+    """How its layers pack their weights, as far as that is known."""
+    instance_id: str = ""
+    """As the engine's follower knows it: different after each start, one for all ranks; empty
+    where the follower always tells it."""
 
     def engine_id(self, options: EngineOptions) -> str:
         """The engine's name among the store's receivers; the same on all of its ranks."""
-        ...
+        raise NotImplementedError
 
     def make_model(self, before: ServingModel | None) -> ServingModel:
         """The model, to swap weights in; ``before`` is what an earlier receiver swapped them in."""
-        ...
+        raise NotImplementedError
 
-    def make_check(self, *, partial: bool) -> FitCheck:
+    def make_check(self, *, partial: bool) -> ShapeCheck:
         """What tells, while the model serves, whether weights fit it, all or a part of them.
 
         And what the model's loaders do with them.
         """
-        ...
+        raise NotImplementedError
 
 
 class Serving(NamedTuple):

@@ -20,13 +20,9 @@ from dbuffer.weights.names import NameMap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What all ranks are asked, and by whom."""
+    """What all ranks are asked."""
 
-    engine_id: str
-    """Under which the engine acknowledges."""
-    instance_id: str
-    """Which start of which engine, as its follower knows it."""
-    request: dict[str, Any] | None = None
+    request: dict[str, Any] | None
     """See :func:`~dbuffer.integrations.engine.messages.encode_request`; None: nothing is asked."""
     rename: dict[str, Any] | None = None
     """From the store's names to the engine's; see :meth:`NameMap.as_json`."""

@@ -37,7 +37,7 @@ from dbuffer.weights.names import NameMap
 LOADER = "dbuffer.integrations.sglang.load_from_store"
 """For ``custom_weight_loader``, with which an engine must be started."""
 
-SGLANG_PAUSES: dict[str, str] = {"keep": "retract", "abort": "abort"}
+_PAUSES = {"keep": "retract", "abort": "abort"}
 """What SGLang calls them. It has no pause that waits for requests."""
 
 # A session that restores no weights when it opens, nor packs any when it closes: what a rank loads
@@ -45,7 +45,7 @@ SGLANG_PAUSES: dict[str, str] = {"keep": "retract", "abort": "abort"}
 _SESSION = "draft"
 
 
-def _facts(info: Mapping[str, Any]) -> EngineFacts:
+def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
     """How an engine was started, from its server information."""
     if LOADER not in (info.get("custom_weight_loader") or []):
         raise EngineUnsupportedError(
@@ -65,6 +65,7 @@ def _facts(info: Mapping[str, Any]) -> EngineFacts:
     return EngineFacts(
         # Two starts never take equally long, and a seed that was not given is a random one.
         instance_id=json.dumps([info.get("random_seed"), info.get("startup_time")]),
+        name=name,
         num_ranks=info["tp_size"],
     )
 
@@ -75,18 +76,19 @@ class _Sglang(Engine):
     SGLang returns nothing of what a rank answers.
     """
 
+    pauses = tuple(_PAUSES)
+
     def __init__(self, names: NameMap | None) -> None:
         self._rename = None if names is None else names.as_json()
         self._store: DoubleBuffer | None = None
-        self._engine_id = ""
-        self._instance_id = ""
+        self._names = EngineNames("", "")
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
         if isinstance(request, CheckRequest):
             raise EngineUnsupportedError("SGLang's ranks cannot be asked whether tensors fit")
         if isinstance(request, BeginRequest):
             options = request.options
-            self._engine_id = options.engine_id or ""
+            self._names = EngineNames(options.engine_id or "", options.instance_id or "")
             self._store = DoubleBuffer(
                 options.read_store, allow_shared_store=options.allow_shared_store
             )
@@ -98,12 +100,8 @@ class _Sglang(Engine):
         raise NotImplementedError
 
     def _command(self, request: RankRequest | None) -> Command:
-        return Command(
-            engine_id=self._engine_id,
-            instance_id=self._instance_id,
-            request=None if request is None else encode_request(request),
-            rename=self._rename,
-        )
+        encoded = None if request is None else encode_request(request)
+        return Command(request=encoded, rename=self._rename)
 
     def _flush_caches(self) -> None:
         """Update nothing, for what SGLang does after an update: flush its caches.
@@ -117,8 +115,7 @@ class _Sglang(Engine):
         """What the engine's record says; the ranks themselves must not raise it."""
         if self._store is None or not self._store.exists():
             return RankAnswer()
-        names = EngineNames(self._engine_id, self._instance_id)
-        record = names.record(self._store, self._engine_id)
+        record = self._names.record(self._store, self._names.engine_id)
         if record is None or record.problem is None:
             return RankAnswer()
         # What was half loaded before following began is repaired by an update.
@@ -142,12 +139,7 @@ class OfflineSglang(_Sglang):
         self._engine = engine
 
     def facts(self) -> EngineFacts:
-        facts = _facts(self._engine.get_server_info())
-        self._instance_id = facts.instance_id
-        return facts
-
-    def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002
-        return f"sglang-{host_in_id()}-{os.getpid()}"
+        return _facts(self._engine.get_server_info(), f"sglang-{host_in_id()}-{os.getpid()}")
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
         self._require_idle()
@@ -193,26 +185,18 @@ class SglangServer(_Sglang, EngineServer):
     WITHOUT_ROUTE = "it is no SGLang server, or an old one; dbuffer is tested with 0.5.23"
 
     def __init__(
-        self,
-        url: str,
-        names: NameMap | None = None,
-        *,
-        api_key: str | None = None,
-        timeout_s: float = 600.0,
+        self, url: str, names: NameMap | None = None, *, api_key: str | None = None
     ) -> None:
         _Sglang.__init__(self, names)
-        EngineServer.__init__(self, url, api_key=api_key, timeout_s=timeout_s)
+        EngineServer.__init__(self, url, api_key=api_key)
         self._num_ranks = 1
         self._has_paused = False
 
     def facts(self) -> EngineFacts:
-        facts = _facts(self._body(self._request("GET", "/server_info")))
+        info = self._body(self._request("GET", "/server_info"))
+        facts = _facts(info, f"sglang-{self._name()}")
         self._num_ranks = facts.num_ranks
-        self._instance_id = facts.instance_id
         return facts
-
-    def default_id(self, facts: EngineFacts) -> str:  # noqa: ARG002
-        return f"sglang-{self._name()}"
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
         # Without a pause, SGLang would wait for all requests first. This one ends no request.
@@ -257,7 +241,7 @@ class SglangServer(_Sglang, EngineServer):
 
     def pause(self, mode: PauseMode) -> None:
         self._has_paused = True
-        body = {"mode": SGLANG_PAUSES[mode]}
+        body = {"mode": _PAUSES[mode]}
         self._request("POST", "/pause_generation", json=body, timeout=self._long)
         self._flush_caches()
 

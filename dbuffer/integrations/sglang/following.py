@@ -9,12 +9,7 @@ from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.background import BackgroundFollower, begin
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.sglang.engines import (
-    SGLANG_PAUSES,
-    OfflineSglang,
-    SglangServer,
-    sglang_engine_of,
-)
+from dbuffer.integrations.sglang.engines import OfflineSglang, sglang_engine_of
 from dbuffer.runtime import options as checks
 from dbuffer.weights.names import NameMap
 
@@ -52,30 +47,11 @@ def follow(
             A server that does not answer (yet) is waited for, in the background.
     """
     names = _names_of(rename)
-    _require_pause(pause)
     place = checks.directory("store", store)
     chosen = EngineOptions.parse({"store": os.fspath(place), **options})
     found = sglang_engine_of(engine, names, api_key=api_key)
     follower = Follower(found, chosen, pause=pause)
     return begin(follower, when_told=isinstance(found, OfflineSglang))
-
-
-def server_follower(
-    url: str,
-    options: EngineOptions,
-    *,
-    pause: str = "keep",
-    rename: NameMap | str | os.PathLike[str] | None = None,
-    api_key: str | None = None,
-) -> Follower:
-    """A server's follower that switches when it is told to, in the caller's thread."""
-    _require_pause(pause)
-    server = SglangServer(url, _names_of(rename), api_key=api_key)
-    return Follower(server, options, pause=pause)  # type: ignore[arg-type]  # checked above
-
-
-def _require_pause(pause: str) -> None:
-    checks.choice("pause", pause, SGLANG_PAUSES)
 
 
 def _names_of(rename: NameMap | str | os.PathLike[str] | None) -> NameMap | None:

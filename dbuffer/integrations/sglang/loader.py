@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
 from dbuffer.integrations.engine.messages import (
     BeginRequest,
     RankAnswer,
     RankOutcome,
     decode_request,
 )
-from dbuffer.integrations.engine.options import EngineNames
+from dbuffer.integrations.engine.options import EngineNames, EngineOptions
 from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.rank import SchedulerRank, all_ranks
 from dbuffer.store.records import RecordFile
@@ -40,20 +40,20 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
         logger.exception("a request of the follower cannot be read")
         return
     endpoint = RankEndpoint.of(model)
-    answer = endpoint.answer(request, lambda: SchedulerRank(model, command))
+    answer = answer_of(lambda: endpoint.do(request, lambda: SchedulerRank(model, command.names)))
     if answer.outcome is RankOutcome.DONE:
         return
     logger.error("%s: %s", type(request).__name__, answer.problem)
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(answer.problem)
     elif isinstance(request, BeginRequest) and all_ranks().rank == 0:
-        _record_refusal(command, request, answer)
+        _record_refusal(request.options, answer)
 
 
-def _record_refusal(command: Command, request: BeginRequest, answer: RankAnswer) -> None:
+def _record_refusal(options: EngineOptions, answer: RankAnswer) -> None:
     """Leave word of why nothing follows, in the record that a receiver would have kept."""
-    names = EngineNames(command.engine_id, command.instance_id)
-    spare = names.spare(command.engine_id)
-    record = RecordFile(Path(request.options.read_store), command.engine_id, spare=spare)
+    names = EngineNames(options.engine_id or "", options.instance_id or "")
+    spare = names.spare(names.engine_id)
+    record = RecordFile(Path(options.read_store), names.engine_id, spare=spare)
     record.write(instance=names.instance, problem=answer.problem)
     record.close()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import EngineUnsupportedError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.ranks import Ranks
-from dbuffer.integrations.engine.serving import KEPT_AS, ServingModel
+from dbuffer.integrations.engine.serving import EngineRank, ServingModel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
-from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.model import SglangModel
 from dbuffer.integrations.sglang.shape_check import sglang_shape_check
+from dbuffer.weights.names import NameMap
 
 
 def all_ranks() -> Ranks:
@@ -22,23 +21,18 @@ def all_ranks() -> Ranks:
     return Ranks(get_parallel().tp_group)
 
 
-class SchedulerRank:
-    """One rank; see :class:`~dbuffer.integrations.engine.serving.EngineRank`."""
+class SchedulerRank(EngineRank):
+    """One rank of an SGLang engine."""
 
-    not_weights = (KEPT_AS,)
-    packing = None
-
-    def __init__(self, model: Any, command: Command) -> None:
-        self.module: torch.nn.Module = model
-        self._engine_id = command.engine_id
-        self.instance_id = command.instance_id
-        self._names = command.names
-        self.on_device: bool = next(model.parameters()).device.type != "cpu"
+    def __init__(self, model: Any, names: NameMap | None) -> None:
+        self.module = model
+        self._names = names
+        self.on_device = next(model.parameters()).device.type != "cpu"
         self.ranks = all_ranks()
 
-    def engine_id(self, options: EngineOptions) -> str:  # noqa: ARG002
+    def engine_id(self, options: EngineOptions) -> str:
         """The engine's name among the store's receivers: its follower has chosen it."""
-        return self._engine_id
+        return options.engine_id or ""
 
     def make_model(self, before: ServingModel | None) -> SglangModel:  # noqa: ARG002
         """The model, to swap weights in, under the names of who follows now."""

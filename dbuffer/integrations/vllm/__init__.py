@@ -30,24 +30,16 @@ if TYPE_CHECKING:
     from dbuffer.integrations.engine.follower import Follower as Follower
     from dbuffer.integrations.engine.options import EngineOptions as EngineOptions
     from dbuffer.integrations.vllm.adapters import adapter_request as adapter_request
-    from dbuffer.integrations.vllm.backend import (
-        DBufferWeightTransferEngine as DBufferWeightTransferEngine,
-    )
     from dbuffer.integrations.vllm.extension import WorkerExtension as WorkerExtension
     from dbuffer.integrations.vllm.following import follow as follow
     from dbuffer.integrations.vllm.middleware import FollowStore as FollowStore
-    from dbuffer.integrations.vllm.trainer import (
-        DBufferTrainerInitInfo as DBufferTrainerInitInfo,
-        DBufferTrainerWeightTransferEngine as DBufferTrainerWeightTransferEngine,
-    )
+    from dbuffer.integrations.vllm.trainer import DBufferTrainerInitInfo as DBufferTrainerInitInfo
 else:
     __getattr__, __all__ = lazily(
         __name__,
         {
             "BackgroundFollower": "dbuffer.integrations.engine.background",
             "DBufferTrainerInitInfo": ".trainer",
-            "DBufferTrainerWeightTransferEngine": ".trainer",
-            "DBufferWeightTransferEngine": ".backend",
             "EngineOptions": "dbuffer.integrations.engine.options",
             "FollowStore": ".middleware",
             "Follower": "dbuffer.integrations.engine.follower",

@@ -15,9 +15,6 @@ BACKEND = "dbuffer"
 CALL = "dbuffer_call"
 """The method of :class:`WorkerExtension` that followers call, by ``collective_rpc``."""
 
-WORKER_METHODS = (CALL, "dbuffer_init", "dbuffer_update", "dbuffer_check", "dbuffer_shutdown")
-"""All of its methods."""
-
 FOLLOWER_KEYS = ("pause",)
 """Keys of ``additional_config["dbuffer"]`` that are read by who follows, in the front end."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import InvalidStateError, wait
@@ -27,7 +28,7 @@ from dbuffer.integrations.engine.messages import (
 )
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
-from dbuffer.integrations.vllm.config import CALL, default_engine_id, is_launched, shares_engine
+from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
 from dbuffer.integrations.vllm.facts import facts_here, facts_of
 
 ResultT = TypeVar("ResultT")
@@ -44,9 +45,6 @@ class _Vllm(Engine):
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         raise NotImplementedError
-
-    def default_id(self, facts: EngineFacts) -> str:
-        return default_engine_id(facts.instance_id)
 
 
 class OfflineVllm(_Vllm):
@@ -273,13 +271,10 @@ class VllmServer(_Vllm, EngineServer):
     )
 
     def facts(self) -> EngineFacts:
-        return facts_of(self._get("/server_info", "vllm_config", config_format="json"))
-
-    def default_id(self, facts: EngineFacts) -> str:
-        """From its address, so that it is the same after a restart; unless it has told its own."""
-        if facts.configured is not None:
-            return super().default_id(facts)
-        return f"vllm-{self._name()}"
+        facts = facts_of(self._get("/server_info", "vllm_config", config_format="json"))
+        if facts.configured is not None:  # its workers have begun, under its own name
+            return facts
+        return dataclasses.replace(facts, name=f"vllm-{self._name()}")
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
         body = {"method": method, "kwargs": arguments}

@@ -12,7 +12,13 @@ from typing import Any
 from dbuffer.errors import EngineUnsupportedError
 from dbuffer.format.layout import digest
 from dbuffer.integrations.engine.protocol import EngineFacts
-from dbuffer.integrations.vllm.config import BACKEND, options_of, replica_name, shares_engine
+from dbuffer.integrations.vllm.config import (
+    BACKEND,
+    default_engine_id,
+    options_of,
+    replica_name,
+    shares_engine,
+)
 from dbuffer.integrations.vllm.plugin import serves_every_worker
 from dbuffer.store.liveness import Process
 
@@ -44,8 +50,10 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
             "--middleware dbuffer.integrations.vllm.FollowStore"
         )
     in_step = _num_in_step(parallel)
+    instance_id = _get(config, "instance_id")
     return EngineFacts(
-        instance_id=_get(config, "instance_id"),
+        instance_id=instance_id,
+        name=default_engine_id(instance_id),
         num_ranks=_get(parallel, "world_size") * in_step,
         configured=options_of(_get(config, "additional_config")),
         replica=replica_name(replicas[0] if replica is None else replica),
@@ -98,7 +106,7 @@ def has_backend(config: Any) -> bool:
 
 
 def has_extension(config: Any) -> bool:
-    """Whether its workers have the methods of `WorkerExtension`, by an option or by our plugin."""
+    """Whether its workers have the method of `WorkerExtension`, by an option or by our plugin."""
     # An engine in this process, or started from it, has loaded the plugins that this one has.
     is_here = not isinstance(config, Mapping)
     name = _get(_get(config, "parallel_config"), "worker_extension_cls")
@@ -133,7 +141,8 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
     facts = facts_of(config, replica)
     if not shares_engine(config):
         return facts
-    return dataclasses.replace(facts, instance_id=instance_of_api_servers())
+    shared = instance_of_api_servers()
+    return dataclasses.replace(facts, instance_id=shared, name=default_engine_id(shared))
 
 
 def instance_of_api_servers() -> str:

@@ -57,9 +57,6 @@ class LaunchedFollower:
     Args:
         llm: this rank's.
         options: the store and so on; the same on all ranks.
-        rank_timeout_s: how long ranks wait for one that does not come, or hangs, beyond the time in
-            which a version is to be ready. A load of a large model must fit; a rank that dies is
-            noticed at once.
 
     Raises:
         RankTimeoutError: a rank has not made one of these.
@@ -67,12 +64,10 @@ class LaunchedFollower:
             either: vLLM's own collectives have lost it too.
     """
 
-    def __init__(
-        self, llm: Any, options: EngineOptions | None, *, rank_timeout_s: float = RANK_TIMEOUT_S
-    ) -> None:
+    def __init__(self, llm: Any, options: EngineOptions | None) -> None:
         self._mine = OfflineVllm(llm)
         ranks = WorkerRanks(llm.llm_engine.vllm_config)
-        timeout_s = rank_timeout_s + (options.timeout_s if options is not None else 0.0)
+        timeout_s = RANK_TIMEOUT_S + (options.timeout_s if options is not None else 0.0)
         self._agreement = Agreement(ranks.process_group, timeout_s=timeout_s)
         self._leader: Follower | None = None
         if self._agreement.rank == 0:

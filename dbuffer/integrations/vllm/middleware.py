@@ -93,21 +93,24 @@ async def _start(scope: Scope) -> InBackground | SharedFollowing:
     if engine is None:
         raise EngineUnsupportedError("FollowStore is for vLLM's API server, and this is another")
     config = engine.vllm_config
-    settings = engine_settings(config.additional_config)
-    if "store" not in settings:
+    options = options_of(config.additional_config)
+    if options is None:
         raise OptionError(
             'FollowStore needs a store: --additional-config \'{"dbuffer": {"store": directory}}\''
         )
 
     def begin() -> InBackground:
-        follower = follow(engine, pause=settings.get("pause", "keep"))
+        pause = engine_settings(config.additional_config).get("pause", "keep")
+        follower = follow(engine, pause=pause)
         assert isinstance(follower, InBackground)  # noqa: S101 - an AsyncLLM is followed so
         return follower
 
     async def begin_until_ready() -> InBackground:
         follower = begin()
         try:
-            await _wait_ready(follower, config)
+            await follower.wait_started_async()
+            if config.load_config.load_format == "dummy" and follower.applied is None:
+                await _wait_for_weights(follower, options)
         except BaseException:
             await follower.aclose()
             raise
@@ -117,15 +120,6 @@ async def _start(scope: Scope) -> InBackground | SharedFollowing:
         leadership = Leadership(instance_of_api_servers())
         return await SharedFollowing.begin(leadership, begin, begin_until_ready)
     return await begin_until_ready()
-
-
-async def _wait_ready(follower: InBackground, config: Any) -> None:
-    """Wait until the engine serves what is there; and is no dummy any more."""
-    await follower.wait_started_async()
-    if config.load_config.load_format == "dummy" and follower.applied is None:
-        options = options_of(config.additional_config)
-        assert options is not None  # noqa: S101 - it has a store
-        await _wait_for_weights(follower, options)
 
 
 async def _wait_for_weights(follower: InBackground, options: EngineOptions) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from typing import Any
 
-from dbuffer.integrations.vllm.config import BACKEND, WORKER_METHODS
+from dbuffer.integrations.vllm.config import BACKEND, CALL
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +15,7 @@ _WRAPPER = "WorkerWrapperBase"
 
 
 def register() -> None:
-    """Make vLLM know ``backend="dbuffer"``, and its workers our methods. Again does nothing."""
+    """Make vLLM know ``backend="dbuffer"``, and its workers our method. Again does nothing."""
     log_as_vllm()
     try:
         from vllm.distributed.weight_transfer.factory import (
@@ -36,8 +35,7 @@ def register() -> None:
         return
     # What collective_rpc looks for methods on is the wrapper round a worker. The worker's own class
     # would be the wrong place: vLLM refuses an extension whose names its workers have already.
-    for name in WORKER_METHODS:
-        setattr(WorkerWrapperBase, name, _calling_the_extension(name))
+    setattr(WorkerWrapperBase, CALL, _call_the_extension)
 
 
 def log_as_vllm() -> None:
@@ -56,7 +54,7 @@ def log_as_vllm() -> None:
 def serves_every_worker() -> bool:
     """Whether engines that are started from this process can follow without any option."""
     wrapper = getattr(sys.modules.get(_WORKERS), _WRAPPER, None)
-    return wrapper is not None and all(name in vars(wrapper) for name in WORKER_METHODS)
+    return wrapper is not None and CALL in vars(wrapper)
 
 
 def _register(factory: Any, module: str, name: str) -> None:
@@ -66,14 +64,9 @@ def _register(factory: Any, module: str, name: str) -> None:
         logger.debug("vLLM knows the backend %r already", BACKEND)
 
 
-def _calling_the_extension(name: str) -> Callable[..., Any]:
-    def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        from dbuffer.integrations.vllm.extension import WorkerExtension
+def _call_the_extension(wrapper: Any, request: dict[str, Any]) -> Any:
+    from dbuffer.integrations.vllm.extension import WorkerExtension
 
-        # An extension of the engine's own comes first: it may have more to do.
-        own = getattr(wrapper.worker, name, None)
-        if own is not None:
-            return own(*args, **kwargs)
-        return getattr(WorkerExtension, name)(wrapper.worker, *args, **kwargs)
-
-    return call
+    # An extension of the engine's own comes first: it may have more to do.
+    own = getattr(wrapper.worker, CALL, None)
+    return WorkerExtension.dbuffer_call(wrapper.worker, request) if own is None else own(request)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
-import torch
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.ranks import Ranks
-from dbuffer.integrations.engine.serving import KEPT_AS, ServingModel
+from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, ServingModel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
 from dbuffer.integrations.vllm.model import VllmModel
@@ -20,24 +19,21 @@ from dbuffer.integrations.vllm.packing import CpuPacking
 from dbuffer.integrations.vllm.shape_check import vllm_shape_check
 
 
-class WorkerRank:
-    """One rank of a vLLM engine; see `EngineRank` of :mod:`dbuffer.integrations.engine`."""
+class WorkerRank(EngineRank):
+    """One rank of a vLLM engine."""
 
     not_weights = ("kv_cache", KEPT_AS)
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         self._vllm_config = vllm_config
-        self.module: torch.nn.Module = model
+        self.module = model
         self._device = device
-        self.on_device: bool = device.type != "cpu"
+        self.on_device = device.type != "cpu"
+        self.packing = None if self.on_device else CpuPacking()
         self.ranks = WorkerRanks(vllm_config)
-        self.instance_id: str = vllm_config.instance_id
+        self.instance_id = vllm_config.instance_id
         if is_launched(vllm_config.parallel_config):  # each process has made up its own
             self.instance_id = self.ranks.gather(self.instance_id)[0]
-
-    @classmethod
-    def of(cls, worker: Any) -> Self:
-        return cls(worker.vllm_config, worker.get_model(), worker.device)
 
     def engine_id(self, options: EngineOptions) -> str:
         name = options.engine_id or default_engine_id(self._vllm_config.instance_id)
@@ -51,10 +47,6 @@ class WorkerRank:
     def make_model(self, before: ServingModel | None) -> ServingModel:
         """The model, to swap weights in: the same as before, which knows whether it may serve."""
         return before or VllmModel(self._vllm_config, self.module, self._device)
-
-    @property
-    def packing(self) -> CpuPacking | None:
-        return None if self.on_device else CpuPacking()
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         return vllm_shape_check(self._vllm_config, self.module, partial=partial)

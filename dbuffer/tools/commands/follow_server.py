@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError, VersionTimeoutError
 from dbuffer.tools.commands import shared
+from dbuffer.weights.names import NameMap
 
 if TYPE_CHECKING:
     from dbuffer.integrations.engine.follower import Follower
     from dbuffer.integrations.engine.options import EngineOptions
+    from dbuffer.integrations.engine.server import EngineServer
 
 
 class Server(NamedTuple):
@@ -31,19 +33,22 @@ class Server(NamedTuple):
             OptionError: ``pause`` or ``rename`` is not for this kind of server.
         """
         try:
-            if self.is_sglang:
-                from dbuffer.integrations.sglang.following import server_follower
-
-                return server_follower(
-                    self.url, options, pause=self.pause, rename=self.rename, api_key=self.api_key
-                )
             from dbuffer.integrations.engine.follower import Follower
-            from dbuffer.integrations.vllm.engines import VllmServer
 
-            server = VllmServer(self.url, api_key=self.api_key)
+            server = self._engine()
             return Follower(server, options, pause=self.pause)  # type: ignore[arg-type]  # checked there
         except ModuleNotFoundError as error:
             raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
+
+    def _engine(self) -> EngineServer:
+        if self.is_sglang:
+            from dbuffer.integrations.sglang.engines import SglangServer
+
+            names = None if self.rename is None else NameMap.read(self.rename)
+            return SglangServer(self.url, names, api_key=self.api_key)
+        from dbuffer.integrations.vllm.engines import VllmServer
+
+        return VllmServer(self.url, api_key=self.api_key)
 
 
 def follow_server(

@@ -104,20 +104,16 @@ class CopyPlan:
                 for name, tensor in self._tensors.items()
             }
         self.num_bytes = recording.loaded_bytes
+        self.num_images = len(self._layers)
+        """How many layers have images."""
+        self.num_parameters = len(self._tensors)
+        """How many parameters it copies into, images not counted."""
+        self.twin_bytes = sum(align(tensor.nbytes) for tensor in self._tensors.values())
+        """What :meth:`staged_in` needs."""
         self._all_names = {*self._writes, *(layer.name for layer in self._layers)}
         self._unproven = self._all_names
         self._loaded_xxh3: dict[str, int] = {}
         """Of what each layer that has an image was loaded with, as far as that is known."""
-
-    @property
-    def num_images(self) -> int:
-        """How many layers have images."""
-        return len(self._layers)
-
-    @property
-    def num_parameters(self) -> int:
-        """How many parameters it copies into, images not counted."""
-        return len(self._tensors)
 
     @property
     def is_proven(self) -> bool:
@@ -226,31 +222,25 @@ class CopyPlan:
         layers = [image.of.name for image in switch.images if not image.is_there()]
         return sorted(self._writes.keys() - has) + layers
 
-    def twins_in(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its parameters once more, one behind the other, in flat bytes of :attr:`twin_bytes`."""
-        twins, start = {}, 0
+    def staged_in(self, memory: torch.Tensor, switch: Switch, copy: CopyTensors) -> Switch:
+        """A switch out of twins of its parameters, one behind the other, in flat bytes.
+
+        They are filled, by ``copy``, with what ``switch`` would fill the parameters with.
+        """
+        staged: dict[str, list[Copy]] = {}
+        filling: list[Copy] = []
+        start = 0
         for name, tensor in self._tensors.items():
             flat = memory[start : start + tensor.nbytes].view(tensor.dtype)
-            twins[name] = flat.as_strided(tensor.shape, tensor.stride())
+            twin = flat.as_strided(tensor.shape, tensor.stride())
             start = align(start + tensor.nbytes)
-        return twins
-
-    @property
-    def twin_bytes(self) -> int:
-        return sum(align(tensor.nbytes) for tensor in self._tensors.values())
-
-    def copies_into(self, twins: Tensors, switch: Switch) -> list[Copy]:
-        """What fills the twins with what a switch would fill the parameters with."""
-        return [
-            Copy(write.step.to.in_(twins[name]), source)
-            for name, writes in self._writes.items()
-            for write, (_, source) in zip(writes, switch.copies[name], strict=True)
-        ]
-
-    def switch_from(self, twins: Tensors, images: Sequence[Image]) -> Switch:
-        """A switch that copies out of its parameters' twins."""
-        copies = {n: [Copy(self._tensors[n].detach(), twin)] for n, twin in twins.items()}
-        return Switch(self, copies, images)
+            filling += [
+                Copy(write.step.to.in_(twin), source)
+                for write, (_, source) in zip(self._writes[name], switch.copies[name], strict=True)
+            ]
+            staged[name] = [Copy(tensor.detach(), twin)]
+        copy([target for target, _ in filling], [source for _, source in filling])
+        return Switch(self, staged, switch.images)
 
     def _find_places(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors.values()]
@@ -268,10 +258,9 @@ class Switch:
         plan: CopyPlan,
         copies: Mapping[str, Sequence[Copy]],
         images: Sequence[Image],
-        patches: Patches | None = None,
     ) -> None:
         self.plan = plan
-        self.patches = patches
+        self.patches: Patches | None = None
         """What does the same to a model that holds the version before."""
         self.copies = copies
         """By the name of the parameter."""
@@ -309,10 +298,7 @@ class Switch:
 
     def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> Switch:
         """The same, out of ``memory``, into which it copies all that it needs."""
-        twins = self.plan.twins_in(memory)
-        copies = self.plan.copies_into(twins, self)
-        copy([target for target, _ in copies], [source for _, source in copies])
-        return self._with_patches(self.plan.switch_from(twins, self.images))
+        return self._with_patches(self.plan.staged_in(memory, self, copy))
 
     def finds(self, names: Collection[str], loaded_xxh3: Mapping[str, int]) -> set[str]:
         """Which of these parameters and layers have already what it would give them.

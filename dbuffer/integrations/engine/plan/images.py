@@ -97,16 +97,14 @@ class Image:
     @property
     def misfit(self) -> str | None:
         """Why its layer cannot take it over; None: it can."""
-        for name, tensor in self._tensors():
-            live = _own(self.of.layer, name)
+        for name, live, tensor in self._tensors():
             if live is None or Place.of(live) != Place.of(tensor) or not _is_alone(live):
                 return f"{self.of.name}.{name} is stored in another form than when it is packed"
         return None
 
     def is_there(self) -> bool:
         """Whether its layer has just what it would take over, for all that can be told."""
-        for name, tensor in self._tensors():
-            live = _own(self.of.layer, name)
+        for _, live, tensor in self._tensors():
             if live is None or not torch.equal(_bytes(live), _bytes(tensor)):
                 return False
         if not self._attributes:
@@ -116,8 +114,7 @@ class Image:
 
     def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is to be copied into the layer: the target, and the source."""
-        for name, tensor in self._tensors():
-            live = _own(self.of.layer, name)
+        for _, live, tensor in self._tensors():
             assert live is not None  # noqa: S101 - it fits
             yield live.detach(), tensor.detach()
 
@@ -127,12 +124,13 @@ class Image:
         for name, value in self._attributes.items():
             live[name], self._attributes[name] = value, live.get(name)
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor]]:
+        """Those that its layer does not share: the name, the layer's, and its own."""
         for table in ("_parameters", "_buffers"):
             for name, tensor in self.shadow.__dict__[table].items():
                 live = self.of.layer.__dict__[table].get(name)
                 if tensor is not None and tensor is not live and tensor.numel():
-                    yield name, tensor
+                    yield name, _own(self.of.layer, name), tensor
 
 
 def packed_layers(

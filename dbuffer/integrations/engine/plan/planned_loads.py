@@ -178,20 +178,15 @@ class PlannedLoads:
         A failure leaves a mix, to be repaired at once. ``identity``: of the version, for the next
         one to be told what changed since.
         """
-        self._holds = None
-        self._reload(reload, switch)
-        if self._plan is not None and switch is not None and switch.plan is self._plan:
-            self._note_held(self._plan, identity)
-
-    def _reload(self, reload: Callable[[], None], switch: Switch | None) -> None:
-        plan = self._plan
-        if plan is None:
-            reload()
-        elif switch is None or switch.plan is not plan:
+        self._holds, plan = None, self._plan
+        if plan is not None:
             plan.note_loaded(None)
+        if plan is None or switch is None or switch.plan is not plan:
             reload()
-        else:
-            self._reload_and_prove(plan, switch, reload)
+            return
+        self._reload_and_prove(plan, switch, reload)
+        if self._plan is plan:
+            self._note_held(plan, identity)
 
     def _prove_again(self, plan: CopyPlan, tensors: Tensors) -> None:
         """Ask the loader of one parameter again, whichever, what it does with this version."""
@@ -237,7 +232,6 @@ class PlannedLoads:
         had = plan.found_by(switch)
         before = self._look(plan, switch)
         looking_s = time.monotonic() - started
-        plan.note_loaded(None)
         reload()
         started = time.monotonic()
         after = self._look(plan, switch)
