@@ -3,8 +3,8 @@
 * :class:`CheckpointManager`, for ``rollout.checkpoint_manager_class`` (:mod:`.manager`);
 * :class:`StoreCheckpointEngine`, which verl knows as the backend ``dbuffer`` when
   :mod:`.checkpoint_engine` is imported: ``checkpoint_engine.custom_backend_module``;
-* :mod:`.sending` is its half in the actor, :mod:`.receiving` its half beside each rollout engine,
-  and :mod:`.configuration` what both are told. These need no verl.
+* :mod:`.syncing` has its half in the actor and its half beside each rollout engine, which need no
+  verl.
 """
 
 from __future__ import annotations
