@@ -18,12 +18,11 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from dbuffer.errors import OptionError, VersionTimeoutError, WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.torchrl.base import Strategy
+from dbuffer.integrations.torchrl.extraction import extract_for_vllm, without_torchrl_wrapper
 from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferWeightReceiver,
     VLLMDoubleBufferWeightSender,
-    extract_for_vllm,
-    without_torchrl_wrapper,
 )
 from dbuffer.io.tensors import DTYPE_NAMES
 from dbuffer.receive.receiver import WeightReceiver
