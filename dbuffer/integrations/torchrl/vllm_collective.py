@@ -129,9 +129,6 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     The engine may also be found later: ``set_context(collector)``, ``register_model("policy")``.
     """
 
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any = None) -> None:
-        super().__init__(scheme, vllm_engine)
-
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
         """Check early that what is, or will be, published fits the engine.
 

@@ -24,9 +24,8 @@ from dbuffer.errors import NotReadyError, OptionError, StoreReplacedError
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.torchrl.addresses import Stores
-from dbuffer.integrations.torchrl.base import StoreScheme, Strategy
+from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, find_model
 from dbuffer.integrations.torchrl.extraction import Extracted, extract_for_vllm
-from dbuffer.integrations.torchrl.models import find_model
 from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
 from dbuffer.integrations.vllm.engines import vllm_engine_of
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
@@ -223,7 +222,7 @@ class VLLMDoubleBufferWeightReceiver:
     it needs no option of ours where dbuffer is installed beside its vLLM.
     """
 
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any = None) -> None:
         self._scheme = scheme
         self._transport = scheme.create_transport()
         self._vllm_engine = vllm_engine
