@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-MIN_CLIMB = 0.1
-"""What a reward must gain: ten times what two averages of 4 steps differ by without learning."""
+from dbuffer.tools.demo.policy import climb
 
 
 def run_example(about: str | None, run: Callable[..., bool], *flags: str) -> None:
@@ -39,9 +37,7 @@ def say(text: str) -> None:
 
 def has_climbed(rewards: Sequence[float], num_averaged: int) -> bool:
     """Whether the last rewards are above the first ones."""
-    first = statistics.fmean(rewards[:num_averaged])
-    last = statistics.fmean(rewards[-num_averaged:])
-    is_higher = last - first >= MIN_CLIMB
+    first, last, is_higher = climb(rewards, num_averaged)
     say(f"reward {first:.3f} to {last:.3f}: {'climbed' if is_higher else 'did not climb'}")
     return is_higher
 

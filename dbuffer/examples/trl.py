@@ -29,10 +29,10 @@ from dbuffer.tools.demo.policy import (
     COMPLETION_TOKENS,
     VOCAB_SIZE,
     Task,
+    Tokens,
     make_model,
     save_checkpoint,
 )
-from dbuffer.tools.demo.records import Tokens
 
 GROUP_SIZE = 8
 """Answers to one prompt, whose rewards are compared with each other."""
