@@ -7,10 +7,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from dbuffer.tools.demo.policy import climb
+from dbuffer.tools.demo.policy import VOCAB_SIZE, climb
 
 
 def run_example(about: str | None, run: Callable[..., bool], *flags: str) -> None:
@@ -46,3 +47,17 @@ def are_equal(some: object, others: object, what: str) -> bool:
     """Whether two engines gave the same answers."""
     say(f"{what} {'are equal' if some == others else 'differ'}")
     return some == others
+
+
+def make_tokenizer() -> Any:
+    """One that has a word for each token of the tiny model, where a trainer asks for one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"word-{token}": token for token in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="word-0"))  # noqa: S106 - no password
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    special = {"pad_token": "word-0", "eos_token": "word-1"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
