@@ -13,16 +13,13 @@ from pathlib import Path
 
 from benchmarks import (
     deltas,
-    fan_out,
     fleet,
-    flips,
     gpu,
-    memory,
     models,
     pause,
     plot,
+    publishing,
     report,
-    returning,
     sharded,
     targets,
     torchrl,
@@ -122,15 +119,15 @@ def _measure(directories: Sequence[Path], *, quick: bool) -> Results:
         results.transfers[case.key] = transfer = transfers.run(case)
         print(f"\n{report.transfer_table(transfer)}", flush=True)
     sent = results.transfers["dense"].case.shapes
-    results.extra_memory_bytes = memory.extra_memory_bytes(sent, first)
+    results.extra_memory_bytes = publishing.extra_memory_bytes(sent, first)
     fanned = models.qwen2_0_5b(width=0.25 if quick else 0.75)
-    results.fan_out_s = fan_out.publish_times_s(
+    results.fan_out_s = publishing.publish_times_s(
         fanned, first, publishes=5 if quick else 12, receivers=(1, 4)
     )
-    results.sends_s, results.returns_s = returning.return_times_s(
+    results.sends_s, results.returns_s = publishing.return_times_s(
         fanned, first, rounds=3 if quick else 7
     )
-    results.flips_s = flips.flip_latencies_s(first, flips=200 if quick else 300)
+    results.flips_s = publishing.flip_latencies_s(first, flips=200 if quick else 300)
     return results
 
 

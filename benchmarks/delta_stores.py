@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,7 +13,7 @@ from benchmarks import models
 from benchmarks.measure import median, timed
 from benchmarks.models import Weights
 from benchmarks.patching import CHANGED, step
-from benchmarks.processes import scratch_folder
+from benchmarks.processes import as_network, scratch_folder
 
 _PUBLISHES = 60
 _ROUNDS = 5
@@ -57,7 +54,7 @@ def run(directory: Path, *, quick: bool) -> Stores:
     weights = models.random_weights(models.qwen2_0_5b(width=0.25))
     stores = Stores(sum(tensor.nbytes for tensor in weights.values()))
     with scratch_folder(directory) as folder:
-        with _as_network(), dbuffer.WeightSender(folder / "network", delta=True) as sender:
+        with as_network(), dbuffer.WeightSender(folder / "network", delta=True) as sender:
             _publish(sender, weights, stores, publishes=5 if quick else _PUBLISHES)
         weights = models.random_weights(models.qwen2_0_5b(width=0.25 if quick else 1.0))
         with (
@@ -66,16 +63,6 @@ def run(directory: Path, *, quick: bool) -> Stores:
         ):
             _patch(whole, patched, weights, stores)
     return stores
-
-
-@contextmanager
-def _as_network() -> Iterator[None]:
-    """Let stores behave as on a network mount, wherever they are; bytes are the same."""
-    os.environ["DBUFFER_MOUNT"] = "network"
-    try:
-        yield
-    finally:
-        del os.environ["DBUFFER_MOUNT"]
 
 
 def _publish(

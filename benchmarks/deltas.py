@@ -102,17 +102,9 @@ def _store_checks(stores: Stores) -> list[Check]:
     share, mean, patch = stores.share, stores.mean_share, stores.patch_share
     num = len(stores.written_bytes)
     return [
-        Check(
-            f"bytes of a publish on a network mount, 1 % changed, {size}",
-            f"<= {_MAX_SHARE:.1%} of the whole",
-            f"{share:.2%}",
-            share <= _MAX_SHARE,
-        ),
-        Check(
-            f"mean over {num} such publishes, anchors included",
-            f"<= {_MAX_MEAN_SHARE:.0%} of the whole",
-            f"{mean:.2%}",
-            mean <= _MAX_MEAN_SHARE,
+        _share_check(f"bytes of a publish on a network mount, 1 % changed, {size}", share),
+        _share_check(
+            f"mean over {num} such publishes, anchors included", mean, most=_MAX_MEAN_SHARE
         ),
         Check(
             "publish of patches in shared memory, 1 % changed",
@@ -121,6 +113,10 @@ def _store_checks(stores: Stores) -> list[Check]:
             patch <= _MAX_PATCH_TIME,
         ),
     ]
+
+
+def _share_check(what: str, share: float, most: float = _MAX_SHARE) -> Check:
+    return Check(what, f"<= {100 * most:g}% of the whole", f"{share:.2%}", share <= most)
 
 
 def _pause_check(patching: Patching) -> Check:
@@ -276,12 +272,7 @@ def _checks(what: str, share: float, times_s: Times) -> list[Check]:
     speed = copied_s / (median(times_s[FIND]) + median(times_s[ENCODE]))
     applied = median(times_s[APPLY]) / copied_s
     return [
-        Check(
-            f"bytes of a delta, 1 % changed by one in the last place, {what}",
-            f"<= {_MAX_SHARE:.1%} of the whole",
-            f"{share:.2%}",
-            share <= _MAX_SHARE,
-        ),
+        _share_check(f"bytes of a delta, 1 % changed by one in the last place, {what}", share),
         Check(
             f"find + encode, {what}",
             f">= {_MIN_SPEED:.2f} of memcpy's speed",

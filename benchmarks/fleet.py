@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import dbuffer
 from benchmarks import models
 from benchmarks.measure import median
-from benchmarks.processes import child, reply, scratch_folder
+from benchmarks.processes import bytes_read, child, reply, scratch_folder
 from benchmarks.report import table
 
 _GB = 1e9
@@ -310,13 +310,7 @@ def _mirror(connection: Connection, remote: Path, local: Path) -> None:
                 version = connection.recv()
                 if version is not None:
                     receiver.wait_for_version(version - 1)
-                connection.send((_bytes_read(), mirror.stats["copied"]))
-
-
-def _bytes_read() -> int:
-    """What this process has read so far, of files of all kinds."""
-    first_line = Path("/proc/self/io").read_text().splitlines()[0]
-    return int(first_line.removeprefix("rchar: "))
+                connection.send((bytes_read(), mirror.stats["copied"]))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import torch
 
 from benchmarks import engines, plot, report, switches, targets, tensor_parallel
-from benchmarks.switches import EXPERTS, GPU, LIVE, PACKED, Pauses
-from benchmarks.tensor_parallel import Reading
+from benchmarks.switches import EXPERTS, GPU, LIVE, PACKED
 
 
 def main(options: Namespace) -> int:
@@ -34,17 +30,19 @@ def main(options: Namespace) -> int:
     readings = tensor_parallel.run(options.dir[0])
     print(f"\n{report.readings_table(readings)}", flush=True)
     checks = [*targets.check_pauses(results), *targets.check_readings(readings)]
-    environment["load after"] = f"{os.getloadavg()[0]:.1f}"
-    note = ", sizes too small to judge by" if options.quick else ""
-    print(f"\nTargets{note}\n\n{report.targets_table(checks)}")
-    if options.json:
-        options.json.write_text(
-            json.dumps(_as_json(environment, results, readings, checks), indent=1)
-        )
     if options.plot:
         plot.save_pauses(results, options.plot, _caption(environment))
-    elapsed_s = time.monotonic() - start_s
-    print(f"\n{elapsed_s:.0f} s in all, load average {environment['load after']} at the end")
+    title = f"Targets{', sizes too small to judge by' if options.quick else ''}"
+    found = {
+        "engines": [
+            asdict(pauses) | {"model": pauses.model.title, "bytes": pauses.num_bytes}
+            for pauses in results
+        ],
+        "ranks": [asdict(reading) for reading in readings],
+    }
+    report.conclude(
+        environment, checks, found, options.json, start_s, title=title, reference=report.MEMCPY
+    )
     return 0
 
 
@@ -58,21 +56,3 @@ def _caption(environment: dict[str, str]) -> str:
     machine = environment.get("GPU", environment["cpu"])
     vllm = next(f"{name} {at}" for name, at in environment.items() if name.startswith("vllm"))
     return f"{machine}, {environment['kernel']}, torch {environment['torch']}, {vllm}"
-
-
-def _as_json(
-    environment: dict[str, str],
-    results: Sequence[Pauses],
-    readings: Sequence[Reading],
-    checks: Sequence[targets.Check],
-) -> Any:
-    """Everything, with the time of each sample in seconds."""
-    return {
-        "environment": environment,
-        "targets": [asdict(check) for check in checks],
-        "engines": [
-            asdict(pauses) | {"model": pauses.model.title, "bytes": pauses.num_bytes}
-            for pauses in results
-        ],
-        "ranks": [asdict(reading) for reading in readings],
-    }

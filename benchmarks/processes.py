@@ -1,14 +1,17 @@
-"""Child processes of the benchmark, and scratch folders for them."""
+"""Child processes of the benchmark, scratch folders for them, and what a process reads."""
 
 from __future__ import annotations
 
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from dbuffer.store.filesystem import MOUNT_VARIABLE
 
 REPLY_TIMEOUT_S = 120.0
 
@@ -50,3 +53,14 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
     """Make a folder in ``directory``, deleted afterwards."""
     with tempfile.TemporaryDirectory(prefix="dbuffer-benchmark-", dir=directory) as folder:
         yield Path(folder)
+
+
+def as_network() -> AbstractContextManager[object]:
+    """Let stores behave in a ``with`` block as on a network mount; bytes are the same."""
+    return mock.patch.dict("os.environ", {MOUNT_VARIABLE: "network"})
+
+
+def bytes_read() -> int:
+    """By this process so far, of files of all kinds, with read calls and not by mapping."""
+    first_line = Path("/proc/self/io").read_text().splitlines()[0]
+    return int(first_line.removeprefix("rchar: "))

@@ -81,6 +81,9 @@ def _speed(transfer: Transfer, times_s: Sequence[float]) -> tuple[str, str, str]
     )
 
 
+MEMCPY = "memcpy itself"
+"""What the targets of some benchmarks are referred to."""
+
 _TOKENS = {True: "right", False: "WRONG", None: "-"}
 """Whether those after a switch were right; None: it is no switch."""
 
@@ -148,7 +151,7 @@ def _milliseconds(times_s: Sequence[float]) -> str:
     return f"{1e3 * median(times_s):.1f}" if any(times_s) else "-"
 
 
-def targets_table(checks: Sequence[Check], *, reference: str | None = "memcpy itself") -> str:
+def targets_table(checks: Sequence[Check], *, reference: str | None = MEMCPY) -> str:
     """Each target, what was measured, what ``reference`` reaches, and the verdict."""
     header = ["", "target", "measured", *([reference] if reference else []), ""]
     rows = []
@@ -165,9 +168,12 @@ def conclude(
     found: dict[str, Any],
     path: Path | None,
     start_s: float,
+    *,
+    title: str = "Targets",
+    reference: str | None = None,
 ) -> int:
     """Print the targets, and write all that was ``found`` where asked; 1 if one was missed."""
-    print(f"\nTargets\n\n{targets_table(checks, reference=None)}")
+    print(f"\n{title}\n\n{targets_table(checks, reference=reference)}")
     environment["load after"] = f"{os.getloadavg()[0]:.1f}"
     if path:
         targets = [asdict(check) for check in checks]

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
-from benchmarks import memory, models, report
+from benchmarks import models, publishing, report
 from benchmarks.measure import median
 from benchmarks.models import DTYPE, Shapes, Weights
 from benchmarks.processes import child, reply, scratch_folder
-from benchmarks.targets import Check
+from benchmarks.targets import Check, at_most
 from benchmarks.transfers import Times
 
 RANKS = 4
@@ -76,12 +76,12 @@ def _measure(shapes: Shapes, directory: Path, *, samples: int) -> tuple[Times, l
             for rank in range(RANKS)
         ]
         pids = [reply(connection) for connection in ranks]
-        before = [memory.anonymous_bytes(pid) for pid in pids]
+        before = [publishing.anonymous_bytes(pid) for pid in pids]
         peaks = list(before)
         for connection in ranks:
             connection.send("publish, watched")
-        while not all(connection.poll(memory.SAMPLE_INTERVAL_S) for connection in ranks):
-            now = [memory.anonymous_bytes(pid) for pid in pids]
+        while not all(connection.poll(publishing.SAMPLE_INTERVAL_S) for connection in ranks):
+            now = [publishing.anonymous_bytes(pid) for pid in pids]
             peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
         for connection in ranks:
             reply(connection)
@@ -206,12 +206,7 @@ def _check(times_s: Times, extra_bytes: list[int], largest_bytes: int) -> list[C
     share = median(times_s[SHARDED]) / fastest_s
     allowed = _MAX_EXTRA_BYTES + largest_bytes
     return [
-        Check(
-            "wall time",
-            f"≤ {_MAX_SHARE:g} of gathering and publishing",
-            f"{share:.2f}",
-            share <= _MAX_SHARE,
-        ),
+        at_most("wall time", "of gathering and publishing", share, _MAX_SHARE),
         Check(
             "extra memory of the rank that takes most",
             f"≤ {allowed / 1e6:.0f} MB (64 and its largest part)",

@@ -49,24 +49,24 @@ def check(results: Results) -> list[Check]:
     size = f"{_gigabytes(dense)} in {len(dense.case.shapes)} tensors"
     many = f"{_gigabytes(experts)} in {len(experts.case.shapes):,} tensors"
     return [
-        _at_least(f"publish, {size}", "of memcpy", _ratio(dense, dense.publish), 0.95),
+        at_least(f"publish, {size}", "of memcpy", _ratio(dense, dense.publish), 0.95),
         _against(TorchRL.name, dense, dense.publish, 15),
         _against(Safetensors.name, dense, dense.publish, 5),
-        _at_least(
+        at_least(
             "the same with checksums",
             "of memcpy",
             _ratio(dense, dense.publish, DbufferChecksums.name),
             0.70,
         ),
-        _at_least(f"receive, {size}", "of memcpy", _ratio(dense, dense.receive), 0.95),
+        at_least(f"receive, {size}", "of memcpy", _ratio(dense, dense.receive), 0.95),
         _against(TorchRL.name, dense, dense.receive, 1.5),
         _against(Safetensors.name, dense, dense.receive, 1.3),
-        _at_least(f"publish, {many}", "of memcpy", _ratio(experts, experts.publish), 0.80),
-        _at_least(f"receive, {many}", "of memcpy", _ratio(experts, experts.receive), 0.80),
+        at_least(f"publish, {many}", "of memcpy", _ratio(experts, experts.publish), 0.80),
+        at_least(f"receive, {many}", "of memcpy", _ratio(experts, experts.receive), 0.80),
         *_flips(results.flips_s),
-        _at_most("extra memory in the sender", "MB", results.extra_memory_bytes / 1e6, 64),
+        at_most("extra memory in the sender", "MB", results.extra_memory_bytes / 1e6, 64),
         _fan_out(results.fan_out_s),
-        _at_most(
+        at_most(
             "send(wait=False) until it returns",
             "of a send",
             median(results.returns_s) / median(results.sends_s),
@@ -85,12 +85,12 @@ def check_pauses(results: Sequence[Pauses]) -> list[Check]:
         staged_bytes = 0 if pauses.engine == LIVE else pauses.num_bytes
         target, of_memcpy = _PAUSES[pauses.engine]
         memcpy_s, floor_s = pauses.pause_s(Memcpy.name), pauses.pause_s(Floor.name)
-        of_floor = _at_most(f"pause, {pauses.engine}", "x floor", ours_s / floor_s, target)
+        of_floor = at_most(f"pause, {pauses.engine}", "x floor", ours_s / floor_s, target)
         checks += [
             replace(of_floor, memcpy=f"{memcpy_s / floor_s:.2f}"),
-            _at_most("", f"x {Memcpy.name}", ours_s / memcpy_s, of_memcpy),
-            _at_most("", f"x {Reload.name}", ours_s / pauses.pause_s(Reload.name), 1),
-            _at_most(
+            at_most("", f"x {Memcpy.name}", ours_s / memcpy_s, of_memcpy),
+            at_most("", f"x {Reload.name}", ours_s / pauses.pause_s(Reload.name), 1),
+            at_most(
                 "memory to stage a version",
                 "MB",
                 pauses.staging_bytes / 1e6,
@@ -106,9 +106,9 @@ def check_readings(readings: Sequence[Reading]) -> list[Check]:
     for reading in readings:
         what = f"{reading.num_ranks} ranks, {reading.how}"
         staged, read = reading.staged_bytes, reading.read_bytes
-        checks.append(_at_most(what, "of the model staged", staged / reading.num_bytes, 1.15))
+        checks.append(at_most(what, "of the model staged", staged / reading.num_bytes, 1.15))
         if reading.how == MIRRORED:
-            checks.append(_at_most("", "of the model read", read / reading.num_bytes, 1.15))
+            checks.append(at_most("", "of the model read", read / reading.num_bytes, 1.15))
     return checks
 
 
@@ -119,15 +119,15 @@ def _ratio(transfer: Transfer, times: Times, peer: str = Dbuffer.name) -> float:
 def _against(peer: str, transfer: Transfer, times: Times, target: float) -> Check:
     """How many times as fast as a peer; and how many times memcpy is, which is the most."""
     peer_s = median(times[peer])
-    row = _at_least("", f"x {peer}", peer_s / median(times[Dbuffer.name]), target)
+    row = at_least("", f"x {peer}", peer_s / median(times[Dbuffer.name]), target)
     return replace(row, memcpy=f"{peer_s / transfer.limit_s:.2f}")
 
 
 def _flips(latencies_s: list[float]) -> list[Check]:
     what = f"flip seen by a receiver in another process, {len(latencies_s)} flips"
     return [
-        _at_most(what, "ms, median", 1e3 * median(latencies_s), 2),
-        _at_most("", "ms, p99", 1e3 * percentile(latencies_s, 0.99), 20),
+        at_most(what, "ms, median", 1e3 * median(latencies_s), 2),
+        at_most("", "ms, p99", 1e3 * percentile(latencies_s, 0.99), 20),
     ]
 
 
@@ -135,14 +135,16 @@ def _fan_out(times_s: dict[int, list[float]]) -> Check:
     few, many = min(times_s), max(times_s)
     slowdown = median(times_s[many]) / median(times_s[few])
     what = f"publish time, {many} receivers against {few}"
-    return _at_most(what, "x", slowdown, 1.3)
+    return at_most(what, "x", slowdown, 1.3)
 
 
-def _at_least(what: str, unit: str, measured: float, target: float) -> Check:
+def at_least(what: str, unit: str, measured: float, target: float) -> Check:
+    """A target that is to be reached."""
     return Check(what, f"≥ {target:g} {unit}", f"{measured:.2f}", measured >= target)
 
 
-def _at_most(what: str, unit: str, measured: float, target: float) -> Check:
+def at_most(what: str, unit: str, measured: float, target: float) -> Check:
+    """A target that is a limit."""
     return Check(what, f"≤ {target:g} {unit}", f"{measured:.2f}", measured <= target)
 
 

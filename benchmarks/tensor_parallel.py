@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,7 @@ import dbuffer
 from benchmarks import models
 from benchmarks.layouts import PlannedReceiver
 from benchmarks.models import Shapes
-from benchmarks.processes import scratch_folder
-from dbuffer.store.filesystem import MOUNT_VARIABLE
+from benchmarks.processes import as_network, bytes_read, scratch_folder
 
 NETWORK, MIRRORED = "each rank reads the network", "one local copy of it (local_store)"
 _SIZE = 4
@@ -45,8 +43,8 @@ def run(directory: Path) -> list[Reading]:
 
 
 def _read_network(shapes: Shapes, store: Path) -> Reading:
-    with _mount_taken_for("network"), dbuffer.WeightSender(store) as sender:
-        return _read(NETWORK, shapes, sender, store, _bytes_read)
+    with as_network(), dbuffer.WeightSender(store) as sender:
+        return _read(NETWORK, shapes, sender, store, bytes_read)
 
 
 def _read_mirror(shapes: Shapes, folder: Path) -> Reading:
@@ -70,7 +68,7 @@ def _read(
     shapes: Shapes,
     sender: dbuffer.WeightSender,
     store: Path,
-    bytes_read: Callable[[], int],
+    count_bytes: Callable[[], int],
     wait_until_there: Callable[[], None] = lambda: None,
 ) -> Reading:
     """What the ranks of ``store`` stage of the last of some versions, and what is read for it."""
@@ -81,13 +79,13 @@ def _read(
         for _ in range(_VERSIONS):
             for rank in ranks:
                 rank.switch()
-            before = bytes_read()
+            before = count_bytes()
             for tensor in weights.values():
                 tensor.add_(1)
             sender.send(weights)
             wait_until_there()
         staged_bytes = sum(rank.switch().staged_bytes for rank in ranks)
-        read_bytes = bytes_read() - before
+        read_bytes = count_bytes() - before
         for rank in ranks:
             rank.require_right(weights)
     return Reading(how, _SIZE, models.num_bytes(shapes), staged_bytes, read_bytes)
@@ -101,21 +99,3 @@ def _ranks(store: Path, shapes: Shapes) -> Iterator[list[PlannedReceiver]]:
             stack.enter_context(PlannedReceiver(store, shapes, device, rank=rank, size=_SIZE))
             for rank in range(_SIZE)
         ]
-
-
-@contextlib.contextmanager
-def _mount_taken_for(medium: str) -> Iterator[None]:
-    before = os.environ.get(MOUNT_VARIABLE)
-    os.environ[MOUNT_VARIABLE] = medium
-    try:
-        yield
-    finally:
-        del os.environ[MOUNT_VARIABLE]
-        if before is not None:
-            os.environ[MOUNT_VARIABLE] = before
-
-
-def _bytes_read() -> int:
-    """By this process so far, with read calls and not by mapping."""
-    (line,) = (x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("rchar"))
-    return int(line.split()[1])

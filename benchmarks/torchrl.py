@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 import multiprocessing
-import os
 import random
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -92,14 +90,8 @@ def main(options: Namespace) -> int:
     _deliver_all(results, options.dir, quick=options.quick)
     _race_all(results, options.dir[0], quick=options.quick)
     _kill_all(results, options.dir[0], quick=options.quick)
-    checks = _check(results)
-    environment["load after"] = f"{os.getloadavg()[0]:.1f}"
-    print(f"\nTargets for dbuffer\n\n{report.targets_table(checks, reference=None)}")
-    if options.json:
-        options.json.write_text(json.dumps(_as_json(environment, results, checks), indent=1))
-    elapsed_s = time.monotonic() - start_s
-    print(f"\n{elapsed_s:.0f} s in all, load average {environment['load after']} at the end")
-    return 0 if all(check.met for check in checks) else 1
+    found, title = _found(results), "Targets for dbuffer"
+    return report.conclude(environment, _check(results), found, options.json, start_s, title=title)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -293,11 +285,9 @@ def _check(results: Results) -> list[Check]:
     ]
 
 
-def _as_json(environment: dict[str, str], results: Results, checks: Sequence[Check]) -> Any:
-    """Everything, with the time of each sample in seconds and what each read found."""
+def _found(results: Results) -> dict[str, Any]:
+    """As JSON, with the time of each sample in seconds and what each read found."""
     return {
-        "environment": environment,
-        "targets": [asdict(check) for check in checks],
         "deliveries": [_delivery_as_json(delivery) for delivery in results.deliveries],
         "races": {
             way: [_race_as_json(each) for each in races] for way, races in results.races.items()

@@ -38,17 +38,21 @@ class Way(ABC):
 
     name: ClassVar[str]
 
-    @abstractmethod
     def __init__(self, path: Path) -> None:
         """Nothing is written or read yet."""
+        self._transport = self._open(str(path))
 
     @abstractmethod
+    def _open(self, path: str) -> Any:
+        """The transport; imported there: it takes seconds, and not every benchmark needs it."""
+
     def send(self, tree: Any) -> None:
         """Publish a nested TensorDict, as extracted from a module."""
+        self._transport.send_weights("model", tree)
 
-    @abstractmethod
     def receive(self) -> Any:
         """What the transport gives: a flat TensorDict, or None if there is nothing new."""
+        return self._transport.receive_weights(timeout=_TIMEOUT_S)
 
     def receive_copy(self) -> Any:
         """The same in memory of this process's own, so that all bytes have been read."""
@@ -64,19 +68,10 @@ class Ours(Way):
 
     name = "dbuffer"
 
-    def __init__(self, path: Path) -> None:
-        # Imported here and below: it takes seconds, and not every benchmark needs it.
+    def _open(self, path: str) -> Any:
         from dbuffer.integrations.torchrl import VLLMDoubleBufferTransport
 
-        self._transport = VLLMDoubleBufferTransport(str(path))
-
-    def send(self, tree: Any) -> None:
-        """Into the buffer that nobody reads."""
-        self._transport.send_weights("model", tree)
-
-    def receive(self) -> Any:
-        """Copy out of the buffer, held still."""
-        return self._transport.receive_weights(timeout=_TIMEOUT_S)
+        return VLLMDoubleBufferTransport(path)
 
     def load_into(self, destination: Weights) -> None:
         """Copy out of the buffer, held still, to where it belongs."""
@@ -88,20 +83,12 @@ class Theirs(Way):
 
     name = "TorchRL"
 
-    def __init__(self, path: Path) -> None:
+    def _open(self, path: str) -> Any:
         from torchrl._utils import logger
         from torchrl.weight_update.llm.vllm_double_buffer import VLLMDoubleBufferTransport
 
         logger.setLevel(logging.WARNING)
-        self._transport = VLLMDoubleBufferTransport(str(path))
-
-    def send(self, tree: Any) -> None:
-        """Into the files that are there."""
-        self._transport.send_weights("model", tree)
-
-    def receive(self) -> Any:
-        """Map the files."""
-        return self._transport.receive_weights(timeout=_TIMEOUT_S)
+        return VLLMDoubleBufferTransport(path)
 
     def receive_copy(self) -> Any:
         """Map the files and copy, as loading them into a model would."""

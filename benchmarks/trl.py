@@ -86,12 +86,13 @@ def _make_trainer(model: Model, place: Path) -> Any:
     from datasets import Dataset
     from trl import GRPOTrainer
 
-    from dbuffer.examples.trl import configuration, save_tokenizer
+    from dbuffer.examples.common import make_tokenizer
+    from dbuffer.examples.trl import configuration
     from dbuffer.integrations.trl import over_store
 
     checkpoint = Checkpoint(place / "checkpoint", model)
     checkpoint.save(model.weights(seed=0))
-    save_tokenizer(checkpoint.directory)
+    make_tokenizer().save_pretrained(checkpoint.directory)
     return over_store(GRPOTrainer, place / "store")(
         model=str(checkpoint.directory),
         reward_funcs=lambda completion_ids, **_: [0.0] * len(completion_ids),

@@ -18,7 +18,7 @@ import torch
 
 import dbuffer
 from dbuffer.integrations import atropos
-from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge, addresses
+from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge, slurm
 
 CONFIG_FIELDS = {
     "trainer_rank": 0,
@@ -103,7 +103,7 @@ def test_fields_of_the_configuration() -> None:
 def test_what_is_a_runtime_error_there(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in addresses.NODELIST_VARIABLES:
+    for variable in slurm.NODELIST_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     config = BridgeConfig(num_inference_nodes=1, device="cpu", log_dir=str(tmp_path))
     with pytest.raises(RuntimeError) as caught:
@@ -120,7 +120,7 @@ def test_places_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert atropos.get_inference_urls(-1) == (None, None, None, None)
     with pytest.raises(dbuffer.BridgeSetupError, match="3 nodes"):
         atropos.get_inference_urls(4)
-    for variable in addresses.NODELIST_VARIABLES:
+    for variable in slurm.NODELIST_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     assert atropos.get_inference_urls(2) == (None, None, None, None)
 
@@ -129,7 +129,7 @@ def test_names_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     name = os.uname().nodename
     assert name in atropos.get_local_hostname()
     hosts = tmp_path / "hosts"
-    monkeypatch.setattr(addresses, "_HOSTS_FILE", hosts)
+    monkeypatch.setattr(slurm, "_HOSTS_FILE", hosts)
     hosts.write_text(
         f"127.0.1.1 {name}\n# 10.0.0.1 {name}\n10.0.0.2 other\n10.0.0.3 x {name} # y\n"
     )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import dbuffer
-from dbuffer.integrations.atropos.slurm import expand_hostlist, inference_nodes
+from dbuffer.integrations.atropos.slurm import (
+    MAX_HOSTS,
+    NODELIST_VARIABLES,
+    expand_hostlist,
+    inference_nodes,
+)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +89,7 @@ def test_what_is_compressed_is_expanded_again(
             for text, bracket in pieces
         ]
         hosts += ["".join(choice) + end for choice in itertools.product(*choices)]
+    assume(len(hosts) <= MAX_HOSTS)
     assert expand_hostlist(",".join(compressed)) == hosts
 
 
@@ -96,18 +103,34 @@ def test_anything_is_expanded_or_refused(text: str) -> None:
     assert all(host and not set(host) & set("[], \n") for host in hosts)
 
 
-def test_the_last_nodes_of_the_job_run_engines() -> None:
-    job = {"SLURM_JOB_NODELIST": "n[01-05]"}
-    assert inference_nodes(2, job) == ["n04", "n05"]
-    assert inference_nodes(5, job) == ["n01", "n02", "n03", "n04", "n05"]
-    assert inference_nodes(1, {"SLURM_NODELIST": "a[1-2]"}) == ["a2"]
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let this process be in a job: with these variables, and no others of its nodes."""
+
+    def be_in(**variables: str) -> None:
+        for name in NODELIST_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, hostlist in variables.items():
+            monkeypatch.setenv(name, hostlist)
+
+    return be_in
 
 
-def test_too_few_nodes_are_refused() -> None:
-    with pytest.raises(dbuffer.OptionError, match="the job has 2 nodes"):
-        inference_nodes(3, {"SLURM_JOB_NODELIST": "n[1-2]"})
+def test_the_last_nodes_of_the_job_run_engines(job: Callable[..., None]) -> None:
+    job(SLURM_JOB_NODELIST="n[01-05]")
+    assert inference_nodes(2) == ["n04", "n05"]
+    assert inference_nodes(5) == ["n01", "n02", "n03", "n04", "n05"]
+    job(SLURM_NODELIST="a[1-2]")
+    assert inference_nodes(1) == ["a2"]
 
 
-def test_a_process_outside_of_a_job_is_told_so() -> None:
+def test_too_few_nodes_are_refused(job: Callable[..., None]) -> None:
+    job(SLURM_JOB_NODELIST="n[1-2]")
+    with pytest.raises(dbuffer.OptionError, match="the job has 2 nodes: n1,n2"):
+        inference_nodes(3)
+
+
+def test_a_process_outside_of_a_job_is_told_so(job: Callable[..., None]) -> None:
+    job()
     with pytest.raises(ValueError, match="SLURM_JOB_NODELIST is not set"):
-        inference_nodes(1, {})
+        inference_nodes(1)

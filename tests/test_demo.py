@@ -18,11 +18,13 @@ import support
 from rich.console import Console
 from support import IN_SOAKS_ALONE, Child, in_soaks_alone, preload
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import DBufferError, OptionError
+from dbuffer.tools.commands import demo
 from dbuffer.tools.demo import engines, loop, process
 from dbuffer.tools.demo.engines import Refreshed, TorchEngine
-from dbuffer.tools.demo.loop import run_demo
-from dbuffer.tools.demo.records import DemoError, DemoResult, Tokens
+from dbuffer.tools.demo.loop import DemoResult, run_demo
+from dbuffer.tools.demo.policy import Tokens
+from dbuffer.tools.demo.process import DemoError
 from dbuffer.tools.demo.render import show_demo
 
 preload("dbuffer.tools.demo.loop", "transformers.models.qwen3.modeling_qwen3")
@@ -235,15 +237,22 @@ def is_running(pid: int) -> bool:
 
 
 def test_missing_vllm_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DemoError, match=r"pip install vllm.*--engine torch"):
         run_demo(**options(tmp_path, engine="vllm"))
 
 
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_is_installed", lambda package: False)
-    with pytest.raises(DemoError, match=r"transformers and matplotlib.*\.\[demo\]"):
-        run_demo(**options(tmp_path))
+@pytest.mark.parametrize("package", ["transformers", "matplotlib"])
+def test_a_missing_package_is_named(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("dbuffer.tools.demo.render")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DBufferError, match=rf"the demo needs {package}.*\.\[demo\]"):
+        demo.demo(engine="torch", output=tmp_path / "out")
 
 
 @pytest.mark.parametrize("changes", [{"steps": 3}, {"engine": "sglang"}])

@@ -256,7 +256,7 @@ def test_json_has_the_documented_shape(
 def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:
     from dbuffer.integrations.engine.follower import Switch
     from dbuffer.publish.publication import Publication
-    from dbuffer.tools.demo.records import DemoResult
+    from dbuffer.tools.demo.loop import DemoResult
     from dbuffer.tools.doctor import Meeting, PeerReport
 
     def names(kind: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""`DoubleBufferTransport`: sent and received by hand."""
+"""`VLLMDoubleBufferTransport`: sent and received by hand."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer import InvalidWeightsError, WeightsMismatchError, WriterActiveError
-from dbuffer.integrations.torchrl import DoubleBufferTransport
+from dbuffer.integrations.torchrl import VLLMDoubleBufferTransport as Transport
 from dbuffer.integrations.torchrl.options import TransportOptions
 
 
 @pytest.fixture
-def transport(tmp_path: Path) -> Iterator[DoubleBufferTransport]:
-    transport = DoubleBufferTransport(tmp_path / "deep" / "down" / "store")
+def transport(tmp_path: Path) -> Iterator[Transport]:
+    transport = Transport(tmp_path / "deep" / "down" / "store")
     yield transport
     transport.close()
 
@@ -32,10 +32,10 @@ def make_model() -> nn.Module:
     return model
 
 
-def test_what_is_sent_is_received_flat_and_once(transport: DoubleBufferTransport) -> None:
+def test_what_is_sent_is_received_flat_and_once(transport: Transport) -> None:
     model = make_model()
     assert transport.receive_weights() is None
-    transport.send_weights(model)
+    transport.send_weights("policy", model)
     received = transport.receive_weights()
     assert received.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
@@ -44,86 +44,84 @@ def test_what_is_sent_is_received_flat_and_once(transport: DoubleBufferTransport
 
 
 @pytest.mark.parametrize("kind", ["nested", "flat", "state dict"])
-def test_tensordicts_and_state_dicts_are_sent_as_well(
-    transport: DoubleBufferTransport, kind: str
-) -> None:
+def test_tensordicts_and_state_dicts_are_sent_as_well(transport: Transport, kind: str) -> None:
     weights = TensorDict.from_module(make_model())
     sent: Any = {
         "nested": weights,
         "flat": weights.flatten_keys("."),
         "state dict": make_model().state_dict(),
     }[kind]
-    transport.send_weights(sent)
+    transport.send_weights("policy", sent)
     assert torch.equal(transport.receive_weights()["2.weight"], torch.full((2, 2), 7.0))
 
 
-def test_a_received_copy_outlives_the_next_versions(transport: DoubleBufferTransport) -> None:
-    transport.send_weights({"a": torch.ones(3)})
+def test_a_received_copy_outlives_the_next_versions(transport: Transport) -> None:
+    transport.send_weights("policy", {"a": torch.ones(3)})
     received = transport.receive_weights()
     for value in (2.0, 3.0, 4.0):
-        transport.send_weights({"a": torch.full((3,), value)})
+        transport.send_weights("policy", {"a": torch.full((3,), value)})
     assert received["a"].tolist() == [1, 1, 1]
 
 
-def test_tied_tensors_are_received_under_each_name(transport: DoubleBufferTransport) -> None:
+def test_tied_tensors_are_received_under_each_name(transport: Transport) -> None:
     tied = torch.ones(2)
-    transport.send_weights({"a": tied, "b": tied})
+    transport.send_weights("policy", {"a": tied, "b": tied})
     assert sorted(transport.receive_weights().keys()) == ["a", "b"]
 
 
-def test_waits_for_what_comes_in_time_and_no_longer(transport: DoubleBufferTransport) -> None:
+def test_waits_for_what_comes_in_time_and_no_longer(transport: Transport) -> None:
     started = time.monotonic()
     assert transport.receive_weights(timeout=0.1) is None
     assert 0.1 <= time.monotonic() - started < 5
-    sending = threading.Timer(0.2, transport.send_weights, [{"a": torch.ones(1)}])
+    sending = threading.Timer(0.2, transport.send_weights, ["policy", {"a": torch.ones(1)}])
     sending.start()
     assert transport.receive_weights(timeout=30)["a"].item() == 1
     sending.join()
 
 
-def test_receives_into_what_is_given(transport: DoubleBufferTransport) -> None:
+def test_receives_into_what_is_given(transport: Transport) -> None:
     model, other = make_model(), make_model()
     other[2].weight.data[:] = 1
-    transport.send_weights(model)
+    transport.send_weights("policy", model)
     places = TensorDict.from_module(other).data
     assert transport.receive_weights(weights=places) is places
     assert torch.equal(other[2].weight, model[2].weight)
-    transport.send_weights({"a": torch.ones(3)})
+    transport.send_weights("policy", {"a": torch.ones(3)})
     with pytest.raises(WeightsMismatchError):
         transport.receive_weights(weights={"a": torch.zeros(4)})
 
 
-def test_applies_what_it_receives(transport: DoubleBufferTransport) -> None:
+def test_applies_what_it_receives(transport: Transport) -> None:
     model, other = make_model(), make_model()
     other[2].weight.data[:] = 1
-    transport.send_weights(model)
+    transport.send_weights("policy", model)
     transport.receive_weights(model=other, strategy=WeightStrategy())
     assert torch.equal(other[2].weight, model[2].weight)
 
 
 def test_the_two_ends_may_see_the_store_in_two_places(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").symlink_to(tmp_path / "here")
-    transport = DoubleBufferTransport(tmp_path / "here" / "store", tmp_path / "elsewhere" / "store")
+    transport = Transport(tmp_path / "here" / "store", tmp_path / "elsewhere" / "store")
     (tmp_path / "here").mkdir()
-    transport.send_weights({"a": torch.ones(1)})
+    transport.send_weights("policy", {"a": torch.ones(1)})
     assert transport.receive_weights()["a"].item() == 1
     transport.close()
 
 
 def test_store_that_is_seen_under_the_other_name_only(tmp_path: Path) -> None:
     """As on another host: the sender's directory could be there, and is not."""
-    sender = DoubleBufferTransport(tmp_path / "mounted" / "store")
+    sender = Transport(tmp_path / "mounted" / "store")
     (tmp_path / "empty").mkdir()
-    receiver = DoubleBufferTransport(tmp_path / "empty" / "store", tmp_path / "mounted" / "store")
+    receiver = Transport(tmp_path / "empty" / "store", tmp_path / "mounted" / "store")
     for value in (1.0, 2.0):
-        sender.send_weights({"a": torch.full((1,), value)})
+        sender.send_weights("policy", {"a": torch.full((1,), value)})
         assert receiver.receive_weights(timeout=30)["a"].item() == value
     sender.close()
     receiver.close()
 
 
 def test_nothing_to_receive_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    transport = DoubleBufferTransport(tmp_path / "remote" / "store", tmp_path / "local" / "store")
+    transport = Transport(tmp_path / "remote" / "store", tmp_path / "local" / "store")
     assert [transport.receive_weights(timeout) for timeout in (0.1, None, 0.0)] == [None] * 3
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert str(tmp_path / "remote" / "store") in line
@@ -132,41 +130,41 @@ def test_nothing_to_receive_is_said_once(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_there_is_a_connection_where_a_store_is_or_may_be(
-    transport: DoubleBufferTransport, tmp_path: Path
+    transport: Transport, tmp_path: Path
 ) -> None:
     assert transport.check_connection()
-    transport.send_weights({"a": torch.ones(1)})
+    transport.send_weights("policy", {"a": torch.ones(1)})
     assert transport.check_connection()
     Path(transport.remote_addr).chmod(0o777)
     assert not transport.check_connection()
     (tmp_path / "file").write_text("")
-    assert not DoubleBufferTransport(tmp_path / "file" / "store").check_connection()
-    assert not DoubleBufferTransport(tmp_path / "file").check_connection()
+    assert not Transport(tmp_path / "file" / "store").check_connection()
+    assert not Transport(tmp_path / "file").check_connection()
 
 
-def test_one_sender_a_store_and_it_can_be_given_up(transport: DoubleBufferTransport) -> None:
-    transport.send_weights({"a": torch.ones(1)})
-    other = DoubleBufferTransport(transport.remote_addr)
+def test_one_sender_a_store_and_it_can_be_given_up(transport: Transport) -> None:
+    transport.send_weights("policy", {"a": torch.ones(1)})
+    other = Transport(transport.remote_addr)
     with pytest.raises(WriterActiveError):
-        other.send_weights({"a": torch.ones(1)})
+        other.send_weights("policy", {"a": torch.ones(1)})
     transport.close()
     transport.close()
-    assert other.send_weights({"a": torch.ones(1)}).version == 2
+    assert other.send_weights("policy", {"a": torch.ones(1)}).version == 2
     other.close()
 
 
-def test_bad_weights_leave_the_last_ones(transport: DoubleBufferTransport) -> None:
-    transport.send_weights({"a": torch.ones(1)})
+def test_bad_weights_leave_the_last_ones(transport: Transport) -> None:
+    transport.send_weights("policy", {"a": torch.ones(1)})
     for bad in (3, {}, {"a": "text"}, {"a": torch.ones(1, device="meta")}):
         with pytest.raises(InvalidWeightsError):
-            transport.send_weights(bad)
+            transport.send_weights("policy", bad)
     assert transport.receive_weights()["a"].item() == 1
 
 
 def test_options_reach_both_ends(tmp_path: Path) -> None:
     options = TransportOptions(dtype=torch.bfloat16, rename={"a": "b"}, checksum=True, verify=True)
-    transport = DoubleBufferTransport(tmp_path / "store", options=options)
-    transport.send_weights({"a": torch.ones(1)})
+    transport = Transport(tmp_path / "store", options=options)
+    transport.send_weights("policy", {"a": torch.ones(1)})
     received = transport.receive_weights()
     assert received["b"].dtype is torch.bfloat16
     transport.close()
@@ -174,11 +172,11 @@ def test_options_reach_both_ends(tmp_path: Path) -> None:
 
 def test_deltas_are_an_option_of_the_sender(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    transport = DoubleBufferTransport(store, options=TransportOptions.parse(1, {"delta": True}))
+    transport = Transport(store, options=TransportOptions.parse(1, {"delta": True}))
     weights = {"a": torch.zeros(10_000)}
     for version in (1, 2):
         weights["a"][version] = version
-        transport.send_weights(weights)
+        transport.send_weights("policy", weights)
         assert torch.equal(transport.receive_weights()["a"], weights["a"])
     assert len(list((store / "deltas").iterdir())) == 1
     transport.close()

@@ -22,9 +22,7 @@ from dbuffer.errors import (
     VersionTimeoutError,
     WriterActiveError,
 )
-from dbuffer.integrations.verl.configuration import Configuration
-from dbuffer.integrations.verl.receiving import Incoming
-from dbuffer.integrations.verl.sending import Outgoing
+from dbuffer.integrations.verl.syncing import Configuration, Incoming, Outgoing
 
 STEP = 7
 

@@ -27,10 +27,10 @@ from dbuffer.tools.demo.policy import (
     COMPLETION_TOKENS,
     PolicyGradient,
     Task,
+    Tokens,
     make_model,
     save_checkpoint,
 )
-from dbuffer.tools.demo.records import Tokens
 
 NUM_STEPS = 4
 START_TIMEOUT_S = 240.0

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-MIN_CLIMB = 0.1
-"""What a reward must gain: ten times what two averages of 4 steps differ by without learning."""
+from dbuffer.tools.demo.policy import VOCAB_SIZE, climb
 
 
 def run_example(about: str | None, run: Callable[..., bool], *flags: str) -> None:
@@ -39,9 +38,7 @@ def say(text: str) -> None:
 
 def has_climbed(rewards: Sequence[float], num_averaged: int) -> bool:
     """Whether the last rewards are above the first ones."""
-    first = statistics.fmean(rewards[:num_averaged])
-    last = statistics.fmean(rewards[-num_averaged:])
-    is_higher = last - first >= MIN_CLIMB
+    first, last, is_higher = climb(rewards, num_averaged)
     say(f"reward {first:.3f} to {last:.3f}: {'climbed' if is_higher else 'did not climb'}")
     return is_higher
 
@@ -50,3 +47,17 @@ def are_equal(some: object, others: object, what: str) -> bool:
     """Whether two engines gave the same answers."""
     say(f"{what} {'are equal' if some == others else 'differ'}")
     return some == others
+
+
+def make_tokenizer() -> Any:
+    """One that has a word for each token of the tiny model, where a trainer asks for one."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"word-{token}": token for token in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="word-0"))  # noqa: S106 - no password
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    special = {"pad_token": "word-0", "eos_token": "word-1"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import nn
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper, vLLMWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import PreTrainedTokenizerFast
 
-from dbuffer.examples.common import are_equal, has_climbed, run_example, say
+from dbuffer.examples.common import are_equal, has_climbed, make_tokenizer, run_example, say
 from dbuffer.integrations.torchrl import VLLMDoubleBufferSyncScheme
 from dbuffer.tools.demo.engines import generate, start_llm
 from dbuffer.tools.demo.policy import (
     COMPLETION_TOKENS,
-    VOCAB_SIZE,
     Task,
     make_model,
     save_checkpoint,
@@ -108,13 +105,6 @@ class Learner:
         nn.utils.clip_grad_norm_(self._loss.parameters(), 1.0)
         self._optimizer.step()
         return float(loss.ESS)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Words for the model's tokens: the wrappers want a tokenizer, to know what padding is."""
-    words = {f"word-{token}": token for token in range(VOCAB_SIZE)}
-    words_only = Tokenizer(WordLevel(words, unk_token="word-0"))  # noqa: S106 - no password
-    return PreTrainedTokenizerFast(tokenizer_object=words_only, pad_token="word-0")  # noqa: S106
 
 
 def make_questions(task: Task) -> TensorDictBase:

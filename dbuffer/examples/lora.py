@@ -18,9 +18,8 @@ from dbuffer import WeightReceiver, WeightSender
 from dbuffer.examples.common import are_equal, has_climbed, run_example, say
 from dbuffer.integrations.peft import merged_weights, save_adapter, send_adapter
 from dbuffer.tools.demo.engines import TorchEngine
-from dbuffer.tools.demo.policy import PolicyGradient, Task, make_model, save_checkpoint
+from dbuffer.tools.demo.policy import PolicyGradient, Task, Tokens, make_model, save_checkpoint
 from dbuffer.tools.demo.process import EngineProcess
-from dbuffer.tools.demo.records import Tokens
 
 LORA = LoraConfig(
     r=16,

@@ -15,24 +15,19 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 from vllm import LLM
 
-from dbuffer.examples.common import are_equal, has_climbed, run_example, say
+from dbuffer.examples.common import are_equal, has_climbed, make_tokenizer, run_example, say
 from dbuffer.integrations.trl import over_store
 from dbuffer.tools.demo.engines import generate
 from dbuffer.tools.demo.policy import (
     COMPLETION_TOKENS,
-    VOCAB_SIZE,
     Task,
+    Tokens,
     make_model,
     save_checkpoint,
 )
-from dbuffer.tools.demo.records import Tokens
 
 GROUP_SIZE = 8
 """Answers to one prompt, whose rewards are compared with each other."""
@@ -117,17 +112,8 @@ def make_dataset(prompts: Tokens) -> Dataset:
 
 def save(model: Any, directory: Path) -> Path:
     """A checkpoint with a tokenizer, which TRL and its engine ask for; the directory."""
-    save_tokenizer(directory)
+    make_tokenizer().save_pretrained(directory)
     return save_checkpoint(model, directory)
-
-
-def save_tokenizer(directory: Path) -> None:
-    """One that has a word for each token."""
-    words = {f"word-{token}": token for token in range(VOCAB_SIZE)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="word-0"))  # noqa: S106 - no password
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    special = {"pad_token": "word-0", "eos_token": "word-1"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
 
 
 def whole(model: Any) -> Any:

@@ -7,7 +7,6 @@ returns when the server, or with several nodes every server, answers with them.
 
 from __future__ import annotations
 
-from dbuffer.integrations.atropos.addresses import get_inference_urls, get_local_hostname
 from dbuffer.integrations.atropos.bridge import (
     VLLMWeightBridge,
     create_bridge_from_training_config,
@@ -19,7 +18,11 @@ from dbuffer.integrations.atropos.rotary import (
     permute_for_rotary_1d,
     unpermute_for_rotary,
 )
-from dbuffer.integrations.atropos.slurm import expand_hostlist
+from dbuffer.integrations.atropos.slurm import (
+    expand_hostlist,
+    get_inference_urls,
+    get_local_hostname,
+)
 
 __all__ = [
     "BridgeConfig",

@@ -39,7 +39,6 @@ from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.ranks.rendezvous import join
 from dbuffer.runtime import options as checks
-from dbuffer.weights.names import NameMap
 from dbuffer.weights.sources import Describer, module_tensors
 
 logger = logging.getLogger(__name__)
@@ -126,7 +125,7 @@ class VLLMWeightBridge:
         self.gloo_group: None = None
         self._sender: Sender | None = None
         self._server: BridgeServer | None = None
-        self._mapping: ParameterMapping | None = None
+        self._mapping = ParameterMapping(mapping_path(config.directory))
         self._mapping_stamp: object = None
         self._made: nn.Module | None = None
         self._owns_group = False
@@ -139,7 +138,7 @@ class VLLMWeightBridge:
     @property
     def param_mappings(self) -> dict[str, Any]:
         """What the servers say of each parameter; empty without a mapping."""
-        return {} if self._mapping is None else self._mapping.entries
+        return self._mapping.entries
 
     @property
     def name_conversions(self) -> dict[str, list[str]]:
@@ -174,7 +173,7 @@ class VLLMWeightBridge:
                 self._server = BridgeServer(self.config.vllm_api_url, self.store)
             self._mapping = self._on_first_rank("read the parameter mapping", self._await_mapping)
             if self._weights is not None:
-                self._check_mapping(_named(self._weights))
+                self._mapping.check(_named(self._weights))
             self._sender = self._open_sender()
         except BaseException:
             self.cleanup()
@@ -196,7 +195,7 @@ class VLLMWeightBridge:
         if self._made is not None:
             raise OptionError("this bridge publishes the model of get_trainable_model() already")
         Describer(sharded=self.config.world_size > 1).describe(vllm_state_dict)
-        self._check_mapping(vllm_state_dict)
+        self._mapping.check(vllm_state_dict)
         self.shared_state_dict = vllm_state_dict
 
     def get_trainable_model(self) -> nn.Module:
@@ -342,11 +341,11 @@ class VLLMWeightBridge:
             self._owns_group = True
         self._agreement = Agreement(None, timeout_s=self._rank_patience_s)
 
-    def _await_mapping(self) -> ParameterMapping | None:
-        """The run's mapping; None if it has none, which is logged where one was to be."""
+    def _await_mapping(self) -> ParameterMapping:
+        """The run's mapping; an empty one if it has none, which is logged where one was to be."""
         config, is_named = self.config, bool(os.environ.get(PATH_VARIABLE))
         if config.directory is None and not is_named:
-            return ParameterMapping.find(None)
+            return ParameterMapping.find(None) or ParameterMapping(mapping_path(None))
         server, is_needed = self._server, is_named or not config.is_local_mode
         mapping = ParameterMapping.wait(
             config.directory,
@@ -363,7 +362,7 @@ class VLLMWeightBridge:
                 'names as they are, write {"param_mappings": {}} there'
             )
         logger.warning("no %s: weights are published under the trainer's names", path)
-        return None
+        return ParameterMapping(path)
 
     def _refuse_late_mapping(self) -> None:
         """Refuse to publish under old names when a mapping was written after it was read."""
@@ -381,29 +380,23 @@ class VLLMWeightBridge:
 
     def _open_sender(self) -> WeightSender | ShardedWeightSender:
         if self.config.world_size == 1:
-            return WeightSender(self.store, delta=self._delta, rename=self._rename)
+            return WeightSender(self.store, delta=self._delta, rename=self._mapping.names)
         wait_s = self._rank_patience_s
         return ShardedWeightSender(
-            self.store, delta=self._delta, rename=self._rename, rank_timeout_s=wait_s
+            self.store, delta=self._delta, rename=self._mapping.names, rank_timeout_s=wait_s
         )
-
-    @property
-    def _rename(self) -> NameMap | None:
-        return None if self._mapping is None else self._mapping.names
-
-    def _check_mapping(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self._mapping is not None:
-            self._mapping.check(tensors)
 
     def _settle(self, model: nn.Module) -> nn.Module:
         """Let a model live in the store, if it can."""
-        self._check_mapping(_named(model))
+        self._mapping.check(_named(model))
         if reason := self._reason_not_to_reside():
             logger.info("an ordinary model, copied at each update: %s", reason)
             return model
         self._opened().close()
         try:
-            self._sender = ResidentModel(model, self.store, delta=self._delta, rename=self._rename)
+            self._sender = ResidentModel(
+                model, self.store, delta=self._delta, rename=self._mapping.names
+            )
         except ResidencyError as error:
             logger.info("an ordinary model, copied at each update: %s", error)
             self._sender = self._open_sender()
@@ -414,7 +407,7 @@ class VLLMWeightBridge:
             return f"the trainer has {self.config.world_size} processes"
         if self.shared_state_dict:
             return "its parameters are tensors that were attached"
-        if self._mapping is not None and self._mapping.permuted:
+        if self._mapping.permuted:
             return f"{self._mapping.path} requires tensors in another layout than the trainer's"
         return None
 
@@ -422,7 +415,7 @@ class VLLMWeightBridge:
         self, weights: nn.Module | Mapping[str, torch.Tensor]
     ) -> nn.Module | Mapping[str, torch.Tensor]:
         """The weights in the servers' layout."""
-        if self._mapping is None or not self._mapping.permuted:
+        if not self._mapping.permuted:
             return weights
         from transformers import AutoConfig
 

@@ -64,11 +64,14 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 
 @dataclass(frozen=True, slots=True)
 class ParameterMapping:
-    """The servers' names for the trainer's tensors, and which of these are to be permuted."""
+    """The servers' names for the trainer's tensors, and which of these are to be permuted.
+
+    One of just a path, where no file is, changes nothing.
+    """
 
     path: Path
-    names: NameMap
-    permuted: frozenset[str]
+    names: NameMap = NameMap(())  # noqa: RUF009 - it does not change
+    permuted: frozenset[str] = frozenset()
     """The trainer's names of those with ``needs_permute``; see `rotary`."""
     entries: dict[str, Any] = field(default_factory=dict)
     """The file's ``param_mappings``."""
@@ -115,10 +118,9 @@ class ParameterMapping:
         """Whether it changes how any tensor is published."""
         return bool(self.names.rules or self.permuted)
 
-    def does_as(self, other: Self | None) -> bool:
+    def does_as(self, other: Self) -> bool:
         """Whether it publishes tensors in the same way as another one."""
-        mine = self.names.rules, self.permuted
-        return other is not None and mine == (other.names.rules, other.permuted)
+        return (self.names.rules, self.permuted) == (other.names.rules, other.permuted)
 
     def check(self, names: Iterable[str]) -> None:
         """Refuse a mapping that is not for these tensors of the trainer's."""

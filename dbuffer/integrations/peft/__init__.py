@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dbuffer.integrations.lazy import lazily
+from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
     from dbuffer.integrations.peft.adapter import (

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dbuffer.integrations.lazy import lazily
+from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
     from dbuffer.integrations.engine.background import BackgroundFollower as BackgroundFollower

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dbuffer.integrations.lazy import lazily
+from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
     from dbuffer.integrations.torchrl.scheme import DoubleBufferSyncScheme as DoubleBufferSyncScheme
     from dbuffer.integrations.torchrl.transport import (
-        DoubleBufferTransport as DoubleBufferTransport,
+        VLLMDoubleBufferTransport as VLLMDoubleBufferTransport,
     )
     from dbuffer.integrations.torchrl.vllm_collective import (
         VLLMWeightReceiver as VLLMWeightReceiver,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     )
     from dbuffer.integrations.torchrl.vllm_double_buffer import (
         VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme,
-        VLLMDoubleBufferTransport as VLLMDoubleBufferTransport,
         VLLMDoubleBufferWeightReceiver as VLLMDoubleBufferWeightReceiver,
         VLLMDoubleBufferWeightSender as VLLMDoubleBufferWeightSender,
     )
@@ -36,9 +35,8 @@ else:
         __name__,
         {
             "DoubleBufferSyncScheme": ".scheme",
-            "DoubleBufferTransport": ".transport",
             "VLLMDoubleBufferSyncScheme": ".vllm_double_buffer",
-            "VLLMDoubleBufferTransport": ".vllm_double_buffer",
+            "VLLMDoubleBufferTransport": ".transport",
             "VLLMDoubleBufferWeightReceiver": ".vllm_double_buffer",
             "VLLMDoubleBufferWeightSender": ".vllm_double_buffer",
             "VLLMWeightReceiver": ".vllm_collective",

@@ -9,16 +9,14 @@ What is there decides, and may be another thing at the next look.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from dbuffer.format.manifest import Manifest
 from dbuffer.mirror.mirror import MIRROR_LOCK_FILE
-from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.filesystem import Descriptor, os_errors
+from dbuffer.store.filesystem import is_locked
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +53,7 @@ class Addresses:
                 return Stores(str(self.local), None)  # one store, through two mounts
             return self.expected
         # What a mirror has left behind is of some earlier time. One at work has it from somewhere.
-        if local is not None and (local.origin is None or _is_mirrored(self.local)):
+        if local is not None and (local.origin is None or is_locked(self.local / MIRROR_LOCK_FILE)):
             return Stores(str(self.local), None)
         return None
 
@@ -104,17 +102,3 @@ class Addresses:
 
     def _view(self, path: Path) -> DoubleBuffer:
         return DoubleBuffer(path, allow_shared_store=self.allow_shared_store)
-
-
-def _is_mirrored(path: Path) -> bool:
-    """Whether a mirror is at work in a store."""
-    lock = path / MIRROR_LOCK_FILE
-    with os_errors("look for a mirror", lock):
-        try:
-            file = Descriptor(os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
-        except FileNotFoundError:
-            return False
-        try:
-            return not filesystem.try_lock(file.number, exclusive=False)
-        finally:
-            file.close()

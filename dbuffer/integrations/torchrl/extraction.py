@@ -103,6 +103,24 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
     return Extracted(tensors, extra_state)
 
 
+def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
+    """What a checkpoint of the model would hold: no buffers that are never saved."""
+    weights = without_torchrl_wrapper(weights)
+    extracted = extract(weights, extract_weights)
+    if not isinstance(weights, nn.Module):
+        return extracted
+    never_saved = dict(weights.named_buffers()).keys() - weights.state_dict(keep_vars=True).keys()
+    kept = {name: t for name, t in extracted.tensors.items() if name not in never_saved}
+    return Extracted(kept, extracted.extra_state)
+
+
+def without_torchrl_wrapper(model: Any) -> Any:
+    """The model in a ``TransformersWrapper``, whose names an engine knows; others as they are."""
+    is_wrapper = type(model).__module__.startswith("torchrl.modules.llm.")
+    inner = getattr(model, "model", None) if is_wrapper else None
+    return inner if isinstance(inner, nn.Module) else model
+
+
 def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
     """Refuse a module whose state has more than what was extracted: parameters and buffers."""
     own = set(map(id, own_tensors(model)))

@@ -42,16 +42,6 @@ class StagedVersion:
         return self.tensors[self.layout.aliases.get(name, name)].clone()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """What to load of a version, determined before anything is touched."""
-
-    match: Match
-    to_install: dict[str, torch.Tensor]
-    """Room for the values of tensors that the model has on the meta device."""
-    states: list[tuple[nn.Module, Any]]
-
-
 class ModelLoader:
     """Loads versions into one worker's model, while none of its forward calls runs."""
 
@@ -82,16 +72,16 @@ class ModelLoader:
             WeightsMismatchError: it does not fit; the model was not touched.
             Exception: anything else: the model refuses to run until another version is loaded.
         """
-        plan = self._plan(staged, model)
+        match, to_install, states = self._plan(staged, model)
         with self.guard.loading():
             try:
-                for target, spec in zip(plan.match.targets, staged.layout.specs, strict=True):
+                for target, spec in zip(match.targets, staged.layout.specs, strict=True):
                     copy_one(target, staged.tensors[spec.name])
-                for alias, index in plan.match.aliases:
+                for alias, index in match.aliases:
                     copy_one(alias, staged.tensors[staged.layout.specs[index].name])
-                for name, tensor in plan.to_install.items():
+                for name, tensor in to_install.items():
                     _install(model, name, tensor)
-                for module, state in plan.states:
+                for module, state in states:
                     module.set_extra_state(state)
             except BaseException as error:
                 self.guard.refuse(
@@ -100,7 +90,15 @@ class ModelLoader:
                 raise
             self.guard.accept()
 
-    def _plan(self, staged: StagedVersion, model: Any) -> LoadPlan:
+    def _plan(
+        self, staged: StagedVersion, model: Any
+    ) -> tuple[Match, dict[str, torch.Tensor], list[tuple[nn.Module, Any]]]:
+        """What to load of a version, before anything is touched.
+
+        Returns:
+            What fits; room for the values of tensors that the model has on the meta device; and
+            each module's extra state.
+        """
         names = {spec.name for spec in staged.layout.specs} | staged.layout.aliases.keys()
         to_install: dict[str, torch.Tensor] = {}
         targets: dict[str, torch.Tensor] = {}
@@ -112,7 +110,7 @@ class ModelLoader:
         extra = {name: staged.tensor(name) for name in names if name.startswith(f"{EXTRA_STATE}.")}
         match = self._matcher.match(targets | extra, staged.layout)
         match.require_ties(lambda index: staged.tensors[staged.layout.specs[index].name])
-        return LoadPlan(match, to_install, _states_of(staged, model))
+        return match, to_install, _states_of(staged, model)
 
 
 def has_weights(model: Any) -> bool:

@@ -15,13 +15,18 @@ from torchrl.collectors.distributed import DistributedCollector
 from torchrl.weight_update import WeightSyncScheme
 
 from dbuffer.errors import NotReadyError, OptionError
-from dbuffer.integrations.torchrl.base import StoreScheme, Strategy
+from dbuffer.integrations.torchrl.base import (
+    DEFAULT_MODEL_ID,
+    StoreScheme,
+    Strategy,
+    find_model,
+    make_model,
+)
 from dbuffer.integrations.torchrl.directories import ModelDirectory, versions_below
 from dbuffer.integrations.torchrl.extraction import VersionInfo, extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
-from dbuffer.integrations.torchrl.models import DEFAULT_MODEL_ID, find_model, make_model
 from dbuffer.integrations.torchrl.publisher import Published, Publisher
-from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
+from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
 from dbuffer.runtime import options as checks
 
@@ -340,9 +345,9 @@ class DoubleBufferSyncScheme(StoreScheme):
         self,
         pipe_or_context: Any = None,  # noqa: ARG002 - of TorchRL's first schemes
         **kwargs: Any,  # noqa: ARG002
-    ) -> DoubleBufferTransport:
+    ) -> VLLMDoubleBufferTransport:
         """A way to send and receive by hand; collectors need none."""
-        return DoubleBufferTransport(
+        return VLLMDoubleBufferTransport(
             self._directory(self.remote_addr).for_all,
             self._directory(self.local_addr).for_all,
             options=self.options,

@@ -1,7 +1,8 @@
-"""`DoubleBufferTransport`: TorchRL's name for one way from a sender to a receiver."""
+"""`VLLMDoubleBufferTransport`: TorchRL's name for one way from a sender to a receiver."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from tensordict import TensorDict
 
 from dbuffer.errors import DBufferError, StoreNotFoundError, VersionTimeoutError
 from dbuffer.integrations.torchrl.addresses import Addresses
-from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
+from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract_for_vllm
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.publication import Publication
@@ -20,27 +21,32 @@ from dbuffer.receive.snapshot import Snapshot
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.targets import Matcher
 
+logger = logging.getLogger(__name__)
 
-class DoubleBufferTransport:
+
+class VLLMDoubleBufferTransport:
     """Publish into a store by hand, and read from it by hand; nothing follows it.
 
     Args:
         remote_addr: the store, as the sender sees it.
         local_addr: where the receiver reads: a store in shared memory, to which every version is
             copied once; or the same store under another name. Default: ``remote_addr`` itself.
-        options: for both.
+        num_threads: threads that copy, on either side.
+        options: for both; ``num_threads`` is theirs then.
     """
 
     def __init__(
         self,
         remote_addr: str | os.PathLike[str],
         local_addr: str | os.PathLike[str] | None = None,
+        num_threads: int = 1,
         *,
         options: TransportOptions | None = None,
     ) -> None:
         self.remote_addr = os.fspath(remote_addr)
         self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
-        self._options = options or TransportOptions()
+        self._options = options or TransportOptions(num_threads=num_threads)
+        self.num_threads = self._options.num_threads
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._mirror: Mirror | None = None
@@ -48,14 +54,20 @@ class DoubleBufferTransport:
         self._has_told = False
         self._matcher = Matcher()
 
-    def send_weights(self, weights: Any) -> Publication:
-        """Publish a module, a TensorDict or a state dict.
+    def send_weights(self, model_id: str, weights: Any) -> Publication:
+        """Publish what a checkpoint holds of a module, a TensorDict or a state dict.
+
+        Args:
+            model_id: for the log.
+            weights: any of these.
 
         Raises:
             InvalidWeightsError: something in it cannot be published.
             WriterActiveError: another sender has the store.
         """
-        return self.publish(self._extract(weights))
+        publication = self.publish(extract_for_vllm(weights, TensorDict.from_module))
+        logger.info("%s: version %d in %s", model_id, publication.version, self.remote_addr)
+        return publication
 
     def publish(self, extracted: Extracted) -> Publication:
         """Publish what was extracted already."""
@@ -140,13 +152,6 @@ class DoubleBufferTransport:
         except DBufferError:
             return False
         return True
-
-    def setup_connection_and_weights_on_sender(self) -> None: ...
-
-    def setup_connection_and_weights_on_receiver(self, **kwargs: Any) -> None: ...
-
-    def _extract(self, weights: Any) -> Extracted:
-        return extract(weights, TensorDict.from_module)
 
     def close(self) -> None:
         """Close the store. What was published stays."""

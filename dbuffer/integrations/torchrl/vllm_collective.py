@@ -18,12 +18,11 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from dbuffer.errors import OptionError, VersionTimeoutError, WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.torchrl.base import Strategy
+from dbuffer.integrations.torchrl.extraction import extract_for_vllm, without_torchrl_wrapper
 from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferWeightReceiver,
     VLLMDoubleBufferWeightSender,
-    extract_for_vllm,
-    without_torchrl_wrapper,
 )
 from dbuffer.io.tensors import DTYPE_NAMES
 from dbuffer.receive.receiver import WeightReceiver
@@ -129,9 +128,6 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
 
     The engine may also be found later: ``set_context(collector)``, ``register_model("policy")``.
     """
-
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any = None) -> None:
-        super().__init__(scheme, vllm_engine)
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
         """Check early that what is, or will be, published fits the engine.

@@ -18,21 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
-from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import NotReadyError, OptionError, StoreReplacedError
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.torchrl.addresses import Stores
-from dbuffer.integrations.torchrl.base import StoreScheme, Strategy
-from dbuffer.integrations.torchrl.extraction import Extracted, extract
-from dbuffer.integrations.torchrl.models import find_model
-from dbuffer.integrations.torchrl.options import TransportOptions
-from dbuffer.integrations.torchrl.transport import DoubleBufferTransport
+from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, find_model
+from dbuffer.integrations.torchrl.extraction import Extracted, extract_for_vllm
+from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
 from dbuffer.integrations.vllm.engines import vllm_engine_of
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
-from dbuffer.publish.publication import Publication
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
 
@@ -40,31 +36,6 @@ logger = logging.getLogger(__name__)
 
 _HOLDERS = ("llm_instance", "ray_actor", "model")
 """Where TorchRL's ``LocalLLMWrapper``, ``RayLLMWorker`` and ``vLLMWrapper`` have theirs."""
-
-
-class VLLMDoubleBufferTransport(DoubleBufferTransport):
-    """As its base, of what a checkpoint holds. With ``options``, ``num_threads`` is theirs."""
-
-    def __init__(
-        self,
-        remote_addr: str | os.PathLike[str],
-        local_addr: str | os.PathLike[str] | None = None,
-        num_threads: int = 1,
-        *,
-        options: TransportOptions | None = None,
-    ) -> None:
-        options = options or TransportOptions(num_threads=num_threads)
-        super().__init__(remote_addr, local_addr, options=options)
-        self.num_threads = options.num_threads
-
-    def send_weights(self, model_id: str, weights: Any) -> Publication:  # type: ignore[override]
-        """As :class:`DoubleBufferTransport`'s; ``model_id`` is for the log."""
-        publication = super().send_weights(weights)
-        logger.info("%s: version %d in %s", model_id, publication.version, self.remote_addr)
-        return publication
-
-    def _extract(self, weights: Any) -> Extracted:
-        return extract_for_vllm(weights, TensorDict.from_module)
 
 
 class VLLMDoubleBufferSyncScheme(StoreScheme):
@@ -251,7 +222,7 @@ class VLLMDoubleBufferWeightReceiver:
     it needs no option of ours where dbuffer is installed beside its vLLM.
     """
 
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any = None) -> None:
         self._scheme = scheme
         self._transport = scheme.create_transport()
         self._vllm_engine = vllm_engine
@@ -285,7 +256,7 @@ class VLLMDoubleBufferWeightReceiver:
         self.shutdown()
         self._seen = None
         self._transport = self._scheme.create_transport()
-        if isinstance(pipe, DoubleBufferTransport):
+        if isinstance(pipe, VLLMDoubleBufferTransport):
             self._transport = VLLMDoubleBufferTransport(
                 pipe.remote_addr, pipe.local_addr, options=self._scheme.options
             )
@@ -456,21 +427,3 @@ def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFoll
         if held is not None:
             return followers_of(held, options)
     return [Follower(vllm_engine_of(target), options)]
-
-
-def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """What a checkpoint of the model would hold: no buffers that are never saved."""
-    weights = without_torchrl_wrapper(weights)
-    extracted = extract(weights, extract_weights)
-    if not isinstance(weights, nn.Module):
-        return extracted
-    never_saved = dict(weights.named_buffers()).keys() - weights.state_dict(keep_vars=True).keys()
-    kept = {name: t for name, t in extracted.tensors.items() if name not in never_saved}
-    return Extracted(kept, extracted.extra_state)
-
-
-def without_torchrl_wrapper(model: Any) -> Any:
-    """The model in a ``TransformersWrapper``, whose names an engine knows; others as they are."""
-    is_wrapper = type(model).__module__.startswith("torchrl.modules.llm.")
-    inner = getattr(model, "model", None) if is_wrapper else None
-    return inner if isinstance(inner, nn.Module) else model

@@ -1,55 +1,109 @@
-"""`WeightSync`: what one trainer's generation calls to bring the weights to vLLM."""
+"""`over_store`: make a trainer of TRL's, with its weights going to vLLM through a store.
+
+`WeightSync` is what it leaves in the trainer, whose generation calls it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from accelerate.utils import DistributedType, is_peft_model
 
-from dbuffer.errors import AcknowledgementTimeoutError
+from dbuffer.errors import AcknowledgementTimeoutError, OptionError
 from dbuffer.integrations.engine.background import InBackground
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import DEFAULT_RANK_TIMEOUT_S, ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
-from dbuffer.runtime import options as checks
+from dbuffer.runtime import options
 from dbuffer.weights.sources import Weights
 
+P = ParamSpec("P")
+TrainerT = TypeVar("TrainerT")
 
-@dataclass(frozen=True, slots=True)
-class WeightSyncOptions:
-    """As `over_store` describes them."""
 
-    store: Path
-    receivers: int | str | Collection[str]
-    timeout_s: float
-    delta: bool
-    dtype: torch.dtype | None
+def over_store(
+    trainer_class: Callable[P, TrainerT],
+    store: str | os.PathLike[str],
+    *,
+    receivers: int | str | Collection[str] = 1,
+    timeout_s: float = 600.0,
+    delta: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Callable[P, TrainerT]:
+    """Let a trainer's weights go to vLLM through a store.
 
-    @classmethod
-    def checked(
-        cls,
-        store: str | os.PathLike[str],
-        *,
-        receivers: int | str | Collection[str],
-        timeout_s: float,
-        delta: bool,
-        dtype: torch.dtype | None,
-    ) -> Self:
-        """Options of which each may be what it is.
+    What is returned is called as the class is, and returns its trainer, which is as always but for
+    its weights. Each time before TRL generates with newer ones, they are published, and it goes on
+    when vLLM has them: a server that follows the store, or the engine in the trainer's process.
+    The trainer has one attribute more, ``weight_sync``: a :class:`WeightSync`.
 
-        Raises:
-            OptionError: (a ``ValueError``) one may not.
-        """
-        place = checks.directory("store", store).absolute()
-        checks.names("receivers", receivers)
-        checks.positive_seconds("timeout_s", timeout_s)
-        return cls(place, receivers, timeout_s, checks.flag("delta", delta), dtype)
+    Args:
+        trainer_class: ``trl.GRPOTrainer``, or another that makes TRL's ``VLLMGeneration``:
+            ``args.use_vllm`` must be set.
+        store: the store's directory, the same on all ranks, and as the servers see it.
+        receivers: (server mode) how many engines must have a version before TRL generates with
+            it; or their ids (``engine_id``), so that one that cannot apply it is learned at once.
+        timeout_s: for how long they are waited for; in colocate mode, how long an engine may take
+            to have a version ready.
+        delta: publish what changed, as for `WeightSender`.
+        dtype: publish floating-point tensors in this dtype. Default: each in its own.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be. From what is returned:
+            the trainer does not generate with vLLM.
+        WriterActiveError, StoreInsecureError, StoreAccessError: from what is returned, as
+            `WeightSender` raises them.
+    """
+    place = options.directory("store", store).absolute()
+    options.names("receivers", receivers)
+    options.positive_seconds("timeout_s", timeout_s)
+    options.flag("delta", delta)
+
+    def make(*args: P.args, **kwargs: P.kwargs) -> TrainerT:
+        with _without_group():
+            trainer: Any = trainer_class(*args, **kwargs)
+        generation = getattr(trainer, "vllm_generation", None)
+        if generation is None:
+            raise OptionError(
+                f"this {type(trainer).__name__} does not generate with vLLM, so there is nothing "
+                "to bring its weights to: set use_vllm=True in its args"
+            )
+        trainer.weight_sync = WeightSync(
+            trainer, place, receivers=receivers, timeout_s=timeout_s, delta=delta, dtype=dtype
+        )
+        # TRL has no seam for this: all its trainers call this method of their own generation.
+        generation.sync_weights = trainer.weight_sync.sync_weights
+        return trainer  # type: ignore[no-any-return]
+
+    return make
+
+
+@contextlib.contextmanager
+def _without_group() -> Iterator[None]:
+    """Let TRL make its clients of servers without the process group that it sends weights in.
+
+    There is no seam for that: in its constructor a trainer makes a client by this name, and lets
+    it join at once. The name is as it was as soon as the trainer is made.
+    """
+    from trl.generation import vllm_generation  # imports vLLM
+
+    own = vllm_generation.VLLMClient
+
+    class Client(own):  # type: ignore[misc,valid-type]  # trl is not typed
+        """TRL's, which asks for tokens and does not join the server's workers."""
+
+        def init_communicator(self, device: object = 0) -> None:
+            """Do nothing: TRL's opens a group over NCCL, and refuses every device but CUDA."""
+
+    vllm_generation.VLLMClient = Client
+    try:
+        yield
+    finally:
+        vllm_generation.VLLMClient = own
 
 
 class WeightSync:
@@ -60,16 +114,25 @@ class WeightSync:
     tensor at a time). A peft model is published as the model that it acts as, and stays as it is.
     """
 
-    def __init__(self, trainer: Any, options: WeightSyncOptions) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        store: Path,
+        *,
+        receivers: int | str | Collection[str],
+        timeout_s: float,
+        delta: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
         self._trainer = trainer
         self._generation = trainer.vllm_generation
-        self._options = options
+        self._store, self._receivers, self._timeout_s = store, receivers, timeout_s
         self._opened = contextlib.ExitStack()
         self._follower: Any = None
         self._agreement: Agreement | None = None
         self.version: int | None = None
         """The last one that vLLM has."""
-        self.sender = self._open_sender()
+        self.sender = self._open_sender(delta, dtype)
         """What publishes: for `sender_metrics`, among others."""
 
     def sync_weights(self) -> None:
@@ -103,18 +166,24 @@ class WeightSync:
         """Give the store up. The last version stays published, and vLLM keeps its weights."""
         self._opened.close()
 
-    def _open_sender(self) -> WeightSender | ShardedWeightSender:
-        store, delta, dtype = self._options.store, self._options.delta, self._options.dtype
+    def _open_sender(
+        self, delta: bool, dtype: torch.dtype | None
+    ) -> WeightSender | ShardedWeightSender:
+        from accelerate.utils import DistributedType
+
         if self._generation.accelerator.distributed_type == DistributedType.NO:
-            return self._opened.enter_context(WeightSender(store, delta=delta, dtype=dtype))
+            return self._opened.enter_context(WeightSender(self._store, delta=delta, dtype=dtype))
         # Ranks wait for one that waits for engines.
-        timeout_s = DEFAULT_RANK_TIMEOUT_S + self._options.timeout_s
+        timeout_s = DEFAULT_RANK_TIMEOUT_S + self._timeout_s
         self._agreement = Agreement(None, timeout_s=timeout_s)
         self._opened.callback(self._agreement.close)
-        sender = ShardedWeightSender(store, delta=delta, dtype=dtype, rank_timeout_s=timeout_s)
-        return self._opened.enter_context(sender)
+        return self._opened.enter_context(
+            ShardedWeightSender(self._store, delta=delta, dtype=dtype, rank_timeout_s=timeout_s)
+        )
 
     def _weights(self) -> Weights:
+        from accelerate.utils import is_peft_model
+
         # Not the trainer's own, which may be wrapped since training began.
         accelerator = self._generation.accelerator
         model = accelerator.unwrap_model(self._generation.model, keep_torch_compile=False)
@@ -125,9 +194,8 @@ class WeightSync:
         return merged_weights(model)
 
     def _wait_for_servers(self, version: int) -> None:
-        wanted, timeout_s = self._options.receivers, self._options.timeout_s
         try:
-            self.sender.wait_applied(version, receivers=wanted, timeout_s=timeout_s)
+            self.sender.wait_applied(version, receivers=self._receivers, timeout_s=self._timeout_s)
         except AcknowledgementTimeoutError as error:
             raise AcknowledgementTimeoutError(
                 f"{error}; TRL does not generate with older weights: let its server follow this "
@@ -149,8 +217,7 @@ class WeightSync:
         if self._follower is None:  # and not sooner: the engine may have slept until now
             from dbuffer.integrations.vllm import follow
 
-            store, timeout_s = self._options.store, self._options.timeout_s
-            follower = follow(self._generation.llm, store, timeout_s=timeout_s)
+            follower = follow(self._generation.llm, self._store, timeout_s=self._timeout_s)
             assert not isinstance(follower, InBackground)  # noqa: S101 - it is an LLM
             self._opened.callback(follower.close)
             # Else its ranks would look at a store that may be gone.

@@ -3,15 +3,15 @@
 * :class:`CheckpointManager`, for ``rollout.checkpoint_manager_class`` (:mod:`.manager`);
 * :class:`StoreCheckpointEngine`, which verl knows as the backend ``dbuffer`` when
   :mod:`.checkpoint_engine` is imported: ``checkpoint_engine.custom_backend_module``;
-* :mod:`.sending` is its half in the actor, :mod:`.receiving` its half beside each rollout engine,
-  and :mod:`.configuration` what both are told. These need no verl.
+* :mod:`.syncing` has its half in the actor and its half beside each rollout engine, which need no
+  verl.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dbuffer.integrations.lazy import lazily
+from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
     from dbuffer.integrations.verl.checkpoint_engine import (

@@ -11,9 +11,13 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from dbuffer.errors import NotReadyError
-from dbuffer.integrations.verl.configuration import Configuration
-from dbuffer.integrations.verl.receiving import LOOK_AGAIN_S, Incoming
-from dbuffer.integrations.verl.sending import Outgoing, take_part
+from dbuffer.integrations.verl.syncing import (
+    LOOK_AGAIN_S,
+    Configuration,
+    Incoming,
+    Outgoing,
+    take_part,
+)
 
 BACKEND = "dbuffer"
 

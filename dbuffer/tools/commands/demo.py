@@ -29,14 +29,15 @@ def demo(
     climb if the weights reach it; at the end its greedy tokens are compared with those of a fresh
     engine on the trainer's final checkpoint.
     """
+    console = shared.errors if as_json else shared.console
     try:
         from dbuffer.tools.demo.render import show_demo
+
+        result = show_demo(console, output, engine=engine, steps=steps, seed=seed)
     except ModuleNotFoundError as error:
         raise DBufferError(
             f"the demo needs {error.name}: pip install '.[demo]' in a clone of dbuffer"
         ) from error
-    console = shared.errors if as_json else shared.console
-    result = show_demo(console, output, engine=engine, steps=steps, seed=seed)
     if as_json:
         shared.print_json(dataclasses.asdict(result))
     if not result.success:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.tools.demo.policy import COMPLETION_TOKENS
-from dbuffer.tools.demo.records import Tokens
+from dbuffer.tools.demo.policy import COMPLETION_TOKENS, Tokens
 
 if TYPE_CHECKING:
     import vllm

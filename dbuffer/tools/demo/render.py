@@ -1,4 +1,4 @@
-"""A demo run on the terminal: a line per step, then a summary."""
+"""A demo run on the terminal: a line per step, then a summary; and the picture that it leaves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from dbuffer.tools.demo.loop import run_demo
-from dbuffer.tools.demo.records import DemoResult, Step
+from dbuffer.tools.demo.loop import DemoResult, Step, run_demo
+from dbuffer.tools.demo.policy import TARGET_SHARE
 from dbuffer.tools.render import cell, printable
 
 _COLUMNS: dict[str, Callable[[Step], str]] = {
@@ -27,7 +29,7 @@ _COLUMNS: dict[str, Callable[[Step], str]] = {
 
 
 def show_demo(console: Console, output: Path, **options: Any) -> DemoResult:
-    """Run the demo, a line per step on ``console``, then print a summary."""
+    """Run the demo, a line per step on ``console``; draw ``result.plot``, and print a summary."""
     with console.status("") as spinner:  # which only a terminal shows
 
         def report(what: str | Step) -> None:
@@ -41,6 +43,7 @@ def show_demo(console: Console, output: Path, **options: Any) -> DemoResult:
             _print_line(console, "  ".join(cells))
 
         result = run_demo(output, report=report, **options)
+        save_plot(result)
     print_summary(result, console)
     return result
 
@@ -88,3 +91,31 @@ def print_summary(result: DemoResult, console: Console) -> None:
 
 def _verdict(good: bool, yes: str, no: str) -> str:
     return f"[green]{yes}[/]" if good else f"[red]{no}[/]"
+
+
+def save_plot(result: DemoResult) -> None:
+    """Draw reward, latencies and lag over the steps into ``result.plot``, a PNG."""
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    rewards, latencies, lags = figure.subplots(3, sharex=True, height_ratios=(3, 3, 1))
+    steps = [step.step for step in result.steps]
+
+    rewards.plot(steps, [step.reward for step in result.steps], color="tab:green")
+    rewards.axhline(TARGET_SHARE, color="tab:gray", linestyle="--", label="an untrained policy")
+    rewards.set(ylabel="reward", ylim=(0, 1), title=f"sampled by {result.engine}")
+    rewards.legend(loc="lower right")
+
+    latencies.plot(steps, [step.publish_ms for step in result.steps], label="publish")
+    moved = [step for step in result.steps if step.version_sampled > 0]
+    for name in ("stage", "pause"):
+        values = [getattr(step, f"{name}_ms") for step in moved]
+        if any(values):
+            latencies.plot([step.step for step in moved], values, label=name)
+    latencies.set(ylabel="ms", ylim=(0, None))
+    latencies.legend(loc="upper right", ncols=3)
+
+    lags.step(steps, [step.lag for step in result.steps], where="mid", color="tab:purple")
+    lags.set(ylabel="lag\n(versions)", xlabel="step", ylim=(-0.2, None))
+    for axes in (rewards, latencies, lags):
+        axes.grid(visible=True, alpha=0.3)
+    figure.savefig(result.plot, dpi=120)

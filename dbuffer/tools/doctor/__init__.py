@@ -11,7 +11,7 @@ from dbuffer.runtime import options
 from dbuffer.store import filesystem
 from dbuffer.tools.doctor import peer
 from dbuffer.tools.doctor.findings import GUARANTEES, Finding, Progress, unknown
-from dbuffer.tools.doctor.peer import Meeting, PeerReport, judge
+from dbuffer.tools.doctor.peer import Meeting, PeerReport, judge, wait_for_host
 from dbuffer.tools.doctor.probes import LOOKS, PROBES, WRITING, Site
 from dbuffer.tools.doctor.scratch import remove_stale
 
@@ -95,21 +95,6 @@ def examine(
         findings=tuple(findings),
         peers=meetings,
     )
-
-
-def wait_for_host(
-    path: str | os.PathLike[str], *, timeout_s: float, progress: Progress | None = None
-) -> PeerReport | None:
-    """Be the second host of an examination; None if no first one came within ``timeout_s``.
-
-    Raises:
-        OptionError: one of these is not what it may be.
-        StoreAccessError: nothing can be written there, or the first host fell silent.
-        StoreCorruptError, ChecksumError: what it publishes cannot be read here.
-    """
-    options.seconds("timeout_s", timeout_s)
-    site = Site.at(options.directory("path", path), allow_shared_store=True)
-    return peer.wait_for_host(site.base, timeout_s=timeout_s, progress=progress)
 
 
 def _meet(

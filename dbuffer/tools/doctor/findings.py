@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 GUARANTEES = {
     1: "No torn reads",
@@ -25,11 +25,11 @@ Progress = Callable[[str], None]
 Verdict = Literal["good", "adapted", "broken", "unknown"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What one probe found."""
 
-    probe: str
+    probe: str = field(default="", kw_only=True)
     verdict: Verdict
     """``good``: it works; ``adapted``: it does not, and dbuffer does without; ``broken``: it does
     not, and a guarantee cannot hold; ``unknown``: it could not be determined."""
@@ -39,30 +39,16 @@ class Finding:
     guarantee: int | None = None
     """The one that cannot hold, by its number in `GUARANTEES`; None unless broken."""
 
-
-class Outcome(NamedTuple):
-    """A finding without its probe."""
-
-    verdict: Verdict
-    found: str
-    consequence: str
-
     def of(self, probe: str, guarantee: int | None = None) -> Finding:
         """As the finding of a probe, on which this guarantee rests."""
         is_broken = self.verdict == "broken"
-        return Finding(
-            probe=probe,
-            verdict=self.verdict,
-            found=self.found,
-            consequence=self.consequence,
-            guarantee=guarantee if is_broken else None,
-        )
+        return replace(self, probe=probe, guarantee=guarantee if is_broken else None)
 
 
-good = functools.partial(Outcome, "good")
-adapted = functools.partial(Outcome, "adapted")
-broken = functools.partial(Outcome, "broken")
-unknown = functools.partial(Outcome, "unknown")
+good = functools.partial(Finding, "good")
+adapted = functools.partial(Finding, "adapted")
+broken = functools.partial(Finding, "broken")
+unknown = functools.partial(Finding, "unknown")
 
 
 def size(num_bytes: float) -> str:

@@ -31,6 +31,7 @@ from dbuffer.errors import (
     VersionTimeoutError,
     WriterSupersededError,
 )
+from dbuffer.runtime import options
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import MOUNT_VARIABLE, TICK_S
@@ -39,7 +40,6 @@ from dbuffer.store.media import medium_of
 from dbuffer.tools.doctor.findings import (
     POLLING,
     Finding,
-    Outcome,
     Progress,
     adapted,
     broken,
@@ -105,15 +105,17 @@ class PeerReport:
 
 
 def wait_for_host(
-    directory: Path, *, timeout_s: float, progress: Progress | None = None
+    path: str | os.PathLike[str], *, timeout_s: float, progress: Progress | None = None
 ) -> PeerReport | None:
-    """Be the second host: receive what a first one publishes; None if none came in time.
+    """Be the second host of an examination; None if no first one came within ``timeout_s``.
 
     Raises:
-        StoreAccessError: the first host fell silent, or gave up.
+        OptionError: one of these is not what it may be.
+        StoreAccessError: nothing can be written there, or the first host fell silent.
         StoreCorruptError, ChecksumError: what it publishes cannot be read here.
-        StoreFullError, StoreNotFoundError: nothing can be written here.
     """
+    options.seconds("timeout_s", timeout_s)
+    directory = Site.at(options.directory("path", path), allow_shared_store=True).base
     from dbuffer.receive.receiver import WeightReceiver  # and torch, which takes seconds
 
     remove_stale(directory)
@@ -318,7 +320,7 @@ def judge(site: Site, meetings: Sequence[Meeting]) -> list[Finding]:
     return [finding for meeting in meetings for finding in _judge(site, meeting)]
 
 
-def _nobody(site: Site) -> Outcome:
+def _nobody(site: Site) -> Finding:
     if site.medium.reaches_other_hosts:
         return unknown(
             "not measured: no peer waits here",
@@ -339,7 +341,7 @@ def _judge(site: Site, meeting: Meeting) -> Iterator[Finding]:
         yield _locks(meeting.locks_exclude).of(f"{host}: locks")
 
 
-def _mounts(site: Site, meeting: Meeting) -> Outcome:
+def _mounts(site: Site, meeting: Meeting) -> Finding:
     found = f"{meeting.filesystem} there, {site.medium.filesystem} here"
     if site.medium.reaches_other_hosts and meeting.is_network:
         return good(found, "both use it as a network mount")
@@ -353,7 +355,7 @@ def _mounts(site: Site, meeting: Meeting) -> Outcome:
     )
 
 
-def _delays(meeting: Meeting) -> Outcome:
+def _delays(meeting: Meeting) -> Finding:
     if meeting.is_late:
         found = f"a version was not seen within {_LIMIT_S:g} s"
         return broken(found, "workers there would not see new versions")
@@ -367,7 +369,7 @@ def _delays(meeting: Meeting) -> Outcome:
     return good(found, POLLING)
 
 
-def _locks(exclude: bool) -> Outcome:
+def _locks(exclude: bool) -> Finding:
     if exclude:
         return good("exclude processes of the other host", "a second sender there is refused")
     return adapted(

@@ -26,7 +26,6 @@ from dbuffer.store.watcher import Watcher
 from dbuffer.tools.doctor.findings import (
     POLLING,
     Finding,
-    Outcome,
     Progress,
     adapted,
     broken,
@@ -83,7 +82,7 @@ class Probe(NamedTuple):
     """One row of the table."""
 
     title: str
-    run: Callable[[Site], Outcome]
+    run: Callable[[Site], Finding]
     guarantee: int
     """The one that cannot hold if the probe fails."""
     cure: str
@@ -112,7 +111,7 @@ def _new_file(path: Path) -> Iterator[int]:
 # Looks, which write nothing
 
 
-def _look_at_mount(site: Site) -> Outcome:
+def _look_at_mount(site: Site) -> Finding:
     medium = site.medium
     found = f"{medium.filesystem} from {filesystem.mount_of(site.base).source}"
     told = os.environ.get(MOUNT_VARIABLE, "auto")
@@ -132,7 +131,7 @@ def _look_at_mount(site: Site) -> Outcome:
     )
 
 
-def _look_at_options(site: Site) -> Outcome:
+def _look_at_options(site: Site) -> Finding:
     options = filesystem.mount_of(site.base).options
     shown = [
         option
@@ -149,7 +148,7 @@ def _look_at_options(site: Site) -> Outcome:
     return good(found, "nothing; none is needed, and none of these is harmful")
 
 
-def _look_at_trust(site: Site) -> Outcome:
+def _look_at_trust(site: Site) -> Finding:
     if site.base != site.path:
         return good(f"{site.path} is not there", "a sender makes it, with mode 0700")
     found = site.path.stat()
@@ -167,7 +166,7 @@ def _look_at_trust(site: Site) -> Outcome:
     return good(f"{described}, which is this one", "used")
 
 
-def _look_for_room(site: Site) -> Outcome:
+def _look_for_room(site: Site) -> Finding:
     found = os.statvfs(site.base)
     if found.f_blocks == 0:
         return unknown(
@@ -190,7 +189,7 @@ def _look_for_room(site: Site) -> Outcome:
 # Probes, each in a directory of its own
 
 
-def _probe_writing(site: Site) -> Outcome:
+def _probe_writing(site: Site) -> Finding:
     with scratch(site.base) as place:
         with _new_file(place / "file") as file, os_errors("write", place):
             filesystem.write_at(file, 0, bytes(_PROBE_BYTES))
@@ -207,7 +206,7 @@ def _probe_writing(site: Site) -> Outcome:
     return good(found, "with durable=True every publish is flushed")
 
 
-def _probe_directories(site: Site) -> Outcome:
+def _probe_directories(site: Site) -> Finding:
     with scratch(site.base) as place:
         filesystem.make_directory(place / "store")
         found = (place / "store").stat()
@@ -225,7 +224,7 @@ def _probe_directories(site: Site) -> Outcome:
     return broken(described, f"{consequence}: pass --allow-shared-store if that is intended")
 
 
-def _probe_rename(site: Site) -> Outcome:
+def _probe_rename(site: Site) -> Finding:
     with scratch(site.base) as place, OtherProcess() as other:
         filesystem.make_directory(place / "from")
         path, number = place / "pointer", 0
@@ -250,7 +249,7 @@ def _probe_rename(site: Site) -> Outcome:
     return broken(found, "a reader may find no pointer; use another filesystem")
 
 
-def _probe_locks(site: Site) -> Outcome:
+def _probe_locks(site: Site) -> Finding:
     with scratch(site.base) as place, _new_file(place / "lock") as file:
         if site.medium.reaches_other_hosts and not _knows_locks(file):
             return adapted(
@@ -295,7 +294,7 @@ def _becomes_free(file: int) -> bool:
     return filesystem.lock_within(file, timeout_s=5.0)
 
 
-def _probe_allocation(site: Site) -> Outcome:
+def _probe_allocation(site: Site) -> Finding:
     with scratch(site.base) as place, _new_file(place / "file") as file:
         try:
             filesystem.allocate(file, _PROBE_BYTES, place / "file")
@@ -315,7 +314,7 @@ def _probe_allocation(site: Site) -> Outcome:
     return broken(found, "a disk that fills up during a publish would kill the sender (SIGBUS)")
 
 
-def _probe_mapping(site: Site) -> Outcome:
+def _probe_mapping(site: Site) -> Finding:
     num_bytes = mmap.PAGESIZE
     if site.medium.reaches_other_hosts:
         return good("not probed: not used on a network mount", "readers read into memory")
@@ -344,7 +343,7 @@ def _probe_mapping(site: Site) -> Outcome:
     )
 
 
-def _probe_events(site: Site) -> Outcome:
+def _probe_events(site: Site) -> Finding:
     if site.medium.reaches_other_hosts:
         return adapted("not probed: it sees no change by other hosts", f"{POLLING}; no inotify")
     with scratch(site.base) as place:
@@ -363,7 +362,7 @@ def _probe_events(site: Site) -> Outcome:
     return good(f"an event after {delay_ms:.1f} ms", "receivers are woken by each publish")
 
 
-def _probe_inotify(site: Site) -> Outcome:
+def _probe_inotify(site: Site) -> Finding:
     if site.medium.reaches_other_hosts:
         return good("not probed: not used on a network mount", POLLING)
     begin = getattr(ctypes.CDLL(None, use_errno=True), "inotify_init1", None)

@@ -1,29 +1,154 @@
-"""`Incoming`: one rollout worker's half of a sync. It takes that sync's version, or none."""
+"""Both halves of a sync: `Outgoing` in the actor, `Incoming` beside each rollout engine.
+
+`Configuration` is what both are told. None of it needs verl.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
 from dbuffer.errors import DBufferError, NotReadyError, VersionTimeoutError
-from dbuffer.integrations.verl.configuration import Configuration
-from dbuffer.integrations.verl.sending import SYNC
+from dbuffer.format.delta import require_compression
+from dbuffer.io.tensors import DTYPES
 from dbuffer.mirror.mirror import Mirror
+from dbuffer.publish.sender import WeightSender
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
+from dbuffer.runtime import options
 
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.02
 """How often a store is looked at for a version that is being published."""
 
+_SYNC = "sync"
+"""In a version's metadata: which sync it is of. Global steps repeat, and may be None."""
+_WHERE = "engine_kwargs.dbuffer"
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What ``checkpoint_engine.engine_kwargs.dbuffer`` says, checked.
+
+    `StoreCheckpointEngine` describes it.
+    """
+
+    store: Path
+    local_store: Path | None
+    delta: bool
+    dtype: torch.dtype | None
+    timeout_s: float
+
+    @classmethod
+    def checked(
+        cls, *, store: Any, local_store: Any, delta: Any, dtype: Any, timeout_s: Any
+    ) -> Self:
+        """Options of which each may be what it is; from YAML, so of any type.
+
+        Raises:
+            OptionError: (a ``ValueError``) one may not.
+        """
+        place = options.directory(f"{_WHERE}.store", store)
+        local = None
+        if local_store is not None:
+            local = options.directory(f"{_WHERE}.local_store", local_store)
+        if options.flag(f"{_WHERE}.delta", delta):
+            require_compression()
+        options.choice(f"{_WHERE}.dtype", dtype, (None, *_FLOATS))
+        return cls(
+            store=place,
+            local_store=local,
+            delta=delta,
+            dtype=None if dtype is None else DTYPES[dtype],
+            timeout_s=options.positive_seconds(f"{_WHERE}.timeout_s", timeout_s),
+        )
+
+
+def take_part(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Go through weights that another rank publishes: ranks gather each tensor together."""
+    collections.deque(weights, maxlen=0)
+
+
+class Outgoing:
+    """What the actor's first rank publishes with; the others only take part.
+
+    The store is opened with the first sync.
+    """
+
+    def __init__(self, configuration: Configuration) -> None:
+        self._configuration = configuration
+        self._sender: WeightSender | None = None
+        self._sync: str | None = None
+
+    def announce(self) -> str:
+        """Begin a sync; the name that its version will bear, and no other version ever.
+
+        Raises:
+            WriterActiveError, StoreInsecureError, StoreAccessError: as for `WeightSender`.
+        """
+        if self._sender is None:
+            told = self._configuration
+            self._sender = WeightSender(told.store, delta=told.delta, dtype=told.dtype)
+        self._sync = secrets.token_hex(16)
+        return self._sync
+
+    def publish(
+        self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None
+    ) -> dict[str, float]:
+        """Publish the version of the sync that was announced.
+
+        Whatever goes wrong, all weights are asked for: other ranks gather them with this one, and
+        would wait for it. They then do not learn of the failure from a collective that hangs.
+
+        Returns:
+            What a trainer may log: the version, its bytes, and the seconds that it took.
+
+        Raises:
+            NotReadyError: no sync was announced, or it has been published.
+            InvalidWeightsError, StoreFullError, StoreAccessError, WriterSupersededError: as
+                `WeightSender.send`. Nothing was published.
+        """
+        if self._sender is None or self._sync is None:
+            raise NotReadyError(
+                "no sync has begun: prepare() comes before send_weights(), each time"
+            )
+        metadata, self._sync = {_SYNC: self._sync, "global_steps": global_steps}, None
+        rest = iter(weights)
+        try:
+            source = dict(_copies(rest)) if self._configuration.delta else rest
+            published = self._sender.send(source, metadata=metadata)
+        except Exception:
+            take_part(rest)
+            raise
+        return {
+            "dbuffer/version": float(published.version),
+            "dbuffer/bytes": float(published.num_bytes),
+            "dbuffer/publish_s": published.duration_s,
+        }
+
+
+def _copies(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """In this host's memory, whatever the iterator does with its own."""
+    for name, tensor in weights:
+        yield name, tensor.detach().to("cpu", copy=True)
+
 
 class Incoming:
-    """Holds the version of one sync after the other, each until its engine has loaded it."""
+    """What a rollout worker receives with: the version of each sync, or none.
+
+    It holds one after the other, each until its engine has loaded it.
+    """
 
     def __init__(self, configuration: Configuration) -> None:
         self._configuration = configuration
@@ -118,7 +243,7 @@ class Incoming:
             if held is None:
                 return False
             self._looked_at = held.manifest.version
-            return held.manifest.metadata.get(SYNC) == sync
+            return held.manifest.metadata.get(_SYNC) == sync
 
     def _drop(self) -> None:
         self._snapshot = self._sync = None
