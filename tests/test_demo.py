@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
