@@ -7,12 +7,6 @@ so that all of them pickle and cross process boundaries.
 A docstring says what happened, then what to do; ``docs/errors.md`` is made of both.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-_MAX_LISTED = 8
-
 
 class DBufferError(Exception):
     """Base class of all errors raised by dbuffer."""
@@ -281,9 +275,3 @@ class EngineUnreachableError(DBufferError, ConnectionError):
 
     Check that the server is up, its address and its key.
     """
-
-
-def listed(items: Sequence[object], separator: str = ", ") -> str:
-    """The first few of them, for a message, and how many more there are."""
-    more = len(items) - _MAX_LISTED
-    return separator.join(map(str, items[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")

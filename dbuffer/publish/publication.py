@@ -16,9 +16,10 @@ from typing import Self
 
 import torch
 
-from dbuffer.errors import VersionTimeoutError, WeightsChangedError, listed
+from dbuffer.errors import VersionTimeoutError, WeightsChangedError
 from dbuffer.format.layout import Layout
 from dbuffer.runtime import options
+from dbuffer.runtime.messages import listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ from torch import distributed
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from dbuffer.errors import OptionError, RankFailedError, RankTimeoutError, listed
+from dbuffer.errors import OptionError, RankFailedError, RankTimeoutError
+from dbuffer.runtime.messages import listed
 
 _HERE, _CAME = "here", "came"
 """What a rank says of itself: as long as it waits, and for good."""

@@ -25,7 +25,6 @@ from dbuffer.errors import (
     VersionError,
     VersionTimeoutError,
     WeightsMismatchError,
-    listed,
 )
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import POINTER_FILE, Pointer, host_in_id, is_receiver_id
@@ -40,6 +39,7 @@ from dbuffer.receive.snapshot import (
     wrong_tensors,
 )
 from dbuffer.runtime import options
+from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer, Held, Patience, pointer_to
 from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher

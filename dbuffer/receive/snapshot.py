@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from dbuffer.errors import ChecksumError, DBufferError, StoreAccessError, listed
+from dbuffer.errors import ChecksumError, DBufferError, StoreAccessError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
@@ -26,6 +26,7 @@ from dbuffer.io.tensors import (
     copy_one,
     view_tensor,
 )
+from dbuffer.runtime.messages import listed
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
 from dbuffer.store.filesystem import os_errors

@@ -27,10 +27,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dbuffer.errors import InvalidWeightsError, listed
+from dbuffer.errors import InvalidWeightsError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
 from dbuffer.runtime import options
+from dbuffer.runtime.messages import listed
 from dbuffer.weights.checkpoint import LazyTensor, read_checkpoint
 from dbuffer.weights.names import Rename, renamed
 

@@ -18,8 +18,9 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 
-from dbuffer.errors import InvalidWeightsError, TargetTypeError, WeightsMismatchError, listed
+from dbuffer.errors import InvalidWeightsError, TargetTypeError, WeightsMismatchError
 from dbuffer.format.layout import Layout
+from dbuffer.runtime.messages import listed
 from dbuffer.weights.comparison import Comparison, compare
 from dbuffer.weights.sources import (
     Outline,

@@ -1,0 +1,13 @@
+"""What error messages have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MAX_LISTED = 8
+
+
+def listed(items: Sequence[object], separator: str = ", ") -> str:
+    """The first few of them, for a message, and how many more there are."""
+    more = len(items) - _MAX_LISTED
+    return separator.join(map(str, items[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")
