@@ -229,10 +229,8 @@ def _repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
     packing = CpuPacking()
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
     for module in model.modules():
-        if module in loaded or not packing.packs(module):
-            continue
-        owner = owners.get(id(module.weight))
-        if owner is None:
+        owner = owners.get(id(getattr(module, "weight", None)))
+        if owner is None or module in loaded or not packing.packs(module):
             continue
         if hasattr(owner, "cpu_linear") and getattr(module, "bias", None) is None:
             module.cpu_linear = owner.cpu_linear
