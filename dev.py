@@ -84,19 +84,12 @@ class PipError(Exception):
 
 def pip_install(*arguments: str, into: Path = VENV) -> None:
     """Install into an environment, silently unless it fails."""
-    options = ["--quiet", "--no-input", "--disable-pip-version-check", "--no-compile"]
+    options = ["--quiet", "--no-input", "--disable-pip-version-check"]
     pip = [str(BIN / "python"), "-m", "pip", "--python", str(into / "bin" / "python")]
     command = [*pip, "install", *options, *arguments]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise PipError(done.stderr.strip() or f"pip exited with {done.returncode}")
-
-
-def compile_packages(place: Path) -> None:
-    """Compile what was installed, on all processors; pip would use one."""
-    command = [str(BIN / "python"), "-m", "compileall", "-q", "-j", "0", str(place / "lib")]
-    # Some packages hold templates that are no Python; those are left as they are.
-    subprocess.run(command, stdout=subprocess.DEVNULL)
 
 
 def install_torch(requirement: str) -> None:
@@ -137,7 +130,6 @@ def make_environment() -> None:
         install(cpu_pins)
     except PipError as error:
         sys.exit(f"{error}\ndev.py: pip could not fill the environment; the reason is above.")
-    compile_packages(VENV)
     STAMP.write_text(wanted)
     say(f"made in {time.monotonic() - started_s:.0f} s")
 
@@ -177,7 +169,6 @@ def make_overlay(
         pip_install("--no-deps", *requirements, into=place)
     except PipError as error:
         sys.exit(f"{error}\ndev.py: pip could not fill the environment; the reason is above.")
-    compile_packages(place)
     packages = Path("lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
     behind = [*map(str, [*paths, ROOT, VENV / packages]), *lines]
     (place / packages / "behind.pth").write_text("\n".join(behind) + "\n")
