@@ -230,7 +230,7 @@ def _repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
     for module in model.modules():
         owner = owners.get(id(getattr(module, "weight", None)))
-        if owner is None or module in loaded or not packing.packs(module):
+        if owner is None or owner is module or not packing.packs(module):
             continue
         if hasattr(owner, "cpu_linear") and getattr(module, "bias", None) is None:
             module.cpu_linear = owner.cpu_linear
