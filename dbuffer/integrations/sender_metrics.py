@@ -1,14 +1,13 @@
-"""What a sender has published, and how a mirror does, as Prometheus metrics."""
+"""What a sender has published, as Prometheus metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.resident import ResidentModel
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
@@ -19,9 +18,17 @@ def register(
     registry: CollectorRegistry = REGISTRY,
 ) -> None:
     """Show what a sender counts in a registry; of a sharded one, rank 0's will do."""
+    registry.register(_SenderCollector(sender))
 
-    def collect() -> Iterator[Metric]:
-        stats = sender.stats
+
+class _SenderCollector(Collector):
+    """Asks the sender when it is asked itself."""
+
+    def __init__(self, sender: WeightSender | ShardedWeightSender | ResidentModel) -> None:
+        self._sender = sender
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._sender.stats
         for name, key, text in (
             ("versions", "versions", "Versions published."),
             ("bytes", "bytes", "Bytes of their weights."),
@@ -30,37 +37,3 @@ def register(
             ("seconds", "publish_s", "Time that publishing took."),
         ):
             yield CounterMetricFamily(f"dbuffer_sender_{name}", text, stats[key])
-
-    registry.register(_Collector(collect))
-
-
-def register_mirror(mirror: Mirror, registry: CollectorRegistry = REGISTRY) -> None:
-    """Show a mirror's state in a registry."""
-
-    def collect() -> Iterator[Metric]:
-        stats = mirror.stats
-        yield GaugeMetricFamily(
-            "dbuffer_mirror_elected", "Whether this mirror copies.", float(mirror.is_elected)
-        )
-        yield GaugeMetricFamily(
-            "dbuffer_mirror_version", "Newest version copied.", mirror.version or 0
-        )
-        for name, key, text in (
-            ("versions", "copied", "Versions copied."),
-            ("bytes", "copied_bytes", "Bytes of weights copied."),
-            ("seconds", "copy_s", "Time it took."),
-            ("failures", "failures", "Attempts that failed."),
-        ):
-            yield CounterMetricFamily(f"dbuffer_mirror_{name}", text, stats[key])
-
-    registry.register(_Collector(collect))
-
-
-class _Collector(Collector):
-    """Asks a sender or a mirror when it is asked itself."""
-
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect()

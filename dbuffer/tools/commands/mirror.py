@@ -68,10 +68,10 @@ def _serve_metrics(copying: Mirror, port: int) -> None:
     try:
         from prometheus_client import start_http_server
 
-        from dbuffer.integrations.sender_metrics import register_mirror
+        from dbuffer.integrations.mirror_metrics import register
     except ModuleNotFoundError as error:
         raise DBufferError(
             f"--metrics-port needs {error.name}: pip install 'prometheus-client'"
         ) from error
-    register_mirror(copying)
+    register(copying)
     start_http_server(port)
