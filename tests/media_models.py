@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_models import SHAPE, SPECIAL_TOKENS, vary_vectors
+from tiny_models import SHAPE, SPECIAL_TOKENS, make_tokenizer, vary_vectors
 
 MEDIA: dict[str, tuple[str, str]] = {
     "blip-2": ("image", "word5 word7 word9"),
@@ -105,7 +105,7 @@ def _make_blip2() -> tuple[Any, Any]:
     # Else each token is answered with itself.
     model.language_model.get_input_embeddings().weight.data.mul_(0.05)
     images = BlipImageProcessorPil(size={"height": 32, "width": 32})
-    return model, Blip2Processor(images, _tokenizer("<image>"), num_query_tokens=4)
+    return model, Blip2Processor(images, make_tokenizer("<image>"), num_query_tokens=4)
 
 
 def _make_qwen2_audio() -> tuple[Any, Any]:
@@ -123,7 +123,7 @@ def _make_qwen2_audio() -> tuple[Any, Any]:
         text_config=Qwen2Config(num_attention_heads=2, **SHAPE, **SPECIAL_TOKENS),
         audio_token_index=499,
     )
-    tokenizer = _tokenizer("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
+    tokenizer = make_tokenizer("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
     processor = Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=80), tokenizer)
     return Qwen2AudioForConditionalGeneration(config), processor
 
@@ -156,28 +156,7 @@ def _make_whisper() -> tuple[Any, Any]:
     # Else one sound is as another.
     model.model.encoder.embed_positions.weight.data.mul_(0.05)
     hearing = WhisperFeatureExtractor(feature_size=80, chunk_length=2)
-    return model, WhisperProcessor(hearing, _tokenizer())
-
-
-def _tokenizer(*special: str) -> Any:
-    """A word for each token, the last ones of their own names."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
-
-    plain = [f"word{number}" for number in range(SHAPE["vocab_size"] - len(special))]
-    words = {word: number for number, word in enumerate([*plain, *special])}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="word0",
-        eos_token="word1",
-        pad_token="word2",
-        bos_token="word3",
-        additional_special_tokens=list(special),
-    )
+    return model, WhisperProcessor(hearing, make_tokenizer())
 
 
 def _rename(path: Path, old: str, new: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
     GPTJConfig,
     GPTJForCausalLM,
@@ -111,11 +112,24 @@ def vary_vectors(model: Any) -> None:
 
 
 def save_tokenizer(checkpoint: Path) -> None:
-    """One that has a word for each token, for who does not begin without; nobody asks it much."""
-    words = {f"word{number}": number for number in range(SHAPE["vocab_size"])}
-    special = {"unk_token": "word0", "eos_token": "word1", "pad_token": "word2"}
+    """For who does not begin without one; nobody asks it much."""
+    make_tokenizer().save_pretrained(checkpoint)
+
+
+def make_tokenizer(*special: str) -> PreTrainedTokenizerFast:
+    """A word for each token, the last ones of their own names; words stand between spaces."""
+    plain = [f"word{number}" for number in range(SHAPE["vocab_size"] - len(special))]
+    words = {word: number for number, word in enumerate([*plain, *special])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(checkpoint)
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="word0",
+        eos_token="word1",
+        pad_token="word2",
+        bos_token="word3",
+        additional_special_tokens=list(special),
+    )
 
 
 def revealing_weights(version: int) -> dict[str, torch.Tensor]:
