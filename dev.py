@@ -11,7 +11,7 @@ python3 dev.py soak   [options of pytest]            (what guarantees rest on, f
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
 
 Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
-environment (half a minute, 2.7 GB); later ones reuse it until what it was made from changes.
+environment (a minute at most, 2.7 GB); later ones reuse it until what it was made from changes.
 """
 
 import sys
@@ -40,9 +40,8 @@ BIN = VENV / "bin"
 STAMP = VENV / "made-from"
 REQUIREMENTS = ROOT / "requirements-cpu.txt"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-# Installs in seconds what takes pip minutes. It does not read pip's settings, so that whoever has
-# told pip of an index of theirs would have to tell it again: by which variable, of each setting.
-UV = "uv==0.13.9"
+# uv installs in seconds what takes pip minutes, but does not read pip's settings: by which variable
+# it is told of each, so that whoever has told pip of an index of their own need not do so again.
 UV_SETTINGS = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
@@ -130,7 +129,9 @@ def install_packages(*arguments: str, into: Path = VENV) -> None:
 
 def install(cpu_pins: bool) -> None:
     """Fill the new environment: from the pins, or with the newest that fit."""
-    run_installer(*pip("install", "--quiet", "--no-input", UV))
+    pins = REQUIREMENTS.read_text().splitlines()
+    uv = next(pin for pin in pins if pin.startswith("uv=="))
+    run_installer(*pip("install", "--quiet", "--no-input", uv))
     if not cpu_pins:
         install_packages("-e", f"{ROOT}[test,vllm]")
         return

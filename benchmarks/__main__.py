@@ -15,6 +15,7 @@ from benchmarks import (
     deltas,
     fleet,
     gpu,
+    latency,
     models,
     pause,
     plot,
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return gpu.main(options.dir[0])
     if options.what == "pause":
         return pause.main(options)
+    if options.what == "latency":
+        return latency.main(options)
     if options.what == "sharded":
         return sharded.main(options)
     if options.what == "torchrl":
@@ -90,13 +93,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("cpu", "gpu", "pause", "sharded", "torchrl", "trl", "delta", "fleet"),
+        choices=("cpu", "gpu", "pause", "latency", "sharded", "torchrl", "trl", "delta", "fleet"),
         default="cpu",
         help="where the tensors are (default: cpu); or how long an engine of vLLM pauses for new "
-        "weights (4 minutes, 10 GB); or a trainer of four ranks (2 minutes, 6 GB); or TorchRL's "
-        "double buffer next to ours: speed, torn reads and killed writers (3 minutes, 14 GB); or "
-        "how long a step of TRL's trainer waits for its engine (2 minutes, 8 GB); or what a delta "
-        "takes (a minute, 6 GB); or how a publish reaches a fleet of nodes (fleet --help)",
+        "weights (4 minutes, 10 GB), or the streams that it answers wait (3 minutes, 4 GB); or a "
+        "trainer of four ranks (2 minutes, 6 GB); or TorchRL's double buffer next to ours: speed, "
+        "torn reads and killed writers (3 minutes, 14 GB); or how long a step of TRL's trainer "
+        "waits for its engine (2 minutes, 8 GB); or what a delta takes (a minute, 6 GB); or how a "
+        "publish reaches a fleet of nodes (fleet --help)",
     )
     parser.add_argument(
         "--dir",

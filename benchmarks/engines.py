@@ -139,20 +139,34 @@ def start_engine(checkpoint: Checkpoint, *, live: bool) -> Any:
     """
     import_vllm(live=live)
     import vllm
+
+    return vllm.LLM(**_arguments(checkpoint, max_num_seqs=4), use_tqdm_on_load=False)
+
+
+def start_async_engine(checkpoint: Checkpoint, *, max_num_seqs: int) -> Any:
+    """An ``AsyncLLM`` of the same, with its engine core in a process of its own."""
+    import_vllm(live=False)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    arguments = AsyncEngineArgs(**_arguments(checkpoint, max_num_seqs=max_num_seqs))
+    return AsyncLLM.from_engine_args(arguments)
+
+
+def _arguments(checkpoint: Checkpoint, *, max_num_seqs: int) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
-    return vllm.LLM(
-        model=str(checkpoint.directory),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        dtype="bfloat16",
-        max_model_len=256,
-        max_num_seqs=4,
-        block_size=_CACHE_BLOCK_TOKENS,
-        kv_cache_memory_bytes=64 << 20,
-        use_tqdm_on_load=False,
-        weight_transfer_config=WeightTransferConfig(backend="dbuffer"),
-    )
+    return {
+        "model": str(checkpoint.directory),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "bfloat16",
+        "max_model_len": 256,
+        "max_num_seqs": max_num_seqs,
+        "block_size": _CACHE_BLOCK_TOKENS,
+        "kv_cache_memory_bytes": 64 << 20,
+        "weight_transfer_config": WeightTransferConfig(backend="dbuffer"),
+    }
 
 
 def greedy_tokens(llm: Any) -> Tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,26 @@ def save_pauses(results: list[Pauses], path: Path, caption: str) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
     figure.suptitle("How long an engine stands still for new weights", fontsize=12)
+    figure.supxlabel(caption, fontsize=7.5, color=_TEXT)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def save_latencies(gaps_s: dict[str, list[float]], path: Path, caption: str) -> None:
+    """Draw how many tokens came how long after the one before, both on logarithmic axes."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(10, 3.6), layout="constrained")
+    most_ms = max(1e3 * max(gaps) for gaps in gaps_s.values())
+    edges = [2 ** (step / 4) for step in range(int(4 * math.log2(most_ms)) + 2)]
+    for (way, gaps), color in zip(gaps_s.items(), (_TEXT, _OURS, "#e08e45"), strict=True):
+        gaps_ms = [1e3 * gap for gap in gaps]
+        axis.hist(gaps_ms, edges, histtype="step", linewidth=1.5, color=color, label=way)
+    axis.set(xscale="log", yscale="log", xlabel="ms to the next token", ylabel="tokens")
+    axis.legend(fontsize=8, frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("How long streams wait for a token while new weights come", fontsize=12)
     figure.supxlabel(caption, fontsize=7.5, color=_TEXT)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import email
-import json
 import os
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -13,7 +13,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from support import in_soaks_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -106,14 +105,31 @@ def test_what_is_installed_publishes_and_receives(built: Path, tmp_path: Path) -
     assert "publish" in run("-m", "dbuffer", "--help", cwd=tmp_path, PYTHONPATH=str(place))
 
 
-@in_soaks_alone
+def settings_of_uv() -> dict[str, str]:
+    settings: dict[str, str] = runpy.run_path(str(ROOT / "dev.py"))["settings_of_uv"]()
+    return settings
+
+
+def test_uv_asks_the_indexes_that_pip_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the variable, which for pip count for more than what its files say."""
+    monkeypatch.setenv("PIP_INDEX_URL", "https://first.test/simple")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://a.test/simple\nhttps://b.test/simple")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/a /b")
+    settings = settings_of_uv()
+    assert settings["UV_DEFAULT_INDEX"] == "https://first.test/simple"
+    assert settings["UV_INDEX"] == "https://a.test/simple https://b.test/simple"
+    assert settings["UV_FIND_LINKS"] == "/a,/b"
+
+
 @pytest.mark.parametrize("extra", sorted(PROJECT["optional-dependencies"]))
 def test_an_extra_resolves_in_a_new_environment(built: Path, tmp_path: Path, extra: str) -> None:
-    report = tmp_path / "report.json"
-    pip = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-input", "--quiet"]
-    run(*pip, "--report", str(report), f"{wheel_in(built)}[{extra}]", cwd=tmp_path)
-    found = {one["metadata"]["name"].lower() for one in json.loads(report.read_text())["install"]}
-    assert {"dbuffer", "torch", "tensordict", "watchdog", "xxhash"} < found
+    wanted = tmp_path / "requirements.in"
+    wanted.write_text(f"dbuffer[{extra}] @ {wheel_in(built).as_uri()}\n")
+    uv = ["-m", "uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header"]
+    environment = settings_of_uv() | os.environ
+    found = run(*uv, str(wanted), cwd=tmp_path, **environment).splitlines()
+    names = {line.partition(" ")[0].partition("==")[0] for line in found}
+    assert {"dbuffer", "torch", "tensordict", "watchdog", "xxhash"} < names
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ by hand, `DBUFFER_SOAK=1 python3 dev.py test tests/test_vllm_breadth.py -k gemma
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from vllm_engines import (
     environment,
     greedy,
     greedy_answers,
+    greedy_parameters,
     leave,
     observe,
 )
@@ -38,6 +41,10 @@ pytestmark = NEEDS_VLLM
 
 ORDER = (1, 0) * 5
 """Of the two checkpoints, as they are published: where switches are copies, the later ones are."""
+
+NUM_STREAMS = 3
+STREAM_TOKENS = 60
+"""Of an answer in the background: enough for several versions to come before it ends."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +229,11 @@ SEES_OR_HEARS = {
 }
 QUANTISED = {method: Case(int4(method), {"dtype": "bfloat16"}) for method in INT4}
 CASES = FAMILIES | BFLOAT16 | TWO_RANKS | ONLINE | QUANTISED | FEATURES | SEES_OR_HEARS
+UNDER_LOAD = [
+    name
+    for name, case in (FAMILIES | BFLOAT16 | TWO_RANKS).items()
+    if not (case.is_embedding or case.refused)
+]
 
 
 @in_soaks_alone
@@ -244,6 +256,28 @@ def test_switched_engine_answers_as_a_fresh_one(
         assert seen["errors"] == ["no error"] * len(ORDER)
         assert seen["switched"] == [seen["fresh"][number] for number in ORDER]
         record_property("switches of engines of many families", len(ORDER))
+
+
+@in_soaks_alone
+@pytest.mark.parametrize("name", UNDER_LOAD)
+def test_switched_under_load_answers_as_a_fresh_one(
+    tmp_path: Path, name: str, record_property: Record
+) -> None:
+    """By copies alone and by vLLM's reload, while it answers others."""
+    seen = observe(
+        __file__,
+        tmp_path,
+        name,
+        "under load",
+        timeout_s=TIMEOUT_S,
+        env=environment(processes=name in TWO_RANKS),
+    )
+    first, second = seen["fresh"]
+    assert all(one != other for one, other in zip(first, second, strict=True))
+    for plan in ("with a plan", "by reloads"):
+        assert seen[plan]["switched"] == [seen["fresh"][number] for number in ORDER]
+        assert seen[plan]["tokens meanwhile"] >= len(ORDER) * NUM_STREAMS * STREAM_TOKENS
+    record_property("switches of engines of many families, under load", 2 * len(ORDER))
 
 
 # From here on, the program that runs in the subprocess.
@@ -282,6 +316,69 @@ def run(directory: Path, case: Case) -> dict[str, Any]:
     return seen
 
 
+def run_under_load(directory: Path, case: Case) -> dict[str, Any]:
+    import vllm
+
+    set_packing(packed=True)
+    pair = [case.make(directory, seed) for seed in (0, 1)]
+    engines = [vllm.LLM(**engine_arguments(path, **case.arguments)) for path in pair]
+    kept.extend(engines)
+    seen: dict[str, Any] = {"fresh": [greedy(engine) for engine in engines]}
+    return seen | asyncio.run(switch_under_load(directory, case, pair))
+
+
+async def switch_under_load(directory: Path, case: Case, pair: list[Path]) -> dict[str, Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from dbuffer.integrations.vllm import follow
+
+    arguments = AsyncEngineArgs(**engine_arguments(pair[0], **case.arguments))
+    engine = AsyncLLM.from_engine_args(arguments)
+    seen: dict[str, Any] = {}
+    with dbuffer.WeightSender(directory / "store") as sender:
+        for plan in ("with a plan", "by reloads"):
+            # What the first follower left in the store is not for the second one.
+            following: Any = follow(engine, directory / "store", plan=plan == "with a plan")
+            seen[plan] = {"switched": [], "tokens meanwhile": 0}
+            async with following as follower:
+                for number in ORDER:
+                    switched = asyncio.Event()
+                    streams = asyncio.create_task(stream_until(switched, engine))
+                    await asyncio.sleep(0.05)
+                    published = sender.send(pair[number])
+                    await follower.wait_applied_async(published.version, timeout_s=TIMEOUT_S)
+                    switched.set()
+                    seen[plan]["tokens meanwhile"] += await streams
+                    answers = [answer(engine, prompt, 16) for prompt in PROMPTS]
+                    seen[plan]["switched"].append(await asyncio.gather(*answers))
+    engine.shutdown()
+    return seen
+
+
+REQUESTS = itertools.count()
+
+
+async def answer(engine: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    given = {"prompt_token_ids": prompt}
+    async for output in engine.generate(given, greedy_parameters(max_tokens), f"{next(REQUESTS)}"):
+        tokens = list(output.outputs[0].token_ids)
+    return tokens
+
+
+async def stream_until(switched: asyncio.Event, engine: Any) -> int:
+    """Ask what is never the same, and so in no cache; the tokens of all answers."""
+
+    async def stream() -> int:
+        num_tokens = 0
+        while not switched.is_set():
+            prompt = [1 + next(REQUESTS) % 200, *range(1, 40)]
+            num_tokens += len(await answer(engine, prompt, STREAM_TOKENS))
+        return num_tokens
+
+    return sum(await asyncio.gather(*(stream() for _ in range(NUM_STREAMS))))
+
+
 def answering(case: Case) -> Callable[[Any], Any]:
     """How an engine is asked."""
     if case.media:
@@ -300,4 +397,5 @@ kept: list[Any] = []
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    leave(target, run(target, CASES[sys.argv[2]]))
+    program = run_under_load if "under load" in sys.argv else run
+    leave(target, program(target, CASES[sys.argv[2]]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, overload
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.background import BackgroundFollower, begin
@@ -16,6 +16,36 @@ from dbuffer.weights.names import NameMap
 SglangPause = Literal["keep", "abort"]
 """What becomes of requests in flight: they are kept and go on with the new weights, their caches
 computed anew; or aborted."""
+
+
+class _Offline(Protocol):
+    """What a type checker can tell an ``sglang.Engine`` by."""
+
+    tokenizer_manager: Any
+
+
+@overload
+def follow(
+    engine: str,
+    store: str | os.PathLike[str],
+    *,
+    pause: SglangPause = "keep",
+    rename: NameMap | str | os.PathLike[str] | None = None,
+    api_key: str | None = None,
+    **options: Any,
+) -> BackgroundFollower: ...
+
+
+@overload
+def follow(
+    engine: _Offline,
+    store: str | os.PathLike[str],
+    *,
+    pause: SglangPause = "keep",
+    rename: NameMap | str | os.PathLike[str] | None = None,
+    api_key: str | None = None,
+    **options: Any,
+) -> Follower: ...
 
 
 def follow(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers, begin
@@ -23,6 +23,51 @@ from dbuffer.runtime import options as checks
 
 if TYPE_CHECKING:
     from dbuffer.integrations.vllm.launched import LaunchedFollower
+
+
+class _Offline(Protocol):
+    """What a type checker can tell a ``vllm.LLM`` by."""
+
+    llm_engine: Any
+
+
+class _Asynchronous(Protocol):
+    """An ``AsyncLLM``."""
+
+    engine_core: Any
+
+
+@overload
+def follow(
+    engine: str,
+    store: str | os.PathLike[str] | None = None,
+    *,
+    pause: PauseMode = "keep",
+    api_key: str | None = None,
+    **options: Any,
+) -> BackgroundFollower: ...
+
+
+@overload
+def follow(
+    engine: _Offline,
+    store: str | os.PathLike[str] | None = None,
+    *,
+    pause: PauseMode = "keep",
+    api_key: str | None = None,
+    **options: Any,
+) -> Follower | LaunchedFollower: ...
+
+
+@overload
+def follow(
+    engine: _Asynchronous,
+    store: str | os.PathLike[str] | None = None,
+    *,
+    pause: PauseMode = "keep",
+    api_key: str | None = None,
+    **options: Any,
+) -> BackgroundFollower | ReplicaFollowers: ...
 
 
 def follow(

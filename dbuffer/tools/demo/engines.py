@@ -19,6 +19,8 @@ from dbuffer.tools.demo.policy import COMPLETION_TOKENS, Tokens
 if TYPE_CHECKING:
     import vllm
 
+    from dbuffer.integrations.vllm import Follower
+
 
 class Refreshed(NamedTuple):
     """A version was taken from the store."""
@@ -53,11 +55,12 @@ class VLLMEngine:
         """One completion per prompt, at temperature 1 or greedy."""
         return generate(self._llm, prompts, greedy=greedy)
 
-    def follow(self, store: Path) -> AbstractContextManager[Any]:
+    def follow(self, store: Path) -> Follower:
         from dbuffer.integrations.vllm import follow
 
-        self._follower: Any = follow(self._llm, store)
-        return self._follower
+        follower: Follower = follow(self._llm, store)
+        self._follower = follower
+        return follower
 
     def refresh(self) -> Refreshed | None:
         """Take the newest version, if there is a newer one."""

@@ -1,0 +1,200 @@
+"""How long streams wait for their next token while new weights come: a histogram."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import json
+import time
+from argparse import Namespace
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import dbuffer
+from benchmarks import engines, models, plot, report
+from benchmarks.engines import Checkpoint, Model
+from benchmarks.processes import child, finish, reply, scratch_folder
+
+NOTHING, OURS, THEIRS = "no new weights", "dbuffer", "vLLM, from safetensors"
+_WAYS = (NOTHING, OURS, THEIRS)
+
+_NUM_STREAMS = 8
+_TOKENS = 100
+"""Of an answer."""
+_PROMPT = list(range(200, 220))
+_EVERY_S = 2.0
+"""From the end of one switch to the next publish."""
+_STRETCH_S, _ROUNDS = 16.0, 3
+_QUICK_STRETCH_S, _QUICK_ROUNDS = 6.0, 1
+_WARMING = 3
+"""Switches before the first that counts: dbuffer proves its plan, vLLM allocates its memory."""
+_SHARES = (0.5, 0.9, 0.99, 0.999)
+_TIMEOUT_S = 120.0
+
+
+@dataclass(slots=True)
+class Seen:
+    """What all streams saw while new weights came in one way."""
+
+    versions: int = 0
+    lasted_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    """Between two tokens of an answer."""
+
+    def buckets(self) -> Counter[int]:
+        """How many gaps were below 1 ms, from there to 2 ms, to 4 ms, and so on."""
+        return Counter(int(1e3 * gap_s).bit_length() for gap_s in self.gaps_s)
+
+
+def main(options: Namespace) -> int:
+    """Measure and print, or say that there is no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        print("There is no vLLM here, nothing to measure.")
+        return 0
+    environment = report.environment(options.dir[:1]) | engines.versions()
+    print(report.environment_table(environment), flush=True)
+    width = 0.25 if options.quick else 0.5
+    model = Model(
+        "Qwen2.5-0.5B's shape, narrowed",
+        models.qwen2_0_5b(width=width),
+        head_size=32 if options.quick else 64,
+    )
+    with scratch_folder(options.dir[0]) as folder, child(_train, folder, model) as trainer:
+        reply(trainer)
+        results = asyncio.run(_measure(folder, model, trainer, quick=options.quick))
+        finish(trainer)
+    title = f"{model.title}, {_NUM_STREAMS} streams, a version {_EVERY_S:g} s after each switch"
+    print(f"\n{title}\n\n{_shares_table(results)}\n\n{_histogram_table(results)}")
+    if options.json:
+        found = {way: asdict(seen) for way, seen in results.items()}
+        options.json.write_text(json.dumps({"environment": environment} | found, indent=1))
+    if options.plot:
+        plot.save_latencies({way: results[way].gaps_s for way in _WAYS}, options.plot, title)
+    return 0
+
+
+def _train(connection: Connection, folder: Path, model: Model) -> None:
+    """Publish, or save a checkpoint, whenever told to; in a process of its own, as trainers do."""
+    both = [model.weights(seed) for seed in (0, 1)]
+    checkpoint = Checkpoint(folder / "checkpoint", model)
+    checkpoint.save(both[0])
+    with dbuffer.WeightSender(folder / "store") as sender:
+        connection.send("ready")
+        for number in itertools.count(1):
+            way = connection.recv()
+            if way == OURS:
+                connection.send(sender.send(both[number % 2]).version)
+            elif way == THEIRS:
+                checkpoint.save(both[number % 2])
+                connection.send("saved")
+            else:
+                return
+
+
+async def _measure(
+    folder: Path, model: Model, trainer: Connection, *, quick: bool
+) -> dict[str, Seen]:
+    checkpoint = Checkpoint(folder / "checkpoint", model)
+    engine = engines.start_async_engine(checkpoint, max_num_seqs=_NUM_STREAMS)
+    from dbuffer.integrations.vllm import follow
+
+    results = {way: Seen() for way in _WAYS}
+    try:
+        async with follow(engine, folder / "store") as follower:
+            updates = Updates(engine, follower, trainer, checkpoint)
+            for way, _ in itertools.product((OURS, THEIRS), range(_WARMING)):
+                await updates.bring(way)
+            for _ in range(_QUICK_ROUNDS if quick else _ROUNDS):
+                for way, seen in results.items():
+                    await _stretch(updates, way, seen, _QUICK_STRETCH_S if quick else _STRETCH_S)
+    finally:
+        engine.shutdown()
+    return results
+
+
+class Updates:
+    """Brings a version from the trainer to the engine, in any of the ways."""
+
+    def __init__(
+        self, engine: Any, follower: Any, trainer: Connection, checkpoint: Checkpoint
+    ) -> None:
+        self.engine = engine
+        self._follower = follower
+        self._trainer = trainer
+        self._path = str(checkpoint.directory)
+
+    async def bring(self, way: str) -> None:
+        """Let the trainer publish, and wait until the engine serves what it published."""
+        self._trainer.send(way)
+        version = await asyncio.to_thread(reply, self._trainer)
+        if way == OURS:
+            await self._follower.wait_applied_async(version, timeout_s=_TIMEOUT_S)
+            return
+        await self.engine.pause_generation(mode="keep")
+        try:
+            await self.engine.collective_rpc("reload_weights", kwargs={"weights_path": self._path})
+        finally:
+            await self.engine.resume_generation()
+
+
+async def _stretch(updates: Updates, way: str, seen: Seen, lasts_s: float) -> None:
+    """Let all streams ask for a while, as versions come."""
+    started = time.monotonic()
+    deadline = started + lasts_s
+    streams = [
+        asyncio.create_task(_ask_until(deadline, updates.engine, number, seen))
+        for number in range(_NUM_STREAMS)
+    ]
+    while way != NOTHING and time.monotonic() + _EVERY_S < deadline:
+        await asyncio.sleep(_EVERY_S)
+        await updates.bring(way)
+        seen.versions += 1
+    await asyncio.gather(*streams)
+    seen.lasted_s += time.monotonic() - started
+
+
+async def _ask_until(deadline: float, engine: Any, number: int, seen: Seen) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = SamplingParams(
+        temperature=0,
+        max_tokens=_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    # Of different lengths, so that answers neither begin nor end together.
+    prompt = {"prompt_token_ids": _PROMPT[number:]}
+    while time.monotonic() < deadline:
+        at = None
+        async for _ in engine.generate(prompt, parameters, f"{number}-{time.monotonic()}"):
+            now = time.monotonic()
+            if at is not None:
+                seen.gaps_s.append(now - at)
+            at = now
+
+
+def _shares_table(results: dict[str, Seen]) -> str:
+    rows = []
+    for way, seen in results.items():
+        gaps_ms = sorted(1e3 * gap_s for gap_s in seen.gaps_s)
+        shares = [f"{gaps_ms[int(share * len(gaps_ms))]:.1f}" for share in _SHARES]
+        rate = f"{len(gaps_ms) / seen.lasted_s:.0f}"
+        rows.append((way, str(seen.versions), rate, *shares, f"{gaps_ms[-1]:.1f}"))
+    header = ("ms to the next token", "versions", "tokens/s")
+    return report.table((*header, *(f"{share:.1%}" for share in _SHARES), "most"), rows)
+
+
+def _histogram_table(results: dict[str, Seen]) -> str:
+    buckets = [seen.buckets() for seen in results.values()]
+    last = max(map(max, buckets))
+    rows = [
+        (f"below {2**bucket} ms", *(str(counts[bucket]) for counts in buckets))
+        for bucket in range(min(map(min, buckets)), last + 1)
+    ]
+    return report.table(("tokens that came", *results), rows)
