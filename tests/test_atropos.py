@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
+import os
 import sys
 import time
 import uuid
@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preforked
 import pytest
 import torch
 from tiny_models import revealing_weights, save_revealing, token_of
@@ -164,10 +165,8 @@ class WithRoutes:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         with (directory / "routes.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(directory), "serve", str(port)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
+            self._process = preforked.start(
+                [__file__, str(directory), "serve", str(port)], env=dict(os.environ), output=log
             )
         self._client = httpx.Client(base_url=self.url, timeout=WAIT_S)
 

@@ -28,6 +28,7 @@ from vllm_engines import (
     environment,
     greedy,
     greedy_parameters,
+    kept,
     leave,
     observe,
     vllm_release,
@@ -218,7 +219,7 @@ def test_engine_starts_and_follows_from_a_local_copy(observed: dict[str, Any]) -
 
 def run(directory: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
-    engines: list[Any] = []  # one that is collected takes its process's parallel state along
+    engines = kept
     for swap in SWAPS:
         observe_swap(directory, swap, seen, engines)
     set_packing(packed=False)

@@ -31,6 +31,7 @@ from vllm_engines import (
     greedy,
     greedy_answers,
     greedy_parameters,
+    kept,
     leave,
     observe,
 )
@@ -391,9 +392,6 @@ def embeddings(llm: Any) -> list[list[float]]:
     outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in PROMPTS], use_tqdm=False)
     return [list(output.outputs.embedding) for output in outputs]
 
-
-kept: list[Any] = []
-"""An engine that is collected takes its process's parallel state along."""
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])

@@ -24,6 +24,7 @@ from vllm_engines import (
     environment,
     greedy,
     greedy_answers,
+    kept,
     leave,
     observe,
 )
@@ -471,5 +472,4 @@ def part_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    kept: list[Any] = []  # one that is collected takes its process's parallel state along
     leave(target, run(target, kept))

@@ -19,6 +19,7 @@ from vllm_engines import (
     environment,
     greedy,
     greedy_parameters,
+    kept,
     leave,
     observe,
 )
@@ -94,6 +95,7 @@ def run(directory: Path) -> dict[str, Any]:
         copy.deepcopy(model).merge_and_unload().save_pretrained(merged)
         engines[merged.name] = vllm.LLM(**engine_arguments(merged, how="none"))
         seen["fresh"].append(greedy(engines[merged.name]))
+    kept.extend(engines.values())
     observe_versions(directory, model, engines, seen)
     return seen
 

@@ -19,6 +19,7 @@ from vllm_engines import (
     engine_arguments,
     environment,
     greedy,
+    kept,
     leave,
     observe,
 )
@@ -119,11 +120,10 @@ def test_a_failed_load_goes_back_to_base_and_part(observed: dict[str, Any]) -> N
 
 def run(directory: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"refused": {}}
-    engines: list[Any] = []  # one that is collected takes its process's parallel state along
     for case in CASES:
-        seen[case] = observe_case(directory, case, engines, seen)
+        seen[case] = observe_case(directory, case, kept, seen)
     set_packing(packed=True)
-    observe_recovery(directory, engines, seen)
+    observe_recovery(directory, kept, seen)
     return seen
 
 

@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import preforked
 import pytest
 from support import is_soak
 
@@ -78,12 +79,11 @@ def observe(
     """
     log = directory / "log.txt"
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, program, str(directory), *arguments],
+        process = preforked.start(
+            [program, str(directory), *arguments],
             env=env | {"PYTHONFAULTHANDLER": "1"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            output=output,
+            new_session=True,
         )
         try:
             code: int | None = process.wait(timeout_s)
@@ -99,17 +99,19 @@ def observe(
     return json.loads((directory / "observed.json").read_text())
 
 
-def leave(directory: Path, seen: Any) -> NoReturn:
-    """End a program whose engines are in its own process, with what :func:`observe` gives back.
+kept: list[Any] = []
+"""Engines of a program. vLLM takes those that nobody holds apart, with two full collections of
+garbage each, and the first that goes takes its process's parallel state along."""
 
-    vLLM takes them apart one by one, with full collections of all garbage: a second for each.
-    """
+
+def leave(directory: Path, seen: Any) -> NoReturn:
+    """End a program whose engines are in its own process, with what :func:`observe` gives back."""
     (directory / "observed.json").write_text(json.dumps(seen))
     sys.stdout.flush()
     os._exit(0)
 
 
-def kill_group(process: subprocess.Popen[bytes]) -> None:
+def kill_group(process: preforked.Process) -> None:
     """End a process and all that it started, in case it has not ended by itself."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -6,13 +6,13 @@ import contextlib
 import copy
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+import preforked
 from vllm_engines import BLOCK_TOKENS, environment
 
 WAIT_S = 300
@@ -84,7 +84,7 @@ class Server:
         if api_servers > 1:
             module = ["vllm.entrypoints.cli.main", "serve", str(checkpoint)]
             shape["--api-server-count"] = api_servers
-        command = [sys.executable, "-m", *module]
+        command = ["-m", *module]
         command += ["--served-model-name", MODEL, "--skip-tokenizer-init", "--enforce-eager"]
         command += [str(word) for pair in shape.items() for word in pair]
         command += flags  # last, so that they count where both say something
@@ -92,11 +92,8 @@ class Server:
         if api_servers > 1:  # vLLM's command wants to know its version from a package of this name
             more["PYTHONPATH"] = os.pathsep.join([vllm_metadata(log.parent), *sys.path])
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                env=environment(processes=True, **more),
-                stdout=output,
-                stderr=subprocess.STDOUT,
+            self._process = preforked.start(
+                command, env=environment(processes=True, **more), output=output
             )
         self.client = httpx.Client(
             base_url=self.url,

@@ -1,0 +1,309 @@
+"""Python programs as forks of a process that has imported vLLM, which takes each of them 8 s else.
+
+Run as a program, this file is that process. It does nothing but import, and fork when asked. What
+is forked off goes on as an interpreter would that was just started: it has the environment, the
+descriptors, the session and the parent that it would have; and so have the processes that it
+spawns, which are forks too, of a helper that it forks before all else. So none is a fork of a
+process with engines, threads and locks. What they import, and how long that takes, is all that a
+test cannot tell from such forks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import importlib
+import importlib.metadata
+import multiprocessing.util
+import os
+import pickle
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+MODULES = (
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "dbuffer.integrations.vllm.backend",
+    "dbuffer.integrations.vllm.extension",
+    "dbuffer.integrations.vllm.rank",
+)
+"""Of these, an older vLLM may lack some."""
+
+MAX_MESSAGE_BYTES = 1 << 17
+MAX_DESCRIPTORS = 64
+HIGH_DESCRIPTOR = 500
+"""Above those that anybody asks for."""
+
+PR_SET_CHILD_SUBREAPER = 36
+
+CAN_FORK = not Path("/dev/nvidiactl").exists()
+"""What has met a GPU cannot be forked."""
+
+
+def start(
+    arguments: Sequence[str], *, env: dict[str, str], output: IO[bytes], new_session: bool = False
+) -> Process:
+    """Run a program in a child of this process.
+
+    Args:
+        arguments: as those of Python: a script's path, or ``-m MODULE``, and more.
+        env: the environment.
+        output: what it writes to.
+        new_session: whether it leads a session of its own.
+    """
+    if not CAN_FORK:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            env=env,
+            stdout=output,
+            stderr=output,
+            start_new_session=new_session,
+        )
+    with Path(os.devnull).open("rb") as nothing:
+        at = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+        return Forked(_helper().fork(arguments, env, at, new_session=new_session))
+
+
+class Forked:
+    """What ``subprocess.Popen`` is to a child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._descriptor = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for its end; the exit status, negative for a signal."""
+        if self.returncode is None:
+            if not select.select([self._descriptor], [], [], timeout_s)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s or 0)
+            _, status = os.waitpid(self.pid, 0)
+            self.returncode = os.waitstatus_to_exitcode(status)
+            os.close(self._descriptor)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+Process = Forked | subprocess.Popen[bytes]
+
+
+class Helper:
+    """Asks a process that has imported all, and does nothing else, for a fork."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._turns = threading.Lock()
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        env: dict[str, str],
+        at: dict[int, int],
+        *,
+        new_session: bool = False,
+    ) -> int:
+        """The process id of a new child of this process, with these descriptors at these places."""
+        asked = (list(arguments), env, str(Path.cwd()), list(at), os.getpid(), new_session)
+        # The helper forks twice, and who is between them ends: to the new process this one is then
+        # the nearest ancestor that takes orphans. Nobody else may become an orphan meanwhile.
+        with self._turns:
+            _take_orphans(yes=True)
+            try:
+                socket.send_fds(self._connection, [pickle.dumps(asked)], list(at.values()))
+                return int(self._connection.recv(MAX_MESSAGE_BYTES))
+            finally:
+                _take_orphans(yes=False)
+
+
+_the_helper: Helper | None = None
+
+
+def _helper() -> Helper:
+    """This process's: started here, unless this process is a fork, which was born with one."""
+    global _the_helper
+    if _the_helper is None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                # Read as it is imported.
+                env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+            )
+        _the_helper = Helper(ours)
+        atexit.register(_end, ours, process)
+    return _the_helper
+
+
+def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """The helper that cannot be asked any more ends."""
+    connection.close()
+    process.wait()
+
+
+def _take_orphans(*, yes: bool) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+
+
+# In the helper.
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork whenever asked to, until nobody can ask; what is forked returns from here never."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
+        if not message:
+            os._exit(0)
+        between = os.fork()
+        if not between:
+            if os.fork():
+                os._exit(0)
+            become(connection, *pickle.loads(message), descriptors)
+        os.waitpid(between, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def become(
+    connection: socket.socket,
+    arguments: list[str],
+    env: dict[str, str],
+    directory: str,
+    places: list[int],
+    parent: int,
+    new_session: bool,
+    descriptors: list[int],
+) -> NoReturn:
+    """Be the program that is asked for, from here to the end of the process."""
+    while os.getppid() != parent:
+        if os.getppid() == 1:  # it has ended
+            os._exit(1)
+        time.sleep(0.001)
+    connection = _put(descriptors, places, beside=connection)
+    if new_session:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(directory)
+    random.seed()
+    if env.get("PYTHONFAULTHANDLER"):
+        faulthandler.enable()
+    for path in reversed(env.get("PYTHONPATH", "").split(os.pathsep)):
+        if path and path not in sys.path:
+            sys.path.insert(1, path)
+    _have_a_helper()
+    connection.send(str(os.getpid()).encode())
+    connection.close()
+    run(arguments)
+    sys.exit()
+
+
+def _put(descriptors: list[int], places: list[int], *, beside: socket.socket) -> socket.socket:
+    """Have these descriptors, each at its place, and no others but the one of a socket."""
+    high = [fcntl.fcntl(one, fcntl.F_DUPFD, HIGH_DESCRIPTOR) for one in descriptors]
+    kept = fcntl.fcntl(beside.fileno(), fcntl.F_DUPFD, HIGH_DESCRIPTOR)
+    beside.detach()
+    for descriptor, place in zip(high, places, strict=True):
+        os.dup2(descriptor, place)
+    _close_all_but({*places, kept})
+    return socket.socket(fileno=kept)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for path in list(Path("/proc/self/fd").iterdir()):
+        if int(path.name) not in kept:
+            with contextlib.suppress(OSError):  # the one that the list was read by
+                os.close(int(path.name))
+
+
+def _have_a_helper() -> None:
+    """Fork the helper of this process, as long as it is what it was forked as."""
+    global _the_helper
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not os.fork():
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for place in (0, 1, 2):
+            os.dup2(nothing, place)
+        _close_all_but({0, 1, 2, theirs.fileno()})
+        serve(theirs)
+    theirs.close()
+    _the_helper = helper = Helper(ours)
+    spawn_as_ever = multiprocessing.util.spawnv_passfds
+
+    def spawnv_passfds(path: bytes, arguments: Sequence[Any], passed: Sequence[int]) -> int:
+        """Of :mod:`multiprocessing`, which starts each process of the kind "spawn" by it."""
+        words = [os.fsdecode(word) for word in arguments]
+        if "--multiprocessing-fork" not in words:
+            return int(spawn_as_ever(path, arguments, passed))
+        at = {place: place for place in (0, 1, 2, *passed)}
+        return helper.fork(words[words.index("-c") :], dict(os.environ), at)
+
+    multiprocessing.util.spawnv_passfds = spawnv_passfds
+
+
+def run(arguments: list[str]) -> None:
+    """As Python's command line does."""
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy._run_module_as_main(sys.argv[0])
+        return
+    if arguments[0] == "-c":
+        sys.argv, code = ["-c", *arguments[2:]], arguments[1]
+        sys.path[0] = ""
+    else:
+        sys.argv, code = arguments, Path(arguments[0]).read_text()
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        main.__file__ = arguments[0]
+    exec(compile(code, main.__dict__.get("__file__", "<string>"), "exec"), main.__dict__)
+
+
+def import_all() -> None:
+    for name in MODULES:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    for plugin in importlib.metadata.entry_points(group="vllm.general_plugins"):
+        plugin.load()  # which imports it, and calls nothing
+
+
+if __name__ == "__main__":
+    import_all()
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "what has threads cannot be forked"
+    serve(socket.socket(fileno=int(sys.argv[1])))
