@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import gc
 import importlib
 import importlib.metadata
 import multiprocessing.util
@@ -305,5 +306,6 @@ def import_all() -> None:
 
 if __name__ == "__main__":
     import_all()
+    gc.freeze()  # a collection of all writes to all, which a fork would copy
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "what has threads cannot be forked"
     serve(socket.socket(fileno=int(sys.argv[1])))
