@@ -48,6 +48,9 @@ UV_SETTINGS = {
     "find-links": "UV_FIND_LINKS",
     "constraint": "UV_CONSTRAINT",
     "trusted-host": "UV_INSECURE_HOST",
+    "proxy": "HTTPS_PROXY",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
     "cert": "SSL_CERT_FILE",
 }
 CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
