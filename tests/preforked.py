@@ -55,6 +55,9 @@ MAX_DESCRIPTORS = 64
 HIGH_DESCRIPTOR = 500
 """Above those that anybody asks for."""
 
+START_TIMEOUT_S = 120.0
+"""Until the first helper has imported all, on a busy machine."""
+
 PR_SET_CHILD_SUBREAPER = 36
 
 CAN_FORK = not Path("/dev/nvidiactl").exists()
@@ -82,7 +85,8 @@ def start(
         )
     with Path(os.devnull).open("rb") as nothing:
         at = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
-        return Forked(_helper().fork(arguments, env, at, new_session=new_session))
+        with _turns:
+            return Forked(_helper().fork(arguments, env, at, new_session=new_session))
 
 
 class Forked:
@@ -128,7 +132,7 @@ class Helper:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._turns = threading.Lock()
+        connection.settimeout(START_TIMEOUT_S)
 
     def fork(
         self,
@@ -142,16 +146,17 @@ class Helper:
         asked = (list(arguments), env, str(Path.cwd()), list(at), os.getpid(), new_session)
         # The helper forks twice, and who is between them ends: to the new process this one is then
         # the nearest ancestor that takes orphans. Nobody else may become an orphan meanwhile.
-        with self._turns:
-            _take_orphans(yes=True)
-            try:
-                socket.send_fds(self._connection, [pickle.dumps(asked)], list(at.values()))
-                return int(self._connection.recv(MAX_MESSAGE_BYTES))
-            finally:
-                _take_orphans(yes=False)
+        _take_orphans(yes=True)
+        try:
+            socket.send_fds(self._connection, [pickle.dumps(asked)], list(at.values()))
+            return int(self._connection.recv(MAX_MESSAGE_BYTES))
+        finally:
+            _take_orphans(yes=False)
 
 
 _the_helper: Helper | None = None
+_turns = threading.Lock()
+"""Who asks: several threads start programs."""
 
 
 def _helper() -> Helper:
@@ -273,7 +278,8 @@ def _have_a_helper() -> None:
         if "--multiprocessing-fork" not in words:
             return int(spawn_as_ever(path, arguments, passed))
         at = {place: place for place in (0, 1, 2, *passed)}
-        return helper.fork(words[words.index("-c") :], dict(os.environ), at)
+        with _turns:
+            return helper.fork(words[words.index("-c") :], dict(os.environ), at)
 
     multiprocessing.util.spawnv_passfds = spawnv_passfds
 
@@ -305,6 +311,8 @@ def import_all() -> None:
 
 
 if __name__ == "__main__":
+    # Programs that import this have the helper that they were born with, not one more.
+    sys.modules["preforked"] = sys.modules["__main__"]
     import_all()
     gc.freeze()  # a collection of all writes to all, which a fork would copy
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "what has threads cannot be forked"
