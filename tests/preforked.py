@@ -48,7 +48,7 @@ MODULES = (
     "dbuffer.integrations.vllm.extension",
     "dbuffer.integrations.vllm.rank",
 )
-"""Of these, an older vLLM may lack some."""
+"""And its plugins. An older vLLM may lack some."""
 
 MAX_MESSAGE_BYTES = 1 << 17
 MAX_DESCRIPTORS = 64
@@ -65,7 +65,12 @@ CAN_FORK = not Path("/dev/nvidiactl").exists()
 
 
 def start(
-    arguments: Sequence[str], *, env: dict[str, str], output: IO[bytes], new_session: bool = False
+    arguments: Sequence[str],
+    *,
+    env: dict[str, str],
+    output: IO[bytes],
+    new_session: bool = False,
+    imports_anew: bool = False,
 ) -> Process:
     """Run a program in a child of this process.
 
@@ -74,8 +79,10 @@ def start(
         env: the environment.
         output: what it writes to.
         new_session: whether it leads a session of its own.
+        imports_anew: whether what it imports must see its environment, as prometheus_client looks
+            for several processes then: it is no fork.
     """
-    if not CAN_FORK:
+    if imports_anew or not CAN_FORK:
         return subprocess.Popen(
             [sys.executable, *arguments],
             env=env,
@@ -303,11 +310,10 @@ def run(arguments: list[str]) -> None:
 
 
 def import_all() -> None:
-    for name in MODULES:
-        with contextlib.suppress(ModuleNotFoundError):
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    for name in (*MODULES, *(plugin.module for plugin in plugins)):
+        with contextlib.suppress(ImportError):  # whoever needs it will see it
             importlib.import_module(name)
-    for plugin in importlib.metadata.entry_points(group="vllm.general_plugins"):
-        plugin.load()  # which imports it, and calls nothing
 
 
 if __name__ == "__main__":

@@ -70,12 +70,20 @@ def environment(*, processes: bool, **more: str) -> dict[str, str]:
 
 
 def observe(
-    program: str, directory: Path, *arguments: str, timeout_s: float, env: dict[str, str]
+    program: str,
+    directory: Path,
+    *arguments: str,
+    timeout_s: float,
+    env: dict[str, str],
+    imports_anew: bool = False,
 ) -> Any:
     """Run a test file as a program; what it left in ``observed.json`` of the directory.
 
     Everything that it started ends with it, whatever happens. If it hangs, the failure shows where
     every thread of every process stood.
+
+    Args:
+        imports_anew: it is no fork of a process that has imported vLLM; see :mod:`preforked`.
     """
     log = directory / "log.txt"
     with log.open("wb") as output:
@@ -84,6 +92,7 @@ def observe(
             env=env | {"PYTHONFAULTHANDLER": "1"},
             output=output,
             new_session=True,
+            imports_anew=imports_anew,
         )
         try:
             code: int | None = process.wait(timeout_s)

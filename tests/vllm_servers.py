@@ -93,7 +93,10 @@ class Server:
             more["PYTHONPATH"] = os.pathsep.join([vllm_metadata(log.parent), *sys.path])
         with log.open("wb") as output:
             self._process = preforked.start(
-                command, env=environment(processes=True, **more), output=output
+                command,
+                env=environment(processes=True, **more),
+                output=output,
+                imports_anew=api_servers > 1,
             )
         self.client = httpx.Client(
             base_url=self.url,
