@@ -58,6 +58,8 @@ HIGH_DESCRIPTOR = 500
 START_TIMEOUT_S = 120.0
 """Until the first helper has imported all, on a busy machine."""
 
+READY = b"ready"
+
 PR_SET_CHILD_SUBREAPER = 36
 
 CAN_FORK = not Path("/dev/nvidiactl").exists()
@@ -82,18 +84,17 @@ def start(
         imports_anew: whether what it imports must see its environment, as prometheus_client looks
             for several processes then: it is no fork.
     """
-    if imports_anew or not CAN_FORK:
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            env=env,
-            stdout=output,
-            stderr=output,
-            start_new_session=new_session,
-        )
-    with Path(os.devnull).open("rb") as nothing:
-        at = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
-        with _turns:
-            return Forked(_helper().fork(arguments, env, at, new_session=new_session))
+    with Path(os.devnull).open("rb") as nothing, _turns:
+        if not imports_anew and CAN_FORK and (helper := _helper()) is not None:
+            at = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+            return Forked(helper.fork(arguments, env, at, new_session=new_session))
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env=env,
+        stdout=output,
+        stderr=output,
+        start_new_session=new_session,
+    )
 
 
 class Forked:
@@ -162,14 +163,18 @@ class Helper:
 
 
 _the_helper: Helper | None = None
+_can_be_forked = True
 _turns = threading.Lock()
 """Who asks: several threads start programs."""
 
 
-def _helper() -> Helper:
-    """This process's: started here, unless this process is a fork, which was born with one."""
-    global _the_helper
-    if _the_helper is None:
+def _helper() -> Helper | None:
+    """This process's: started here, unless this process is a fork, which was born with one.
+
+    None: what it imports, of an older vLLM, starts a thread, so that it cannot be forked.
+    """
+    global _the_helper, _can_be_forked
+    if _the_helper is None and _can_be_forked:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
@@ -179,9 +184,10 @@ def _helper() -> Helper:
                 # Read as it is imported.
                 env=os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
             )
-        _the_helper = Helper(ours)
         atexit.register(_end, ours, process)
-    return _the_helper
+        _the_helper = Helper(ours)
+        _can_be_forked = ours.recv(MAX_MESSAGE_BYTES) == READY
+    return _the_helper if _can_be_forked else None
 
 
 def _end(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -321,5 +327,7 @@ if __name__ == "__main__":
     sys.modules["preforked"] = sys.modules["__main__"]
     import_all()
     gc.freeze()  # a collection of all writes to all, which a fork would copy
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "what has threads cannot be forked"
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    asked.send(READY if num_threads == 1 else b"has threads")
+    serve(asked)

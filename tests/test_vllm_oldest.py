@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 [OLDEST] = re.findall(r"^vllm>=([\d.]+)$", "\n".join(EXTRAS["vllm"]), re.MULTILINE)
-FILES = ["tests/test_vllm.py", "tests/test_vllm_ranks.py"]
+FILES = ["tests/test_vllm.py"]
 TIMEOUT_S = 900
 
 
