@@ -81,8 +81,11 @@ def save_latencies(gaps_s: dict[str, list[float]], path: Path, caption: str) -> 
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(10, 3.6), layout="constrained")
-    most_ms = max(1e3 * max(gaps) for gaps in gaps_s.values())
-    edges = [2 ** (step / 4) for step in range(int(4 * math.log2(most_ms)) + 2)]
+    least, most = (
+        math.floor(4 * math.log2(1e3 * end(end(gaps) for gaps in gaps_s.values())))
+        for end in (min, max)
+    )
+    edges = [2 ** (step / 4) for step in range(least, most + 2)]
     for (way, gaps), color in zip(gaps_s.items(), (_TEXT, _OURS, "#e08e45"), strict=True):
         gaps_ms = [1e3 * gap for gap in gaps]
         axis.hist(gaps_ms, edges, histtype="step", linewidth=1.5, color=color, label=way)
