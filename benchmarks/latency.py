@@ -20,7 +20,6 @@ from benchmarks.engines import Checkpoint, Model
 from benchmarks.processes import child, finish, reply, scratch_folder
 
 NOTHING, OURS, THEIRS = "no new weights", "dbuffer", "vLLM, from safetensors"
-_WAYS = (NOTHING, OURS, THEIRS)
 
 _NUM_STREAMS = 8
 _TOKENS = 100
@@ -73,7 +72,9 @@ def main(options: Namespace) -> int:
         found = {way: asdict(seen) for way, seen in results.items()}
         options.json.write_text(json.dumps({"environment": environment} | found, indent=1))
     if options.plot:
-        plot.save_latencies({way: results[way].gaps_s for way in _WAYS}, options.plot, title)
+        plot.save_latencies(
+            {way: seen.gaps_s for way, seen in results.items()}, options.plot, title
+        )
     return 0
 
 
@@ -102,7 +103,7 @@ async def _measure(
     engine = engines.start_async_engine(checkpoint, max_num_seqs=_NUM_STREAMS)
     from dbuffer.integrations.vllm import follow
 
-    results = {way: Seen() for way in _WAYS}
+    results = {way: Seen() for way in (NOTHING, OURS, THEIRS)}
     try:
         async with follow(engine, folder / "store") as follower:
             updates = Updates(engine, follower, trainer, checkpoint)

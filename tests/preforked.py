@@ -58,7 +58,7 @@ HIGH_DESCRIPTOR = 500
 START_TIMEOUT_S = 120.0
 """Until the first helper has imported all, on a busy machine."""
 
-READY = b"ready"
+READY, HAS_THREADS = b"ready", b"has threads"
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -186,7 +186,9 @@ def _helper() -> Helper | None:
             )
         atexit.register(_end, ours, process)
         _the_helper = Helper(ours)
-        _can_be_forked = ours.recv(MAX_MESSAGE_BYTES) == READY
+        answer = ours.recv(MAX_MESSAGE_BYTES)
+        assert answer in (READY, HAS_THREADS), "the helper has ended; above is why"
+        _can_be_forked = answer == READY
     return _the_helper if _can_be_forked else None
 
 
@@ -328,6 +330,10 @@ if __name__ == "__main__":
     import_all()
     gc.freeze()  # a collection of all writes to all, which a fork would copy
     asked = socket.socket(fileno=int(sys.argv[1]))
-    num_threads = len(list(Path("/proc/self/task").iterdir()))
-    asked.send(READY if num_threads == 1 else b"has threads")
-    serve(asked)
+    if len(list(Path("/proc/self/task").iterdir())) == 1:
+        asked.send(READY)
+        serve(asked)
+    print(
+        "preforked: vLLM starts a thread as it is imported; no program is a fork", file=sys.stderr
+    )
+    asked.send(HAS_THREADS)
