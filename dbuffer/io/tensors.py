@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -134,7 +135,8 @@ class KeptMappings:
 
 def as_bytes(data: torch.Tensor) -> memoryview:
     """The memory of a flat tensor of bytes."""
-    return memoryview(data.numpy())  # type: ignore[arg-type]  # an array is a buffer
+    array: Any = data.numpy()  # a buffer, which numpy's types say from Python 3.12 on only
+    return memoryview(array)
 
 
 def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
