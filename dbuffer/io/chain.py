@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -29,6 +29,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions
 from dbuffer.io.tensors import FileTensors, unpack_checksums
 from dbuffer.io.transfer import OnBytes, read_tensors
+from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
 from dbuffer.store.filesystem import Descriptor, os_errors
@@ -219,13 +220,14 @@ class Chain:
         return header
 
 
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> TranslatedErrors:
     """Say of what cannot be read which file it is."""
-    try:
-        yield
-    except StoreCorruptError as error:
-        raise type(error)(f"{path}: {error}") from None
+
+    def translate(error: BaseException) -> None:
+        if isinstance(error, StoreCorruptError):
+            raise type(error)(f"{path}: {error}") from None
+
+    return TranslatedErrors(translate)
 
 
 def _read_at(path: Path, file: Descriptor, offset: int, num_bytes: int) -> bytes:

@@ -8,12 +8,11 @@ and dropping it closes its connections, by which the other ranks notice at once.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -24,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from dbuffer import errors
 from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
 from dbuffer.ranks.rendezvous import meet
+from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.liveness import Process
 
 _FRAME_BYTES = 1024
@@ -155,16 +155,15 @@ class Agreement:
         with self._in_step(what, cause):
             return [pickle.loads(data) for data in self._gather(pickle.dumps(outcome))]  # noqa: S301
 
-    @contextlib.contextmanager
-    def _in_step(self, what: str, cause: Exception | None = None) -> Iterator[None]:
+    def _in_step(self, what: str, cause: Exception | None = None) -> TranslatedErrors:
         """Talk to the other ranks in a ``with`` block; who is lost in it is named."""
-        try:
-            yield
-        except RuntimeError as error:
-            self._lose(what, cause or error)
-        except BaseException:
+
+        def translate(error: BaseException) -> None:
+            if isinstance(error, RuntimeError):
+                self._lose(what, cause or error)
             self.close()  # interrupted, and out of step with the others for good
-            raise
+
+        return TranslatedErrors(translate)
 
     def _gather(self, data: bytes) -> list[bytes]:
         framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data

@@ -26,6 +26,7 @@ from dbuffer.errors import (
     StoreInsecureError,
     StoreNotFoundError,
 )
+from dbuffer.runtime.translated import TranslatedErrors
 
 logger = logging.getLogger(__name__)
 
@@ -104,16 +105,14 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-@contextlib.contextmanager
-def os_errors(action: str, path: Path) -> Iterator[None]:
+def os_errors(action: str, path: Path) -> TranslatedErrors:
     """Turn an OSError into ours, which says what was being done, where, and what to do."""
-    try:
-        yield
-    except DBufferError:
-        raise
-    except FileNotFoundError as error:
-        raise StoreNotFoundError(f"cannot {action}: no {error.filename or path}") from error
-    except OSError as error:
+
+    def translate(error: BaseException) -> None:
+        if isinstance(error, DBufferError) or not isinstance(error, OSError):
+            return
+        if isinstance(error, FileNotFoundError):
+            raise StoreNotFoundError(f"cannot {action}: no {error.filename or path}") from error
         if error.errno == errno.ESTALE:  # over NFS: it was removed while we had it in hand
             raise StoreNotFoundError(f"cannot {action}: {path} is gone") from error
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -122,6 +121,8 @@ def os_errors(action: str, path: Path) -> Iterator[None]:
                 "readable, and publishing works again once there is room for two versions"
             ) from error
         raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}") from error
+
+    return TranslatedErrors(translate)
 
 
 def make_directory(path: Path, *, parents: bool = False, durable: bool = False) -> None:

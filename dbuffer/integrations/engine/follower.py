@@ -34,6 +34,7 @@ from dbuffer.integrations.engine.serving import Served
 from dbuffer.integrations.engine.states import FollowerEvent, FollowerState
 from dbuffer.integrations.engine.store_view import StoreView
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.translated import TranslatedErrors
 
 logger = logging.getLogger(__name__)
 
@@ -303,43 +304,40 @@ class Follower:
         self._engine.resume()
         self._note(FollowerEvent.RESUMED)
 
-    @contextlib.contextmanager
-    def _learning_what_it_has(self, view: StoreView, attempt: str) -> Iterator[None]:
+    def _learning_what_it_has(self, view: StoreView, attempt: str) -> TranslatedErrors:
         """Never let new weights answer under the old version, whatever goes wrong.
 
         Raises:
             EngineBrokenError: in the place of an error after which the engine refuses to serve.
         """
-        try:
-            yield
-        except BaseException as error:
+
+        def learn(error: BaseException) -> None:
             # Its first rank records how the attempt ended. Without that the engine may have
             # anything: an answer may be lost on its way, and a full disk may prevent the record.
             record = view.outcome_of(attempt)
             is_serving = record is not None and record.state == "serving"
             if is_serving and _served_by(record) == self._served:
-                raise
+                return
             self._note(FollowerEvent.LOST)
             with contextlib.suppress(DBufferError), self._in_our_terms("report its version"):
                 self._label(UNKNOWN_VERSION)
             is_broken = record is not None and record.state == "broken"
             if is_broken and isinstance(error, EngineUpdateError):
                 raise EngineBrokenError(str(error)) from error
-            raise
+
+        return TranslatedErrors(learn)
 
     def _label(self, version: str) -> None:
         if self._engine.weight_version() != version:
             self._engine.set_weight_version(version)
 
-    @contextlib.contextmanager
-    def _in_our_terms(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except DBufferError:
-            raise
-        # From other processes comes whatever the engine raises, with the worker's message in it.
-        except Exception as error:
-            raise EngineUpdateError(f"{self.engine_id} could not {what}: {error}") from error
+    def _in_our_terms(self, what: str) -> TranslatedErrors:
+        def translate(error: BaseException) -> None:
+            if isinstance(error, Exception) and not isinstance(error, DBufferError):
+                # From another process: whatever the engine raises, with the worker's message in it.
+                raise EngineUpdateError(f"{self.engine_id} could not {what}: {error}") from error
+
+        return TranslatedErrors(translate)
 
     def misfits(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
         """Why such tensors do not fit, for each rank on which they do not; empty if they fit.
