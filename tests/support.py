@@ -255,7 +255,9 @@ class Child:
 
     def signal(self, number: int) -> None:
         if self._process.exitcode is None:
-            os.kill(self.pid, number)
+            # Whoever forks children has seen the end of one a moment before telling us of it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
         """Wait for its end; the exit status, negative for a signal."""
