@@ -6,6 +6,8 @@ python3 dev.py test   [options of pytest]            (ruff and mypy come first)
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
 python3 dev.py verl   [options of pytest]            (those of verl's integration)
 python3 dev.py vllm VERSION [options of pytest]      (those that need a vLLM, with another one)
+python3 dev.py lowest [options of pytest]            (those of the core, on the least versions that
+                                                      it and its extras allow)
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (what guarantees rest on, for over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
@@ -30,7 +32,9 @@ import platform
 import shutil
 import subprocess
 import time
+import tomllib
 import venv
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -59,6 +63,20 @@ CHECKS = (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
 SIDE_BY_SIDE = ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
 # Tests that do far more under DBUFFER_SOAK, and say how much; any test to any process.
 SOAK = ["--numprocesses=2", "--dist=loadgroup", "--timeout=14400", "-m", "soak"]
+FRAMEWORKS = ("atropos", "lightrft", "sglang", "torchrl", "trl", "verl", "vllm")
+WITHOUT_FRAMEWORKS = [
+    *(f"--ignore-glob=tests/test_{name}*" for name in (*FRAMEWORKS, "docs", "packaging", "fleet")),
+    "--ignore=tests/nfs",
+]
+LOWEST_EXTRAS = "cli,delta,demo,peft,safetensors"
+LOWEST_TOOLS = (
+    "httpx",
+    "hypothesis",
+    "prometheus-client",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+)
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
     "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
@@ -67,6 +85,8 @@ COMMANDS = {
     # By name: other files need packages that are hidden from verl, or older than theirs.
     "verl": ["python", "-m", "pytest", "tests/test_verl.py", "tests/test_verl_sync.py"],
     "vllm": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-m", "vllm"],
+    # Old packages do what newer ones below them warn of.
+    "lowest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
     "bench": ["python", "-m", "benchmarks"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
 }
@@ -186,12 +206,42 @@ def make_vllm_environment(version: str) -> Path:
     return place
 
 
+def make_lowest_environment() -> Path:
+    """Make .venv-lowest: what the core needs and its extras add, as old as they allow."""
+    place = ROOT / ".venv-lowest"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tools = [
+        each
+        for each in project["optional-dependencies"]["test"]
+        if each.partition(">")[0] in LOWEST_TOOLS
+    ]
+
+    def fill() -> None:
+        own = ["-e", f"{ROOT}[{LOWEST_EXTRAS}]"]
+        install_packages("--resolution", "lowest-direct", *own, *tools, into=place)
+
+    make_beside(place, repr((project, sys.version, str(ROOT))), fill)
+    return place
+
+
 def make_overlay(
     place: Path, requirements: list[str], *, paths: list[Path], lines: list[str]
 ) -> None:
     """Make an environment of a few packages that go before those of .venv; unless it is there."""
     requirements = [line for line in requirements if line and not line.startswith("#")]
-    wanted = repr((requirements, sys.version, str(ROOT)))
+
+    def fill() -> None:
+        install_packages("--no-deps", *requirements, into=place)
+        version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        packages = Path("lib", version, "site-packages")
+        behind = [*map(str, [*paths, ROOT, VENV / packages]), *lines]
+        (place / packages / "behind.pth").write_text("\n".join(behind) + "\n")
+
+    make_beside(place, repr((requirements, sys.version, str(ROOT))), fill)
+
+
+def make_beside(place: Path, wanted: str, fill: Callable[[], None]) -> None:
+    """Make an environment beside .venv, unless the wanted one is there."""
     stamp = place / "made-from"
     if stamp.is_file() and stamp.read_text() == wanted:
         return
@@ -199,12 +249,9 @@ def make_overlay(
     started_s = time.monotonic()
     venv.create(place, clear=True, symlinks=True)
     try:
-        install_packages("--no-deps", *requirements, into=place)
+        fill()
     except InstallError as error:
         sys.exit(f"{error}\ndev.py: the environment could not be filled; the reason is above.")
-    packages = Path("lib", f"python{sys.version_info[0]}.{sys.version_info[1]}", "site-packages")
-    behind = [*map(str, [*paths, ROOT, VENV / packages]), *lines]
-    (place / packages / "behind.pth").write_text("\n".join(behind) + "\n")
     stamp.write_text(wanted)
     say(f"made in {time.monotonic() - started_s:.0f} s")
 
@@ -239,6 +286,8 @@ def main(arguments: list[str]) -> NoReturn:
         if not takes_cpu_pins():
             sys.exit("dev.py: verl needs Linux on x86-64 without a GPU.")
         bin_ = make_framework_environment("verl") / "bin"
+    if task == "lowest":
+        bin_ = make_lowest_environment() / "bin"
     if task != "demo":  # whose files belong where the user stands
         os.chdir(ROOT)
     if task == "test":

@@ -13,6 +13,7 @@ import torch
 from damage import flip_bit
 from support import SPARSE, newest
 from test_sharded import (
+    STRIDED,
     Case,
     fsdp,
     hsdp,
@@ -21,7 +22,6 @@ from test_sharded import (
     pattern_of,
     placements,
     replicated,
-    strided,
     sums,
     tied,
     two_dimensions,
@@ -137,7 +137,7 @@ def follow(
     return delta_bytes
 
 
-CASES = [fsdp, partly_fsdp, replicated, tied, two_dimensions, placements, strided, sums, few]
+CASES = [fsdp, partly_fsdp, replicated, tied, two_dimensions, placements, STRIDED, sums, few]
 
 
 @pytest.mark.parametrize("mount", MOUNTS)

@@ -165,6 +165,11 @@ def odd_tensors(numel: int) -> dict[str, tuple[torch.Tensor, torch.dtype]]:
     }
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes: a large number is no float8 in some releases of PyTorch, and no NaN is itself."""
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("numel", [1, 1000, 3 * SPAN_BYTES // 8])
 def test_tensors_that_lie_otherwise(files: Files, num_threads: int, numel: int) -> None:
@@ -181,7 +186,7 @@ def test_tensors_that_lie_otherwise(files: Files, num_threads: int, numel: int) 
     for view, (tensor, dtype) in zip(found.views, tensors.values(), strict=True):
         right = tensor.detach().resolve_conj().resolve_neg().to(dtype).contiguous()
         assert (view.dtype, view.shape) == (right.dtype, right.shape)
-        assert view.tolist() == right.tolist() if view.numel() < 5000 else torch.equal(view, right)
+        assert torch.equal(bits(view), bits(right))
 
 
 @pytest.mark.parametrize("name", ITEM_BYTES)
