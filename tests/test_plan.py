@@ -97,6 +97,15 @@ class Model(nn.Module):
         for layer in self.layers.values():
             layer.process()
 
+    def reload_part(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """As an engine reloads some layers, of which all came, and leaves the others alone."""
+        layers = [self.layers[name] for name in dict.fromkeys(n.partition(".")[0] for n in tensors)]
+        for layer in layers:
+            layer.begin()
+        self.load_weights(iter(tensors.items()))
+        for layer in layers:
+            layer.process()
+
     def computed(self) -> list[list[float]]:
         """What its layers make of some input."""
         return [layer.compute().tolist() for layer in self.layers.values()]
@@ -134,12 +143,22 @@ class Switched:
         *,
         staged: bool = False,
         packing: Packing | None = None,
+        in_parts: bool = False,
     ) -> None:
         self.model, self.twin = make(), make()
         self.check = check_of(make)
         self.recording = self.check(specs_of(tensors))
-        self.loads = PlannedLoads(self.model, COPIER, packing=packing, load=self.check.loaded)
+        self.loads = PlannedLoads(
+            self.model,
+            COPIER,
+            packing=packing,
+            load=self.check.loaded,
+            record_part=self.check.of_part if in_parts else None,
+            load_part=self.reload_part if in_parts else None,
+        )
         self.reloads = 0
+        self.parts: list[set[str]] = []
+        """What was reloaded in part."""
         self.staged = staged
         """In memory of its own, and not where the version has it."""
         self.changes: Callable[[Tensors, Tensors], Changed] | None = None
@@ -172,6 +191,10 @@ class Switched:
             assert torch.equal(mine[name], right[name]), name
         assert self.model.computed() == self.twin.computed()
         return self.reloads == before
+
+    def reload_part(self, tensors: Tensors) -> None:
+        self.parts.append(set(tensors))
+        self.model.reload_part(tensors)
 
     def changed_since(self, identity: str) -> Changed | None:
         if self.changes is None:
@@ -352,7 +375,7 @@ def test_a_loader_that_does_more_than_to_copy_is_never_planned(
     assert list(switched.recording.refused) == ["layers.a.weight"]
     assert not any(switched.switch_often(tensors))
     [message] = caplog.messages  # once
-    assert "layers.a.weight: its " in message
+    assert "layers.a.weight is " in message or "layers.a.weight gets " in message
 
 
 # Layers that keep what they derive somewhere else.
@@ -709,6 +732,195 @@ def test_an_image_is_proven_by_a_version_that_changes_it() -> None:
     assert planned == [False, True, True]
     planned = [switched.switch(packed_tensors()) for _ in range(3)]
     assert planned == [False, True, True]
+
+
+# Layers that stay with the reload, beside others that are copied to.
+
+
+def mixed_tensors(shape: tuple[int, ...] = SHAPE) -> Tensors:
+    return {"a.weight": random(shape), "b.weight": random(), "c.weight": random((20, 4))}
+
+
+def mixed_model(a: Layer) -> Model:
+    return Model(a=a, b=Layer(), c=Layer(shape=(20, 4)))
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["mapped", "staged"])
+@pytest.mark.parametrize("loader", COMPUTING, ids=lambda loader: loader.__name__)
+def test_a_layer_whose_loader_computes_is_reloaded_alone(
+    loader: Loader, staged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dbuffer")
+    shape = (4, 6) if loader is transposed_copy else SHAPE
+
+    def tensors() -> Tensors:
+        return mixed_tensors(shape)
+
+    switched = Switched(lambda: mixed_model(Layer(loader)), tensors(), staged=staged, in_parts=True)
+    # Only from the second on it is known that another version of that layer has come.
+    assert switched.switch_often(tensors) == [False, False, *[True] * (NUM_SWITCHES - 2)]
+    assert switched.parts == [{"a.weight"}] * NUM_SWITCHES
+    [summary, reason] = caplog.messages
+    assert "copies into 2 parameters" in summary
+    assert reason.startswith("layers.a stays with the engine's reload: layers.a.weight ")
+
+
+REPEATED = {in_an_attribute, in_place, in_a_buffer, in_a_closure, in_a_default, in_a_partial}
+REPEATED |= {in_a_number, on_the_weight, after_loading}
+"""What two reloads with the same weights leave alike; of the rest nobody can tell."""
+
+
+@pytest.mark.parametrize("derive", DERIVING, ids=lambda derive: derive.__name__)
+def test_a_layer_that_derives_something_is_reloaded_alone_or_all_are(
+    derive: Callable[[Any], None],
+) -> None:
+    def make() -> Model:
+        other = Layer()
+        model = mixed_model(DerivingOnData(derive, other))
+        model.layers["b"] = other
+        return model
+
+    switched = Switched(make, mixed_tensors(), in_parts=True)
+    assert switched.recording.refused == {}
+    planned = [switched.switch(mixed_tensors()) for _ in range(12)]
+    assert planned[-1] == (derive in REPEATED)
+    assert not planned[0]
+    if planned[-1]:
+        assert switched.parts[-1] == {"a.weight"}
+
+
+class Absorbing(Model):
+    """Derives something in a layer that nothing is loaded into, beside the one it comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Module()
+        self.block.a, self.block.b, self.block.attention = Layer(), Layer(), nn.Module()
+        self.c = Layer(shape=(20, 4))
+        del self.layers  # they have their names from where they are
+        self.layers = {"a": self.block.a, "b": self.block.b, "c": self.c}
+
+    def reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().reload(tensors)
+        self.block.attention.absorbed = self.block.a.weight * 2
+
+    def reload_part(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().reload_part(tensors)
+        self.block.attention.absorbed = self.block.a.weight * 2
+
+    def computed(self) -> list[list[float]]:
+        return [*super().computed(), self.block.attention.absorbed.tolist()]
+
+
+def test_what_is_derived_beside_a_layer_leaves_the_whole_block_to_the_reload() -> None:
+    switched = Switched(Absorbing, mixed_tensors(), in_parts=True)
+    planned = [switched.switch(mixed_tensors()) for _ in range(8)]
+    assert planned == [*[False] * 5, *[True] * 3]
+    assert switched.parts[-1] == {"a.weight", "b.weight"}
+
+
+class Summing(Model):
+    """A whole reload derives more than one of a part does."""
+
+    total: torch.Tensor
+
+    def reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().reload(tensors)
+        self.total = self.layers["a"].weight.sum()
+
+    def computed(self) -> list[list[float]]:
+        return [*super().computed(), [float(self.total)]]
+
+
+def test_what_a_reloaded_layer_that_never_changed_gives_rise_to_is_derived_when_it_does() -> None:
+    def make() -> Model:
+        return Summing(a=Layer(scaled), b=Layer(), c=Layer(shape=(20, 4)))
+
+    frozen = random()
+
+    def tensors() -> Tensors:
+        return mixed_tensors() | {"a.weight": frozen.clone()}
+
+    switched = Switched(make, tensors(), in_parts=True)
+    for model in (switched.model, switched.twin):  # as an engine that was started on such weights
+        model.reload(tensors())
+    assert [switched.switch(tensors()) for _ in range(4)] == [False, True, True, True]
+    assert not any(switched.switch(mixed_tensors()) for _ in range(6))
+
+
+def test_a_part_that_cannot_be_reloaded_leaves_all_to_the_reload(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "dbuffer")
+
+    class Failing(Model):
+        def reload_part(self, tensors: Mapping[str, torch.Tensor]) -> None:
+            super().reload_part({name: tensor * 3 for name, tensor in tensors.items()})
+            raise RuntimeError("no part of it")
+
+    def make() -> Model:
+        return Failing(a=Layer(scaled), b=Layer(), c=Layer(shape=(20, 4)))
+
+    switched = Switched(make, mixed_tensors(), in_parts=True)
+    assert not any(switched.switch_often(mixed_tensors))
+    [message] = caplog.messages
+    assert "no part of it" in message
+
+
+class Sharing(Model):
+    """Loads one tensor into two layers, of which one computes."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            super().load_weights(iter([(name, tensor)]))
+            if name == "b.weight":
+                super().load_weights(iter([("a.weight", tensor)]))
+
+
+class Demanding(Model):
+    """Takes all tensors or none."""
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        tensors = dict(weights)
+        if len(tensors) < 3:
+            raise ValueError("all of them, please")
+        super().load_weights(iter(tensors.items()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Sharing, "those of others, too"), (Demanding, "all of them, please")]
+)
+def test_a_layer_that_cannot_be_loaded_alone_is_reloaded_with_all(
+    kind: type[Model], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dbuffer")
+
+    def make() -> Model:
+        return kind(a=Layer(scaled), b=Layer(), c=Layer(shape=(20, 4)))
+
+    switched = Switched(make, mixed_tensors(), in_parts=True)
+    assert not any(switched.switch_often(mixed_tensors))
+    [message] = caplog.messages
+    assert why in message
+
+
+def test_where_most_of_a_model_computes_all_of_it_is_reloaded() -> None:
+    def make() -> Model:
+        return Model(a=Layer(), b=Layer(), c=Layer(scaled, shape=(20, 4)))
+
+    switched = Switched(make, mixed_tensors(), in_parts=True)
+    assert not any(switched.switch_often(mixed_tensors))
+    assert switched.parts == []
+
+
+def test_what_changed_is_patched_beside_a_layer_that_is_reloaded() -> None:
+    switched = Switched(lambda: mixed_model(Layer(scaled)), mixed_tensors(), in_parts=True)
+    tensors = mixed_tensors()
+    planned = [switched.switch(tensors := changed_a_little(tensors)) for _ in range(2)]
+    switched.changes = differences
+    planned += [switched.switch(tensors := changed_a_little(tensors)) for _ in range(4)]
+    assert planned == [False, False, True, True, True, True]
+    assert switched.patched[3:] == [True] * 3
 
 
 # A plan is proven again.

@@ -73,6 +73,8 @@ class RankReceiver:
                 without=rank.not_weights,
                 packing=rank.packing if options.images else None,
                 load=self._fits.loaded,
+                record_part=self._fits.of_part,
+                load_part=lambda part: self._model.load(part.items(), partial=True),
             )
             if options.plan
             else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,12 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def count_of(self, tensor: Any) -> int:
         return self._loaded.get(id(tensor), 0)
+
+    def end(self) -> Recording:
+        """What was done since :meth:`reset`."""
+        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        counts = {name: self.count_of(tensor) for name, tensor in tensors.items()}
+        return self.recorder.end({name: count for name, count in counts.items() if count})
 
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
         """Raise :class:`WeightsMismatchError` if fewer elements of this were written."""
@@ -159,6 +165,7 @@ class ShapeCheck:
     def __init__(self, watched: WatchedLoads, names: NameMap | None = None) -> None:
         self._watched = watched
         self._names = names
+        self._specs: Sequence[TensorSpec] = ()
 
     def __call__(self, specs: Sequence[TensorSpec]) -> Recording:
         """Refuse tensors that do not fit the model; what its loaders do with those that do.
@@ -166,6 +173,22 @@ class ShapeCheck:
         Raises:
             WeightsMismatchError: a name or a shape is not the model's, or a tensor is missing.
         """
+        self._specs = specs
+        tensors = self._load(specs)
+        self._watched.require_complete(tensors)
+        return self._watched.end()
+
+    def of_part(self, names: Collection[str]) -> Recording:
+        """What the model's loaders do with some of the tensors of the last check alone.
+
+        Raises:
+            WeightsMismatchError: they do not take them alone.
+        """
+        self._load([spec for spec in self._specs if spec.name in names])
+        return self._watched.end()
+
+    def _load(self, specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+        """Let the loaders load tensors without data; these, under what messages call them."""
         current = "no tensor at all"
         tensors: dict[str, torch.Tensor] = {}
 
@@ -188,8 +211,7 @@ class ShapeCheck:
             reason = f"{type(error).__name__} {error!s:.300}".strip()
             message = f"{current} does not fit the engine's model: {reason}"
             raise WeightsMismatchError(message) from error
-        self._watched.require_complete(tensors)
-        return self._watched.recorder.end()
+        return tensors
 
     def loaded(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """What the model's loaders make of some tensors with data, in the parameter of this name.

@@ -1,19 +1,20 @@
 """`CopyPlan` and `Switch`: a switch as copies of bytes alone.
 
 Which part of which published tensor goes to which part of which parameter was recorded while the
-engine served. Layers that pack their weights have images. Whether that is all that a reload does is
-for `planned_loads` to prove.
+engine served. Layers that pack their weights have images; those that compute something else stay
+with the engine's reload. Whether that is all that a reload of everything does is for
+`planned_loads` to prove.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from dbuffer.format.layout import align
-from dbuffer.integrations.engine.plan.images import Image, Packing, packed_layers
+from dbuffer.integrations.engine.plan.images import Image, Packing, digest, packed_layers
 from dbuffer.integrations.engine.plan.patches import (
     Changed,
     Copy,
@@ -24,6 +25,13 @@ from dbuffer.integrations.engine.plan.patches import (
     patch_or_copy,
 )
 from dbuffer.integrations.engine.plan.recording import Place, Recording, Step
+from dbuffer.integrations.engine.plan.reloaded import (
+    NotPlannableError,
+    RecordPart,
+    layer_of,
+    without_reloaded,
+)
+from dbuffer.runtime.messages import listed
 
 Tensors = Mapping[str, torch.Tensor]
 CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
@@ -33,14 +41,8 @@ ApplyPatches = Callable[[Sequence[Patch]], None]
 LoadInto = Callable[[str, Tensors], torch.Tensor]
 """Lets a model's loaders load some tensors; what is then in the parameter of this name."""
 
-_MAX_TOLD = 3
-
 _SAMPLED = 64
 """Parameters, and elements of each, by which a model is known to hold what was put there."""
-
-
-class NotPlannableError(Exception):
-    """Why a layout's switches stay with the reload."""
 
 
 class _Write(NamedTuple):
@@ -58,10 +60,11 @@ class CopyPlan:
         recording: what its loaders do with such a version.
         partial: it may hold a part of the model.
         packing: of layers that get images; None: there are none.
+        left: layers that are to stay with the reload, and why.
+        record_part: what loaders do with a part of it; None: the engine cannot reload a part.
 
     Raises:
-        NotPlannableError: they do something else than to copy, or the live model is not as they
-            left it.
+        NotPlannableError: too little of it is only copied.
     """
 
     def __init__(
@@ -71,14 +74,20 @@ class CopyPlan:
         *,
         partial: bool,
         packing: Packing | None = None,
+        left: Mapping[str, str] | None = None,
+        record_part: RecordPart | None = None,
     ) -> None:
-        self.recording = recording
-        self._packing = packing
-        if recording.refused:
-            raise NotPlannableError(told(f"{n}: {why}" for n, why in recording.refused.items()))
-        self._layers = packed_layers(model, packing, recording.places) if packing else []
-        packed = {name for layer in self._layers for name in layer.loaded.values()}
-        self._tensors = _live_tensors(model, recording, without=packed)
+        self._packing, left = packing, left or {}
+        packed = packed_layers(model, packing, recording.places) if packing else []
+        self._layers = [layer for layer in packed if layer.name not in left]
+        in_images = {name for layer in self._layers for name in layer.loaded.values()}
+        live = _live_tensors(model, recording, without=in_images)
+        self.recording, self.reloaded = without_reloaded(
+            recording, {**_misfits(live, recording, without=in_images), **left}, record_part
+        )
+        if not in_images <= self.recording.steps.keys():  # of a layer tied to one that is reloaded
+            raise NotPlannableError(listed(list(self.reloaded.layers.values()), "; "))
+        self._tensors = {name: live[name] for name in self.recording.steps if name in live}
         written = list(self._tensors.values())
         for layer in self._layers:
             written += layer.layer.parameters(recurse=False)
@@ -86,34 +95,42 @@ class CopyPlan:
         """Of the storages that it writes into."""
         self.is_in_main_memory = all(tensor.device.type == "cpu" for tensor in written)
         if not partial:
-            # A reload would give it something: what it had when the engine was started, say.
-            left_out = [
-                name
-                for name, parameter in model.named_parameters()
-                if parameter.nbytes and _address(parameter) not in self.addresses
-            ]
-            if left_out:
-                raise NotPlannableError(told(f"{n} was not published" for n in left_out))
-        shared = [n for n, t in self._tensors.items() if t.untyped_storage().nbytes() != t.nbytes]
-        if shared:
-            raise NotPlannableError(told(f"{n} shares its memory with others" for n in shared))
+            self._require_all_parameters(model)
         self._places = self._find_places()
         with torch.no_grad():
             self._writes = {
-                name: [_Write(step, step.to.in_(tensor.detach())) for step in recording.steps[name]]
+                name: [
+                    _Write(step, step.to.in_(tensor.detach()))
+                    for step in self.recording.steps[name]
+                ]
                 for name, tensor in self._tensors.items()
             }
-        self.num_bytes = recording.loaded_bytes
+        images = {layer.name for layer in self._layers}
+        self.all_layers = images | self.reloaded.layers.keys() | set(map(layer_of, self._tensors))
+        """Names of the layers that are loaded, in whatever way."""
+        self.num_bytes = self.recording.loaded_bytes
         self.num_images = len(self._layers)
         """How many layers have images."""
         self.num_parameters = len(self._tensors)
         """How many parameters it copies into, images not counted."""
         self.twin_bytes = sum(align(tensor.nbytes) for tensor in self._tensors.values())
-        """What :meth:`staged_in` needs."""
-        self._all_names = {*self._writes, *(layer.name for layer in self._layers)}
+        """What :meth:`staged_in` needs for the parameters."""
+        self._all_names = {*self._writes, *images, *map(_published, self.reloaded.sources)}
         self._unproven = self._all_names
-        self._loaded_xxh3: dict[str, int] = {}
-        """Of what each layer that has an image was loaded with, as far as that is known."""
+        self._loaded_xxh3: Mapping[str, int] = {}
+        """Of what layers that have images or are reloaded got last, as far as that is known."""
+
+    def _require_all_parameters(self, model: torch.nn.Module) -> None:
+        """A reload would give others something: what they had when the engine was started, say."""
+        left_out = [
+            f"{name} was not published"
+            for name, parameter in model.named_parameters()
+            if parameter.nbytes
+            and _address(parameter) not in self.addresses
+            and layer_of(name) not in self.reloaded.layers
+        ]
+        if left_out:
+            raise NotPlannableError(listed(left_out, "; "))
 
     @property
     def is_proven(self) -> bool:
@@ -124,13 +141,19 @@ class CopyPlan:
         """The model has what this switch brings; None: nobody knows which version it has."""
         self._loaded_xxh3 = {} if switch is None else switch.loaded_xxh3
 
-    def switch_to(self, tensors: Tensors, images: Sequence[Image] = ()) -> Switch:
-        """The copies that switch to a version whose tensors these are."""
-        copies = {
+    def switch_to(self, tensors: Tensors, images: Sequence[Image]) -> Switch:
+        """What switches to a version whose tensors these are."""
+        reloaded = {name: tensors[name] for name in tensors if name in self.reloaded.sources}
+        xxh3 = {_published(name): digest([tensor]) for name, tensor in reloaded.items()}
+        xxh3 |= {image.of.name: image.loaded_xxh3 for image in images}
+        return Switch(self, self.copies_of(tensors), images, reloaded, xxh3)
+
+    def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
+        """What is to be copied of a version, by the names of the parameters that get it."""
+        return {
             name: [Copy(write.target, _source(write, tensors)) for write in writes]
             for name, writes in self._writes.items()
         }
-        return Switch(self, copies, images)
 
     def patches_to(self, tensors: Tensors, changed: Changed, base: str) -> Patches:
         """What brings a model from the version ``base`` to these tensors; images are not in it."""
@@ -210,7 +233,13 @@ class CopyPlan:
     def found_by(self, switch: Switch) -> set[str]:
         """All that this switch would not change, for all that can be told."""
         layers = {image.of.name for image in switch.images if image.is_there()}
-        return layers | switch.finds(self._writes, {})
+        known = {**switch.loaded_xxh3, **self._loaded_xxh3}
+        published = {
+            name
+            for name in map(_published, self.reloaded.sources)
+            if known[name] == switch.loaded_xxh3[name]
+        }
+        return layers | published | switch.finds(self._writes, {})
 
     def note_proven(self, unchanged: Collection[str]) -> None:
         """A reload changed all but these parameters and layers, and did nothing else."""
@@ -225,7 +254,8 @@ class CopyPlan:
     def staged_in(self, memory: torch.Tensor, switch: Switch, copy: CopyTensors) -> Switch:
         """A switch out of twins of its parameters, one behind the other, in flat bytes.
 
-        They are filled, by ``copy``, with what ``switch`` would fill the parameters with.
+        They are filled, by ``copy``, with what ``switch`` would fill the parameters with. Behind
+        them are the tensors of the layers that are reloaded.
         """
         staged: dict[str, list[Copy]] = {}
         filling: list[Copy] = []
@@ -239,8 +269,14 @@ class CopyPlan:
                 for write, (_, source) in zip(self._writes[name], switch.copies[name], strict=True)
             ]
             staged[name] = [Copy(tensor.detach(), twin)]
+        reloaded = {}
+        for name, tensor in switch.reloaded.items():
+            flat = memory[start : start + tensor.nbytes].view(tensor.dtype)
+            reloaded[name] = flat.view(tensor.shape)
+            start = align(start + tensor.nbytes)
+            filling.append(Copy(reloaded[name], tensor))
         copy([target for target, _ in filling], [source for _, source in filling])
-        return Switch(self, staged, switch.images)
+        return Switch(self, staged, switch.images, reloaded, switch.loaded_xxh3)
 
     def _find_places(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors.values()]
@@ -258,6 +294,8 @@ class Switch:
         plan: CopyPlan,
         copies: Mapping[str, Sequence[Copy]],
         images: Sequence[Image],
+        reloaded: Tensors,
+        loaded_xxh3: Mapping[str, int],
     ) -> None:
         self.plan = plan
         self.patches: Patches | None = None
@@ -265,6 +303,10 @@ class Switch:
         self.copies = copies
         """By the name of the parameter."""
         self.images = images
+        self.reloaded = reloaded
+        """Published tensors that are to be reloaded in addition."""
+        self.loaded_xxh3 = loaded_xxh3
+        """Of what layers that have images or are reloaded are loaded with."""
 
     @property
     def is_enough(self) -> bool:
@@ -274,21 +316,21 @@ class Switch:
     @property
     def num_bytes(self) -> int:
         """Of all that it loads."""
-        return self.plan.num_bytes
+        return self.plan.num_bytes + sum(tensor.nbytes for tensor in self.reloaded.values())
 
     @property
     def staging_bytes(self) -> int:
         """What :meth:`copied_into` needs."""
-        return self.plan.twin_bytes
-
-    @property
-    def loaded_xxh3(self) -> dict[str, int]:
-        """What the layers that have images are loaded with."""
-        return {image.of.name: image.loaded_xxh3 for image in self.images}
+        reloaded_bytes = sum(align(tensor.nbytes) for tensor in self.reloaded.values())
+        return self.plan.twin_bytes + reloaded_bytes
 
     def of(self, tensors: Tensors) -> Switch:
         """The same out of other tensors that hold the same."""
-        return self._with_patches(self.plan.switch_to(tensors, self.images))
+        reloaded = {name: tensors[name] for name in self.reloaded}
+        copies = self.plan.copies_of(tensors)
+        return self._with_patches(
+            Switch(self.plan, copies, self.images, reloaded, self.loaded_xxh3)
+        )
 
     def _with_patches(self, switch: Switch) -> Switch:
         # Copies out of what is let go of now would be in them.
@@ -345,17 +387,33 @@ class Switch:
 def _live_tensors(
     model: torch.nn.Module, recording: Recording, *, without: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """A model's tensors by the names of a recording, which must have found their like."""
+    """A model's tensors by the names of a recording, as far as it has them."""
     live: dict[str, torch.Tensor] = {}
     live |= dict(model.named_parameters(remove_duplicate=False))
     live |= dict(model.named_buffers(remove_duplicate=False))
-    places = {name: place for name, place in recording.places.items() if name not in without}
-    strange = [
-        name for name, place in places.items() if name not in live or Place.of(live[name]) != place
-    ]
-    if strange:
-        raise NotPlannableError(told(f"{n} is stored in another form" for n in strange))
-    return {name: live[name] for name in places}
+    names = recording.places.keys() - set(without)
+    return {name: live[name] for name in recording.places if name in names and name in live}
+
+
+def _misfits(
+    live: Mapping[str, torch.Tensor], recording: Recording, *, without: Collection[str]
+) -> dict[str, str]:
+    """Layers that no copies can fill, and why."""
+    misfits = dict(recording.refused)
+    for name, place in recording.places.items():
+        tensor = live.get(name)
+        if name in without:
+            continue
+        if tensor is None or Place.of(tensor) != place:
+            misfits[name] = "is stored in another form"
+        elif tensor.untyped_storage().nbytes() != tensor.nbytes:
+            misfits[name] = "shares its memory with others"
+    return {layer_of(name): f"{name} {why}" for name, why in misfits.items()}
+
+
+def _published(name: str) -> str:
+    """What a published tensor is called among parameters and layers."""
+    return f"{name}, as published"
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -372,10 +430,3 @@ def _source(write: _Write, tensors: Tensors) -> torch.Tensor:
 def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
     found = source.to(device=target.device, dtype=target.dtype)
     return torch.equal(as_integers(target), as_integers(found))
-
-
-def told(reasons: Iterable[str]) -> str:
-    """The first few of many reasons."""
-    told = list(reasons)
-    more = f", and {len(told) - _MAX_TOLD} more" if len(told) > _MAX_TOLD else ""
-    return "; ".join(told[:_MAX_TOLD]) + more

@@ -2,8 +2,9 @@
 
 The first switch of a layout goes through the engine's own reload, and is compared with that: every
 parameter to the byte, every image with its layer, and all else that can be reached from the model
-must be as it was. What passed is copied from then on; a model of which anything else is true stays
-with the reload.
+must be as it was. What passed is copied from then on. Layers of which anything else is true are
+reloaded alone, where that is found to leave the same as a reload of everything; or else the model
+stays with the reload.
 """
 
 from __future__ import annotations
@@ -15,25 +16,31 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from dbuffer.integrations.engine.plan.copy_plan import (
-    CopyPlan,
-    LoadInto,
-    NotPlannableError,
-    Switch,
-    Tensors,
-    told,
-)
+from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, LoadInto, Switch, Tensors
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.patches import Changed, Patch, Patches
 from dbuffer.integrations.engine.plan.reachable import State
 from dbuffer.integrations.engine.plan.recording import Recording
+from dbuffer.integrations.engine.plan.reloaded import (
+    NotPlannableError,
+    RecordPart,
+    layer_of,
+    layers_at,
+)
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import split_evenly
+from dbuffer.runtime.messages import listed
 
 logger = logging.getLogger(__name__)
 
+LoadPart = Callable[[Tensors], None]
+"""Reloads the layers that these published tensors are all of."""
+
 _MAX_PROOFS = 3
-"""Of a layout. A first reload may change what no later one does: an attribute that it adds."""
+"""Of a plan. A first reload may change what no later one does: an attribute that it adds."""
+
+_MAX_PLANS = 3
+"""Of a layout: each leaves more layers to the reload."""
 
 _NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
 """Attributes that load, and that no computation reads."""
@@ -49,6 +56,8 @@ class PlannedLoads:
         without: attributes in it that hold caches.
         packing: of layers that get images; None: there are none.
         load: what the model's loaders make of some tensors; None: they are not asked again.
+        record_part: what the loaders do with some of the tensors of a version.
+        load_part: reloads a part of the model. None of both: it cannot be reloaded in part.
     """
 
     def __init__(
@@ -60,6 +69,8 @@ class PlannedLoads:
         without: Collection[str] = (),
         packing: Packing | None = None,
         load: LoadInto | None = None,
+        record_part: RecordPart | None = None,
+        load_part: LoadPart | None = None,
     ) -> None:
         self._model = model
         self._copier = copier
@@ -68,7 +79,12 @@ class PlannedLoads:
         self._without = _NOT_READ | frozenset(without)
         self._packing = packing
         self._recording: Recording | None = None
+        self._record_part = record_part
+        self._load_part = load_part
         self._plan: CopyPlan | None = None
+        self._left: dict[str, str] = {}
+        self._is_due = False
+        self._num_plans = 0
         self._num_proofs = 0
         self._is_told = False
         self._holds: str | None = None
@@ -90,7 +106,10 @@ class PlannedLoads:
         if recording is None:
             return None
         if recording is not self._recording:
-            self._begin(recording)
+            self._recording, self._left, self._num_plans = recording, {}, 0
+            self._is_due = True
+        if self._is_due:
+            self._make_plan(recording)
         if self._plan is not None and self._plan.is_proven:
             self._prove_again(self._plan, tensors)
         if self._plan is None:
@@ -118,9 +137,15 @@ class PlannedLoads:
         holds, self._holds = self._what_it_holds(self._plan), None
         self._plan.note_loaded(None)
         switch.apply(self._copier.copy_tensors, self._patch, holds)
+        self._reload_part(switch)
         self._plan.note_loaded(switch)
         self._note_held(self._plan, identity)
         return True
+
+    def _reload_part(self, switch: Switch) -> None:
+        if switch.reloaded:
+            assert self._load_part is not None  # noqa: S101 - or all would be copied
+            self._load_part(switch.reloaded)
 
     def _patch(self, patches: Sequence[Patch]) -> None:
         def work(first: int, end: int) -> None:
@@ -179,9 +204,9 @@ class PlannedLoads:
         one to be told what changed since.
         """
         self._holds, plan = None, self._plan
-        if plan is not None:
-            plan.note_loaded(None)
         if plan is None or switch is None or switch.plan is not plan:
+            if plan is not None:
+                plan.note_loaded(None)
             reload()
             return
         self._reload_and_prove(plan, switch, reload)
@@ -213,12 +238,18 @@ class PlannedLoads:
                 name,
             )
 
-    def _begin(self, recording: Recording) -> None:
-        self._recording, self._plan = recording, None
+    def _make_plan(self, recording: Recording) -> None:
+        self._plan, self._is_due = None, False
+        self._num_plans += 1
         self._num_proofs, self._is_told = 0, False
         try:
             self._plan = CopyPlan(
-                self._model, recording, partial=self._partial, packing=self._packing
+                self._model,
+                recording,
+                partial=self._partial,
+                packing=self._packing,
+                left=self._left,
+                record_part=self._record_part,
             )
         except NotPlannableError as error:
             self._give_up(str(error))
@@ -230,6 +261,10 @@ class PlannedLoads:
     def _reload_and_prove(self, plan: CopyPlan, switch: Switch, reload: Callable[[], None]) -> None:
         started = time.monotonic()
         had = plan.found_by(switch)
+        plan.note_loaded(None)
+        if not self._can_reload_part(switch):
+            reload()
+            return
         before = self._look(plan, switch)
         looking_s = time.monotonic() - started
         reload()
@@ -244,26 +279,53 @@ class PlannedLoads:
         self._num_proofs += 1
         if changes:
             if self._num_proofs >= _MAX_PROOFS:
-                self._give_up(told(f"it changes {name or 'the model'} too" for name in changes))
+                self._leave_more(plan, changes, lacking)
         elif lacking:
-            self._give_up(told(f"{name} is not what was published" for name in lacking))
+            self._leave_more(plan, (), lacking)
         else:
             plan.note_proven(had)
             self._tell(plan, looking_s)
+
+    def _can_reload_part(self, switch: Switch) -> bool:
+        """Reload the part that is not copied; what a whole reload then changes was not in it."""
+        try:
+            self._reload_part(switch)
+        # Whatever it is: the whole is reloaded now.
+        except Exception as error:  # noqa: BLE001
+            self._give_up(f"a part cannot be reloaded: {type(error).__name__} {error!s:.300}")
+        return self._plan is switch.plan
+
+    def _leave_more(self, plan: CopyPlan, changes: Sequence[str], lacking: Sequence[str]) -> None:
+        """Leave layers to the reload that it does more with than the plan; all, if that fails."""
+        left: dict[str, str] = {}
+        for place in changes:
+            for layer in layers_at(place, plan.all_layers):
+                left.setdefault(layer, f"it changes {place or 'the model'} too")
+        for name in lacking:
+            layer = name if name in plan.all_layers else layer_of(name)
+            left.setdefault(layer, f"{name} is not what was published")
+        if self._num_plans >= _MAX_PLANS or left.keys() <= plan.reloaded.layers.keys():
+            self._give_up(listed(sorted(set(left.values())), "; "))
+        else:
+            self._left = {**left, **plan.reloaded.layers}
+            self._plan, self._is_due = None, True
 
     def _tell(self, plan: CopyPlan, looking_s: float) -> None:
         if self._is_told:
             return
         self._is_told = True
         logger.info(
-            "switches to %.3f GB are copies into %d parameters from now on, and %d layers that are "
-            "packed while the engine serves, as the reload was found to do no more (looking took "
-            "%.0f ms)",
+            "switches to %.3f GB are copies into %d parameters from now on, %d layers that are "
+            "packed while the engine serves, and a reload of %d others, as the reload of all was "
+            "found to do no more (looking took %.0f ms)",
             plan.num_bytes / 1e9,
             plan.num_parameters,
             plan.num_images,
+            len(plan.reloaded.layers),
             1e3 * looking_s,
         )
+        for layer, why in plan.reloaded.layers.items():
+            logger.info("%s stays with the engine's reload: %s", layer, why)
 
     def _look(self, plan: CopyPlan, switch: Switch) -> State | None:
         replaced = {change for image in switch.images for change in image.changes}

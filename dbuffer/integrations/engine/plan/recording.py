@@ -87,6 +87,10 @@ class Recording:
     """Of each of them."""
     refused: Mapping[str, str]
     """Parameters that are written otherwise, and how."""
+    num_loaded: Mapping[str, int]
+    """How many elements loaders gave each parameter, in whatever way."""
+    offered: frozenset[str]
+    """Names of all published tensors, those that loaders passed over included."""
 
     @property
     def loaded_bytes(self) -> int:
@@ -140,7 +144,7 @@ class LoadRecorder:
                     value = args[1] if len(args) > 1 else 0
                     self._steps[name].append(Step(View.of(target, place), None, value=value))
                 else:
-                    self._refused[name] = f"its loader does {func}"
+                    self._refused[name] = f"is written by {func}"
 
     def is_written(self, tensor: torch.Tensor) -> bool:
         """Whether something that was published has gone into a parameter or buffer.
@@ -152,8 +156,8 @@ class LoadRecorder:
         steps = self._steps.get(name, ())
         return name in self._refused or any(step.source is not None for step in steps)
 
-    def end(self) -> Recording:
-        """All that was noted since :meth:`begin`."""
+    def end(self, num_loaded: Mapping[str, int]) -> Recording:
+        """All that was noted since :meth:`begin`, and how much loaders were seen to load."""
         by_name = dict(self._places.values())
         steps = {}
         for name, written in self._steps.items():
@@ -166,7 +170,8 @@ class LoadRecorder:
             else:
                 self._refused[name] = why
         places = {name: Place.of(by_name[name]) for name in steps}
-        return Recording(steps, places, dict(self._refused))
+        offered = frozenset(name for name, _ in self._sources.values())
+        return Recording(steps, places, dict(self._refused), num_loaded, offered)
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name, place = self._places.get(storage_of(target), (None, target))
@@ -174,11 +179,11 @@ class LoadRecorder:
             return  # into memory of the loader's own; what it does with that shows
         source_name, whole = self._sources.get(storage_of(source), (None, source))
         if source_name is None:
-            self._refused[name] = "its loader computes what it writes"
+            self._refused[name] = "is computed by its loader"
         elif target.dtype != place.dtype or source.dtype != whole.dtype:
-            self._refused[name] = "its loader writes bits of another dtype"
+            self._refused[name] = "gets bits of another dtype"
         elif target.is_complex() or _changes_values(source) or _changes_values(target):
-            self._refused[name] = "its loader writes complex numbers"
+            self._refused[name] = "gets complex numbers"
         else:
             part = View.of(source.expand(target.shape), whole)
             self._steps[name].append(Step(View.of(target, place), source_name, part))
@@ -216,8 +221,8 @@ def _not_once(steps: tuple[Step, ...], num_elements: int) -> str | None:
         if not view.num_elements:
             continue
         if view.offset < end or view.end - view.offset != view.num_elements:
-            return "its parts overlap, or lie in between each other"
+            return "is loaded in parts that overlap, or lie in between each other"
         end = view.end
     if sum(step.to.num_elements for step in steps) != num_elements:
-        return "its loader leaves a part of it as it is"
+        return "is loaded in part only"
     return None
