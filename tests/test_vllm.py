@@ -290,7 +290,7 @@ def observe_swap(directory: Path, swap: str, seen: dict[str, Any], engines: list
 
 @contextlib.contextmanager
 def counted_reloads(llm: Any) -> Iterator[list[str]]:
-    """One entry for each reload of the model, of an engine in this process."""
+    """One entry for each reload of the model or of a part, of an engine in this process."""
     from dbuffer.integrations.engine.endpoint import RankEndpoint
 
     worker = llm.llm_engine.model_executor.driver_worker.worker
@@ -298,7 +298,7 @@ def counted_reloads(llm: Any) -> Iterator[list[str]]:
     reloads: list[str] = []
 
     def load(*arguments: Any, **options: Any) -> None:
-        reloads.append("reload")
+        reloads.append("of a part" if options.get("partial") else "of all")
         type(model).load(model, *arguments, **options)
 
     model.load = load

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from media_models import media_prompts, save_media_model
-from test_vllm import error_of, set_packing
+from test_vllm import counted_reloads, error_of, set_packing
 from vllm_engines import (
     NEEDS_VLLM,
     TIMEOUT_S,
@@ -143,6 +143,14 @@ def test_what_was_a_view_of_a_packed_parameter_is_refused_at_once(observed: dict
         assert "backbone.layers.0.mixer.conv_weights was a view of backbone." in seen["error"]
 
 
+def test_layers_that_compute_are_reloaded_alone_beside_copies(observed: dict[str, Any]) -> None:
+    """Mamba's mixers negate an exponential; all else of the model is copied, or packed before."""
+    seen = observed["mixers"]
+    assert seen["reloads"] == ["of a part"] * 2
+    fresh = observed["mamba2 packed"]["fresh"]
+    assert seen["answers"] == [fresh[1], fresh[0]]
+
+
 @needs_fp8_caches
 def test_scales_that_do_not_come_are_the_defaults(observed: dict[str, Any]) -> None:
     """As in an engine that is started on that checkpoint; not those of the version before."""
@@ -188,6 +196,9 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
         set_packing(packed=case.endswith("packed"))
         more = {"model_impl": "transformers"} if case in BACKEND else {}
         seen[case] = observe_pair(directory / case, pair, engines, **more)
+    mamba = "mamba2 packed"
+    mixers = engines[2 * FAMILIES.index(mamba)]
+    seen["mixers"] = observe_mixers(directory / "mixers", pairs[mamba], mixers)
     set_packing(packed=True)
     sounds = media_prompts(HEARS)
     seen[HEARS] = observe_pair(
@@ -338,6 +349,23 @@ def observe_parts(
         found["without scales"] = [error_of(follower.sync), greedy(llm)]
         sender.send(part)
         found["part"] = [error_of(follower.sync), greedy(llm)]
+
+
+def observe_mixers(directory: Path, pair: list[Path], llm: Any) -> dict[str, Any]:
+    from dbuffer.integrations.vllm import follow
+
+    with dbuffer.WeightSender(directory) as sender, follow(llm, directory) as follower:
+
+        def switch(checkpoint: Path) -> list[list[int]]:
+            sender.send(checkpoint)
+            follower.sync()
+            return greedy(llm)
+
+        for checkpoint in (*pair, *pair, pair[0]):  # until it is proven
+            switch(checkpoint)
+        with counted_reloads(llm) as reloads:
+            answers = [switch(pair[1]), switch(pair[0])]
+    return {"reloads": reloads, "answers": answers}
 
 
 def model_of(llm: Any) -> Any:

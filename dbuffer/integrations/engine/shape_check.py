@@ -84,9 +84,10 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end(self) -> Recording:
         """What was done since :meth:`reset`."""
-        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        counts = {name: self.count_of(tensor) for name, tensor in tensors.items()}
-        return self.recorder.end({name: count for name, count in counts.items() if count})
+        return self.recorder.end(
+            (tensor, self.count_of(tensor))
+            for tensor in (*self.model.parameters(), *self.model.buffers())
+        )
 
     def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
         """Raise :class:`WeightsMismatchError` if fewer elements of this were written."""

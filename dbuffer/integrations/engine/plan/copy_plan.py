@@ -122,12 +122,12 @@ class CopyPlan:
 
     def _require_all_parameters(self, model: torch.nn.Module) -> None:
         """A reload would give others something: what they had when the engine was started, say."""
+        tensors = [*model.named_parameters(), *model.named_buffers()]  # some buffers are views
+        reloaded = {_address(t) for name, t in tensors if layer_of(name) in self.reloaded.layers}
         left_out = [
             f"{name} was not published"
             for name, parameter in model.named_parameters()
-            if parameter.nbytes
-            and _address(parameter) not in self.addresses
-            and layer_of(name) not in self.reloaded.layers
+            if parameter.nbytes and _address(parameter) not in self.addresses | reloaded
         ]
         if left_out:
             raise NotPlannableError(listed(left_out, "; "))

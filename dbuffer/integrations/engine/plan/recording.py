@@ -156,8 +156,8 @@ class LoadRecorder:
         steps = self._steps.get(name, ())
         return name in self._refused or any(step.source is not None for step in steps)
 
-    def end(self, num_loaded: Mapping[str, int]) -> Recording:
-        """All that was noted since :meth:`begin`, and how much loaders were seen to load."""
+    def end(self, loaded: Iterable[tuple[torch.Tensor, int]]) -> Recording:
+        """All that was noted since :meth:`begin`, and how many elements tensors were ``loaded``."""
         by_name = dict(self._places.values())
         steps = {}
         for name, written in self._steps.items():
@@ -171,7 +171,12 @@ class LoadRecorder:
                 self._refused[name] = why
         places = {name: Place.of(by_name[name]) for name in steps}
         offered = frozenset(name for name, _ in self._sources.values())
-        return Recording(steps, places, dict(self._refused), num_loaded, offered)
+        num_loaded: dict[str, int] = defaultdict(int)
+        for tensor, count in loaded:
+            place = self._places.get(storage_of(tensor))
+            if count and place is not None:
+                num_loaded[place[0]] += count
+        return Recording(steps, places, dict(self._refused), dict(num_loaded), offered)
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name, place = self._places.get(storage_of(target), (None, target))
