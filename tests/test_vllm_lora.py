@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_vllm import error_of
+from test_vllm import counted_reloads, error_of
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
@@ -55,6 +55,12 @@ def test_an_engine_loads_the_adapter(observed: dict[str, Any]) -> None:
     assert observed["base"] not in observed["fresh"]
 
 
+def test_the_base_model_of_adapters_is_switched_by_copies(observed: dict[str, Any]) -> None:
+    seen = observed["base updates"]
+    assert seen["answers"] == observed["fresh"]
+    assert seen["reloads"] == []
+
+
 def test_the_last_adapter_can_still_be_asked_for(observed: dict[str, Any]) -> None:
     assert observed["by the one before"] == observed["fresh"][0]
 
@@ -97,7 +103,27 @@ def run(directory: Path) -> dict[str, Any]:
         seen["fresh"].append(greedy(engines[merged.name]))
     kept.extend(engines.values())
     observe_versions(directory, model, engines, seen)
+    merged = [directory / f"merged-{step}" for step in STEPS]
+    seen["base updates"] = observe_base_updates(directory, merged, engines["with adapters"])
     return seen
+
+
+def observe_base_updates(directory: Path, models: list[Path], llm: Any) -> dict[str, Any]:
+    from dbuffer.integrations.vllm import follow
+
+    store = directory / "base"
+    with dbuffer.WeightSender(store) as sender, follow(llm, store) as follower:
+
+        def switch(model: Path) -> list[list[int]]:
+            sender.send(model)
+            follower.sync()
+            return greedy_with(llm, None)
+
+        for model in (*models, *models):  # until it is proven that copies will do
+            switch(model)
+        with counted_reloads(llm) as reloads:
+            answers = [switch(model) for model in models]
+    return {"answers": answers, "reloads": reloads}
 
 
 def train(model: Any, seed: int) -> None:

@@ -72,6 +72,7 @@ class RankReceiver:
                 partial=options.partial,
                 without=rank.not_weights,
                 packing=rank.packing if options.images else None,
+                wrapper=rank.wrapper,
                 load=self._fits.loaded,
                 record_part=self._fits.of_part,
                 load_part=lambda part: self._model.load(part.items(), partial=True),

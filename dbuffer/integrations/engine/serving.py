@@ -66,6 +66,8 @@ class EngineRank:
     """Its weights are not in main memory."""
     not_weights: Collection[str] = (KEPT_AS,)
     """Attributes of its layers that change while it serves: its caches, and what is ours."""
+    wrapper: str | None = None
+    """What its layers are called in those that wrap them; None: none is wrapped."""
     packing: Packing | None = None
     """How its layers pack their weights, as far as that is known."""
     instance_id: str = ""

@@ -229,7 +229,8 @@ def _repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
     packing = CpuPacking()
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
     for module in model.modules():
-        owner = owners.get(id(getattr(module, "weight", None)))
+        # Its own: a layer that wraps another for LoRA requests shows what that one has.
+        owner = owners.get(id(tables_of(module)[0].get("weight")))
         if owner is None or owner is module or not packing.packs(module):
             continue
         if hasattr(owner, "cpu_linear") and getattr(module, "bias", None) is None:

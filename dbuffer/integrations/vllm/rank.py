@@ -23,6 +23,7 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     not_weights = ("kv_cache", KEPT_AS)
+    wrapper = "base_layer"  # of an engine that takes LoRA requests
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         self._vllm_config = vllm_config

@@ -24,7 +24,7 @@ from dbuffer.integrations.engine.plan.patches import (
     flat,
     patch_or_copy,
 )
-from dbuffer.integrations.engine.plan.recording import Place, Recording, Step
+from dbuffer.integrations.engine.plan.recording import Place, Recording, Step, Unwrapped
 from dbuffer.integrations.engine.plan.reloaded import (
     NotPlannableError,
     RecordPart,
@@ -60,6 +60,7 @@ class CopyPlan:
         recording: what its loaders do with such a version.
         partial: it may hold a part of the model.
         packing: of layers that get images; None: there are none.
+        unwrapped: names of the live model, as they are recorded.
         left: layers that are to stay with the reload, and why.
         record_part: what loaders do with a part of it; None: the engine cannot reload a part.
 
@@ -74,14 +75,20 @@ class CopyPlan:
         *,
         partial: bool,
         packing: Packing | None = None,
+        unwrapped: Unwrapped,
         left: Mapping[str, str] | None = None,
         record_part: RecordPart | None = None,
     ) -> None:
         self._packing, left = packing, left or {}
-        packed = packed_layers(model, packing, recording.places) if packing else []
+        packed = (
+            packed_layers(model, packing, recording.places, unwrapped)
+            if packing is not None
+            else []
+        )
         self._layers = [layer for layer in packed if layer.name not in left]
         in_images = {name for layer in self._layers for name in layer.loaded.values()}
-        live = _live_tensors(model, recording, without=in_images)
+        self._unwrapped = unwrapped
+        live = _live_tensors(model, recording, unwrapped, without=in_images)
         self.recording, self.reloaded = without_reloaded(
             recording, {**_misfits(live, recording, without=in_images), **left}, record_part
         )
@@ -123,7 +130,11 @@ class CopyPlan:
     def _require_all_parameters(self, model: torch.nn.Module) -> None:
         """A reload would give others something: what they had when the engine was started, say."""
         tensors = [*model.named_parameters(), *model.named_buffers()]  # some buffers are views
-        reloaded = {_address(t) for name, t in tensors if layer_of(name) in self.reloaded.layers}
+        reloaded = {
+            _address(tensor)
+            for name, tensor in tensors
+            if layer_of(self._unwrapped(name)) in self.reloaded.layers
+        }
         left_out = [
             f"{name} was not published"
             for name, parameter in model.named_parameters()
@@ -385,12 +396,14 @@ class Switch:
 
 
 def _live_tensors(
-    model: torch.nn.Module, recording: Recording, *, without: Collection[str]
+    model: torch.nn.Module, recording: Recording, unwrapped: Unwrapped, *, without: Collection[str]
 ) -> dict[str, torch.Tensor]:
     """A model's tensors by the names of a recording, as far as it has them."""
-    live: dict[str, torch.Tensor] = {}
-    live |= dict(model.named_parameters(remove_duplicate=False))
-    live |= dict(model.named_buffers(remove_duplicate=False))
+    live = {
+        unwrapped(name): tensor
+        for tensors in (model.named_parameters, model.named_buffers)
+        for name, tensor in tensors(remove_duplicate=False)
+    }
     names = recording.places.keys() - set(without)
     return {name: live[name] for name in recording.places if name in names and name in live}
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import xxhash
 
-from dbuffer.integrations.engine.plan.recording import Place, tables_of
+from dbuffer.integrations.engine.plan.recording import Place, Unwrapped, tables_of
 
 _HOLDING_TENSORS = ("_parameters", "_buffers", "_modules")
 
@@ -134,13 +134,13 @@ class Image:
 
 
 def packed_layers(
-    model: torch.nn.Module, packing: Packing, recorded: Collection[str]
+    model: torch.nn.Module, packing: Packing, recorded: Collection[str], unwrapped: Unwrapped
 ) -> list[PackedLayer]:
     """The layers of a model that pack parameters which were recorded."""
     names = {
-        id(tensor): name
+        id(tensor): unwrapped(name)
         for name, tensor in model.named_parameters(remove_duplicate=False)
-        if name in recorded
+        if unwrapped(name) in recorded
     }
     found = []
     for path, layer in model.named_modules():
@@ -148,12 +148,12 @@ def packed_layers(
             continue
         loaded = {}
         for own, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
-            full = f"{path}.{own}" if path else own
+            full = unwrapped(f"{path}.{own}" if path else own)
             name = full if full in recorded else names.get(id(parameter))
             if name is not None:
                 loaded[own] = name
         if loaded:
-            found.append(PackedLayer(path, layer, loaded))
+            found.append(PackedLayer(unwrapped(path), layer, loaded))
     return found
 
 

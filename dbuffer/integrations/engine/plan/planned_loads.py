@@ -20,7 +20,7 @@ from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, LoadInto, Switc
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.patches import Changed, Patch, Patches
 from dbuffer.integrations.engine.plan.reachable import State
-from dbuffer.integrations.engine.plan.recording import Recording
+from dbuffer.integrations.engine.plan.recording import Recording, unwrapped_by
 from dbuffer.integrations.engine.plan.reloaded import (
     NotPlannableError,
     RecordPart,
@@ -55,6 +55,7 @@ class PlannedLoads:
         partial: versions may hold a part of it.
         without: attributes in it that hold caches.
         packing: of layers that get images; None: there are none.
+        wrapper: what a layer is called in one that wraps it; None: none is wrapped.
         load: what the model's loaders make of some tensors; None: they are not asked again.
         record_part: what the loaders do with some of the tensors of a version.
         load_part: reloads a part of the model. None of both: it cannot be reloaded in part.
@@ -68,6 +69,7 @@ class PlannedLoads:
         partial: bool = False,
         without: Collection[str] = (),
         packing: Packing | None = None,
+        wrapper: str | None = None,
         load: LoadInto | None = None,
         record_part: RecordPart | None = None,
         load_part: LoadPart | None = None,
@@ -78,6 +80,7 @@ class PlannedLoads:
         self._partial = partial
         self._without = _NOT_READ | frozenset(without)
         self._packing = packing
+        self._unwrapped = unwrapped_by(wrapper)
         self._recording: Recording | None = None
         self._record_part = record_part
         self._load_part = load_part
@@ -248,6 +251,7 @@ class PlannedLoads:
                 recording,
                 partial=self._partial,
                 packing=self._packing,
+                unwrapped=self._unwrapped,
                 left=self._left,
                 record_part=self._record_part,
             )
@@ -299,7 +303,7 @@ class PlannedLoads:
         """Leave layers to the reload that it does more with than the plan; all, if that fails."""
         left: dict[str, str] = {}
         for place in changes:
-            for layer in layers_at(place, plan.all_layers):
+            for layer in layers_at(place, plan.all_layers, self._unwrapped):
                 left.setdefault(layer, f"it changes {place or 'the model'} too")
         for name in lacking:
             layer = name if name in plan.all_layers else layer_of(name)

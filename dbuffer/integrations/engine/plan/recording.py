@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,6 +101,15 @@ class Recording:
             for step in steps
             if step.source is not None
         )
+
+
+Unwrapped = Callable[[str], str]
+"""What a live layer or parameter of some name is called where the model was not wrapped."""
+
+
+def unwrapped_by(wrapper: str | None) -> Unwrapped:
+    """Names of a model of which some layers are children, of this name, of what wraps them."""
+    return lambda name: ".".join(step for step in name.split(".") if step != wrapper)
 
 
 class LoadRecorder:

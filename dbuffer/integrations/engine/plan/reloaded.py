@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from dbuffer.errors import WeightsMismatchError
-from dbuffer.integrations.engine.plan.recording import Recording
+from dbuffer.integrations.engine.plan.recording import Recording, Unwrapped
 from dbuffer.runtime.messages import listed
 
 RecordPart = Callable[[Collection[str]], Recording]
@@ -87,7 +87,7 @@ def layer_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def layers_at(place: str, layers: Collection[str]) -> Collection[str]:
+def layers_at(place: str, layers: Collection[str], unwrapped: Unwrapped) -> Collection[str]:
     """Those of some layers that are at a place of a :class:`State`, or around it.
 
     What is derived in a layer that is not loaded itself comes from those beside it.
@@ -95,7 +95,7 @@ def layers_at(place: str, layers: Collection[str]) -> Collection[str]:
     matched = _MODULES.match(place)
     path = re.findall(r"\['([^']*)'\]", matched[0]) if matched else []
     for length in range(len(path), 0, -1):
-        above = ".".join(path[:length])
+        above = unwrapped(".".join(path[:length]))
         if found := [layer for layer in layers if f"{layer}.".startswith(f"{above}.")]:
             return found
     return layers
