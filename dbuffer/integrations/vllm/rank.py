@@ -22,7 +22,8 @@ from dbuffer.integrations.vllm.shape_check import vllm_shape_check
 class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
-    not_weights = ("kv_cache", KEPT_AS)
+    # The last is what vLLM knows of adapters and of the requests that asked for them.
+    not_weights = ("kv_cache", KEPT_AS, "lora_manager")
     wrapper = "base_layer"  # of an engine that takes LoRA requests
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
