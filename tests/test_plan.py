@@ -867,6 +867,26 @@ def test_a_part_that_cannot_be_reloaded_leaves_all_to_the_reload(
     assert "no part of it" in message
 
 
+def test_a_switch_that_fails_is_raised_and_repaired_by_a_reload() -> None:
+    class Failing(Model):
+        fails = False
+
+        def reload_part(self, tensors: Mapping[str, torch.Tensor]) -> None:
+            super().reload_part(tensors)
+            if self.fails:
+                raise RuntimeError("not today")
+
+    def make() -> Model:
+        return Failing(a=Layer(scaled), b=Layer(), c=Layer(shape=(20, 4)))
+
+    switched = Switched(make, mixed_tensors(), in_parts=True)
+    assert switched.switch_often(mixed_tensors)[-1]
+    switched.model.fails = True
+    with pytest.raises(RuntimeError, match="not today"):
+        switched.switch(mixed_tensors())
+    assert not any(switched.switch_often(mixed_tensors))
+
+
 class Sharing(Model):
     """Loads one tensor into two layers, of which one computes."""
 

@@ -137,12 +137,18 @@ class PlannedLoads:
         """
         if switch.plan is not self._plan or not switch.is_enough:
             return False
-        holds, self._holds = self._what_it_holds(self._plan), None
-        self._plan.note_loaded(None)
-        switch.apply(self._copier.copy_tensors, self._patch, holds)
-        self._reload_part(switch)
-        self._plan.note_loaded(switch)
-        self._note_held(self._plan, identity)
+        plan = self._plan
+        holds, self._holds = self._what_it_holds(plan), None
+        plan.note_loaded(None)
+        try:
+            switch.apply(self._copier.copy_tensors, self._patch, holds)
+            self._reload_part(switch)
+        except BaseException as error:
+            # What repairs it must not fail by the same.
+            self._give_up(f"a switch failed: {type(error).__name__} {error!s:.300}")
+            raise
+        plan.note_loaded(switch)
+        self._note_held(plan, identity)
         return True
 
     def _reload_part(self, switch: Switch) -> None:
