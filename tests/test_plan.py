@@ -759,7 +759,7 @@ def test_a_layer_whose_loader_computes_is_reloaded_alone(
     switched = Switched(lambda: mixed_model(Layer(loader)), tensors(), staged=staged, in_parts=True)
     # Only from the second on it is known that another version of that layer has come.
     assert switched.switch_often(tensors) == [False, False, *[True] * (NUM_SWITCHES - 2)]
-    assert switched.parts == [{"a.weight"}] * NUM_SWITCHES
+    assert switched.parts == [{"a.weight"}] * (NUM_SWITCHES + 2)  # twice where it is proven
     [summary, reason] = caplog.messages
     assert "copies into 2 parameters" in summary
     assert reason.startswith("layers.a stays with the engine's reload: layers.a.weight ")
@@ -885,6 +885,25 @@ def test_a_switch_that_fails_is_raised_and_repaired_by_a_reload() -> None:
     with pytest.raises(RuntimeError, match="not today"):
         switched.switch(mixed_tensors())
     assert not any(switched.switch_often(mixed_tensors))
+
+
+def test_a_part_whose_reload_changes_others_leaves_all_to_the_reload(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "dbuffer")
+
+    class Meddling(Model):
+        def reload_part(self, tensors: Mapping[str, torch.Tensor]) -> None:
+            super().reload_part(tensors)
+            self.layers["b"].weight.data.mul_(2)
+
+    def make() -> Model:
+        return Meddling(a=Layer(scaled), b=Layer(), c=Layer(shape=(20, 4)))
+
+    switched = Switched(make, mixed_tensors(), in_parts=True)
+    assert not any(switched.switch_often(mixed_tensors))
+    [message] = caplog.messages
+    assert "reloading a part changes layers.b.weight too" in message
 
 
 class Sharing(Model):

@@ -292,9 +292,21 @@ class PlannedLoads:
                 self._leave_more(plan, changes, lacking)
         elif lacking:
             self._leave_more(plan, (), lacking)
-        else:
+        elif self._spares_the_rest(plan, switch, reload):
             plan.note_proven(had)
             self._tell(plan, looking_s)
+
+    def _spares_the_rest(self, plan: CopyPlan, switch: Switch, reload: Callable[[], None]) -> bool:
+        """Whether reloading the part leaves what is copied as it is; else all is reloaded again."""
+        if not switch.reloaded:
+            return True
+        if self._can_reload_part(switch):
+            lacking = plan.lacking(switch)
+            if not lacking:
+                return True
+            self._give_up(f"reloading a part changes {listed(lacking)} too")
+        reload()
+        return False
 
     def _can_reload_part(self, switch: Switch) -> bool:
         """Reload the part that is not copied; what a whole reload then changes was not in it."""
