@@ -171,10 +171,13 @@ DENSE = saved("qwen3")
 
 AS_EMBEDDING = {"runner": "pooling", "skip_tokenizer_init": False}
 
+OF_THEIR_OWN = {"bert", "qwen3", "granitemoehybrid"}
+"""What further down is not as the others are."""
+
 ONLINE_FLOAT8 = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
 
 FAMILIES = {
-    **{name: Case(family(name)) for name in sorted(CONFIGURATIONS.keys() - {"bert", "qwen3"})},
+    **{name: Case(family(name)) for name in sorted(CONFIGURATIONS.keys() - OF_THEIR_OWN)},
     "qwen3_next": Case(family("qwen3_next"), {"dtype": "bfloat16"}),
     "gpt oss": Case(
         saved("gpt-oss"),
@@ -214,6 +217,18 @@ BFLOAT16["mamba 2, bfloat16"] = replace(
     BFLOAT16["mamba 2, bfloat16"],
     refused="conv_weights was a view of backbone.layers.0.mixer.conv1d.weight until that was",
 )
+# On a CPU vLLM fails to keep states of Mamba in its prefix cache, with or without dbuffer.
+HYBRID = {
+    f"mamba beside attention, {dtype}": Case(
+        family("granitemoehybrid"),
+        {"dtype": dtype, "enable_prefix_caching": False},
+        refused=refused,
+    )
+    for dtype, refused in {
+        "float32": "",
+        "bfloat16": "conv_weights was a view of model.layers.0.mamba.conv1d.weight until that was",
+    }.items()
+}
 TWO_RANKS = {
     f"{name}, two ranks": replace(FAMILIES[name], arguments={"tensor_parallel_size": 2})
     for name in ("gemma2", "granite", "mistral", "mixtral", "qwen2_moe")
@@ -229,7 +244,7 @@ SEES_OR_HEARS = {
     for model_type in MEDIA
 }
 QUANTISED = {method: Case(int4(method), {"dtype": "bfloat16"}) for method in INT4}
-CASES = FAMILIES | BFLOAT16 | TWO_RANKS | ONLINE | QUANTISED | FEATURES | SEES_OR_HEARS
+CASES = FAMILIES | BFLOAT16 | HYBRID | TWO_RANKS | ONLINE | QUANTISED | FEATURES | SEES_OR_HEARS
 UNDER_LOAD = [
     name
     for number, name in enumerate(sorted(FAMILIES | BFLOAT16))
