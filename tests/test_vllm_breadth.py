@@ -21,6 +21,7 @@ from families import CONFIGURATIONS, save_family
 from media_models import MEDIA, media_prompts, save_media_model
 from support import Record, in_soaks_alone
 from test_vllm import error_of, set_packing
+from test_vllm_drafts import bigrams, eagle
 from tiny_models import save_model, weights_in
 from vllm_engines import (
     NEEDS_VLLM,
@@ -207,6 +208,15 @@ FEATURES = {
         draft=DENSE,
         other={},
     ),
+    "eagle, two ranks": Case(
+        bigrams,
+        {
+            "speculative_config": {"method": "eagle", "num_speculative_tokens": 2},
+            "tensor_parallel_size": 2,
+        },
+        draft=eagle,
+        other={"tensor_parallel_size": 2},
+    ),
 }
 BFLOAT16 = {
     f"{name}, bfloat16": replace(case, arguments={"dtype": "bfloat16"})
@@ -262,7 +272,7 @@ UNDER_LOAD = [
 def test_switched_engine_answers_as_a_fresh_one(
     tmp_path: Path, name: str, record_property: Record
 ) -> None:
-    env = environment(processes=name in TWO_RANKS)
+    env = environment(processes="tensor_parallel_size" in CASES[name].arguments)
     seen = observe(__file__, tmp_path, name, timeout_s=TIMEOUT_S, env=env)
     first, second = seen["fresh"]
     assert all(one != other for one, other in zip(first, second, strict=True))

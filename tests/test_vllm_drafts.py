@@ -55,8 +55,8 @@ class Case:
     target: Callable[[Path, int], Path]
     """Saves the checkpoint of a seed below a directory."""
     speculates: dict[str, Any]
-    draft: Callable[[Path], Path] | None = None
-    """Saves the draft, where it is not in the target's checkpoint."""
+    draft: Callable[[Path, int], Path] | None = None
+    """Saves one, where it is not in the target's checkpoint."""
     needs: str = "vllm"
     """The package that proposes."""
 
@@ -102,9 +102,9 @@ def save_draft(path: Path, config: dict[str, Any], weights: dict[str, torch.Tens
     return path
 
 
-def eagle(directory: Path) -> Path:
+def eagle(directory: Path, seed: int) -> Path:
     """Has neither embedding nor head: with those of a target of bigrams, it often is right."""
-    torch.manual_seed(2)
+    torch.manual_seed(seed)
     passes = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)
     return save_draft(
         directory / "eagle",
@@ -113,8 +113,8 @@ def eagle(directory: Path) -> Path:
     )
 
 
-def eagle3(directory: Path, *, has_head: bool = False) -> Path:
-    torch.manual_seed(2)
+def eagle3(directory: Path, seed: int, *, has_head: bool = False) -> Path:
+    torch.manual_seed(seed)
     head = {"lm_head.weight": normal(VOCABULARY, HIDDEN)} if has_head else {}
     norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
     return save_draft(
@@ -136,8 +136,8 @@ def eagle3(directory: Path, *, has_head: bool = False) -> Path:
     )
 
 
-def medusa(directory: Path) -> Path:
-    torch.manual_seed(2)
+def medusa(directory: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
     blocks = {f"blocks.{i}.layers.0.weight": normal(HIDDEN, HIDDEN) for i in range(NUM_HEADS)}
     heads = {f"lm_heads.{i}.weight": normal(VOCABULARY, HIDDEN) for i in range(NUM_HEADS)}
     sizes = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_hidden_layers": 1}
@@ -170,7 +170,7 @@ CASES = {
     "eagle3 with a head": Case(
         llama,
         {"method": "eagle3", "num_speculative_tokens": 2},
-        lambda directory: eagle3(directory, has_head=True),
+        lambda directory, seed: eagle3(directory, seed, has_head=True),
     ),
     "medusa": Case(llama, {"method": "medusa", "num_speculative_tokens": 2}, medusa),
     "mtp": Case(mimo, {"method": "mtp", "num_speculative_tokens": 1}),
@@ -230,7 +230,7 @@ def run(directory: Path, case: Case, dtype: str) -> dict[str, Any]:
 
     set_packing(packed=True)
     pair = [case.target(directory, seed) for seed in (0, 1)]
-    config = case.speculates | ({"model": str(case.draft(directory))} if case.draft else {})
+    config = case.speculates | ({"model": str(case.draft(directory, 2))} if case.draft else {})
     plain = [vllm.LLM(**engine_arguments(path, dtype=dtype)) for path in pair]
     kept.extend(plain)
     seen: dict[str, Any] = {"fresh": [greedy(llm) for llm in plain], "errors": [], "switched": []}
