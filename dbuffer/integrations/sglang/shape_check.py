@@ -40,11 +40,11 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
             f"a {type(model).__name__} cannot be built without data, so nothing could be "
             f"checked before it is loaded: {type(error).__name__} {error!s:.300}"
         ) from error
-    _require_as_loaded(copy, model)
+    require_as_loaded(copy, model)
     return ShapeCheck(_WatchedReads(copy, tp_size=tp_size), names)
 
 
-def _require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
+def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Refuse a model that serves in another form than it is loaded in.
 
     SGLang quantises, transposes or packs layers once they are loaded, and undoes that for very few.
