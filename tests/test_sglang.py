@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ from tiny_models import make_model, save_model
 import dbuffer
 
 pytestmark = [*NEEDS_SGLANG, pytest.mark.timeout(3 * WAIT_S)]
+
+
+FORMS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "of eight bits": lambda layer: layer.float().to(torch.float8_e4m3fn),
+    "packed": lambda layer: setattr(layer.weight, "data", layer.weight.data.flatten()),
+    "another parameter": lambda layer: setattr(
+        layer, "weight", torch.nn.Parameter(layer.weight.data.t())
+    ),
+    "gone": lambda layer: delattr(layer, "weight"),
+}
+"""What becomes of a layer's weights; its square is still one when it is transposed."""
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +123,16 @@ def test_broken_engine_answers_no_request(seen: dict[str, Any]) -> None:
     assert seen["request to a broken engine"] == "nothing came"
 
 
+@pytest.mark.parametrize("form", ["as it was", *FORMS])
+def test_weights_in_another_form_than_they_are_loaded_in(seen: dict[str, Any], form: str) -> None:
+    """As SGLang leaves quantised ones; `test_sglang_breadth.py` has an engine of them."""
+    refusal = seen["forms"][form]
+    if form == "as it was":
+        assert refusal == ""
+    else:
+        assert "weight was loaded as torch.bfloat16 (4, 4) and has been made something" in refusal
+
+
 # The program.
 
 FAULT = {"rank": 1, "times": 1, "after_tensors": 7, "why": "the disk is on fire"}
@@ -127,6 +149,7 @@ def main(directory: str) -> None:
         "transformers A": transformers_greedy(models[0]),
         "transformers B": transformers_greedy(models[1]),
     }
+    seen["forms"] = {form: refusal_of(form) for form in ("as it was", *FORMS)}
     ask_what_cannot_be_read(engine)
     seen["after a bad request"] = greedy(engine)
     fail_at_first(engine, path / "first", weights, seen)
@@ -139,6 +162,20 @@ def main(directory: str) -> None:
     greedy(engine)  # its schedulers die of it, and this process with them
     seen["request to a broken engine"] = "answered"
     leave(path, seen)
+
+
+def refusal_of(form: str) -> str:
+    from dbuffer.integrations.sglang.shape_check import require_as_loaded
+
+    copy, serving = (torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    for layer in (copy, serving):
+        layer.weight.weight_loader = print  # as SGLang marks what it can load
+    FORMS.get(form, lambda layer: None)(serving)
+    try:
+        require_as_loaded(copy, serving)
+    except dbuffer.EngineUnsupportedError as error:
+        return str(error)
+    return ""
 
 
 def ask_what_cannot_be_read(engine: Any) -> None:

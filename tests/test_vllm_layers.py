@@ -27,6 +27,7 @@ from vllm_engines import (
     kept,
     leave,
     observe,
+    vllm_release,
 )
 
 import dbuffer
@@ -34,8 +35,12 @@ import dbuffer
 pytestmark = NEEDS_VLLM
 
 # vLLM makes what experts need when its first engine has some, so that one comes first.
-BACKEND = ("qwen3-moe packed", "olmo2 packed", "gpt-neox packed", "starcoder2 packed", "qwen3 live")
-FAMILIES = (*BACKEND, "gpt-j packed", "mamba2 packed")
+BACKEND = ("qwen3-moe packed", "olmo2 packed", "starcoder2 packed", "qwen3 live")
+FAMILIES = (*BACKEND, "gpt-j packed")
+if not () < vllm_release() < (0, 32):
+    # Before, the backend takes no GPT-NeoX as transformers 5 saves it, and float32 no convolution.
+    BACKEND += ("gpt-neox packed",)
+    FAMILIES = (*BACKEND, "gpt-j packed", "mamba2 packed")
 HEARS = "whisper"
 """Of an encoder and a decoder."""
 ONLINE = "float8 online"
@@ -188,6 +193,7 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
     # vLLM changes transformers' classes for its backend, so all models are made before.
     pairs = {case: save_pair(directory, case) for case in FAMILIES}
     sinks = save_model("gpt-oss", 0, directory)
+    convolution = save_model("mamba2", 0, directory / "convolution")
     saved = {case: save_int8_pair(directory / case, *INT8[case][:2]) for case in INT8}
     fused = save_int8_pair(directory / "fused", *FUSED[:2])
     scaled = save_int8(directory / SCALED, 0, caches=True)
@@ -211,7 +217,7 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
     online = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     seen[ONLINE] = observe_pair(directory / ONLINE, pairs["qwen3 live"], engines, **online)
     observe_sinks(directory / "sinks", sinks, engines, seen)
-    observe_packed_convolution(directory / "convolution", pairs["mamba2 packed"][0], engines, seen)
+    observe_packed_convolution(directory / "convolution", convolution, engines, seen)
     first = len(engines)
     for case, pair in saved.items():
         mixed = save_mixed(pair[0], part_of(pair[1]), directory / case / "mixed")
@@ -428,7 +434,8 @@ def observe_sinks(
 
     from dbuffer.integrations.vllm import follow
 
-    llm = vllm.LLM(**engine_arguments(checkpoint))
+    # In float32, vLLM's CPU builds before 0.31 have no attention with sinks.
+    llm = vllm.LLM(**engine_arguments(checkpoint, dtype="bfloat16"))
     engines.append(llm)
     seen["gpt oss"] = {"fresh": greedy(llm)}
     part = ("model.layers.0.self_attn.sinks", "model.norm.weight")

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsMoEScheme
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
@@ -23,7 +25,11 @@ from dbuffer.weights.names import NameMap
 
 
 def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> ShapeCheck:
-    """A check with a copy of a model. To be called on the scheduler's own thread."""
+    """A check with a copy of a model. To be called on the scheduler's own thread.
+
+    Raises:
+        EngineUnsupportedError: there can be no copy, or SGLang could not load the model again.
+    """
     try:
         with set_default_torch_dtype(dtype_of(model)), torch.device("meta"):
             quantization = getattr(model, "quant_config", None)
@@ -34,7 +40,40 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
             f"a {type(model).__name__} cannot be built without data, so nothing could be "
             f"checked before it is loaded: {type(error).__name__} {error!s:.300}"
         ) from error
+    require_as_loaded(copy, model)
     return ShapeCheck(_WatchedReads(copy, tp_size=tp_size), names)
+
+
+def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
+    """Refuse a model that serves in another form than it is loaded in.
+
+    SGLang quantises, transposes or packs layers once they are loaded, and undoes that for very few.
+    Into all others it would load as they are: that fails halfway, or means something else there.
+    """
+    served = dict(serving.named_parameters())
+    for path, layer in copy.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if _is_undone(getattr(layer, "scheme", None) or method):
+            continue
+        for name, loaded in layer.named_parameters(path, recurse=False):
+            if name not in served or _form(served[name]) != _form(loaded):
+                raise EngineUnsupportedError(
+                    f"{name} was loaded as {loaded.dtype} {tuple(loaded.shape)} and has been made "
+                    f"something else of since ({type(method).__name__}), into which SGLang cannot "
+                    "load another version: this engine, quantised or packed so, cannot be followed"
+                )
+
+
+def _form(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Without its loader, a parameter takes no part of what it is fused of."""
+    return parameter.shape, parameter.dtype, hasattr(parameter, "weight_loader")
+
+
+def _is_undone(method: Any) -> bool:
+    """Whether SGLang undoes what was made of a layer's parameters before it loads new ones."""
+    undo = getattr(type(method), "restore_weights_before_loading", None)
+    nothing = (QuantizeMethodBase, CompressedTensorsMoEScheme)
+    return undo not in (None, *(each.restore_weights_before_loading for each in nothing))
 
 
 class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
