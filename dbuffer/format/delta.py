@@ -181,21 +181,16 @@ class Shapes:
 
     @classmethod
     def of(cls, layout: Layout, tensors: npt.NDArray[Any]) -> Shapes:
-        indices = tensors.tolist()
-        widths = np.array([word_bytes(layout.specs[index]) for index in indices], np.int64)
-        sizes = np.array([layout.sizes[index] for index in indices], np.int64)
-        offsets = np.array([layout.offsets[index] for index in indices], np.int64)
+        widths, sizes, offsets = (
+            np.array(column, np.int64)[tensors]
+            for column in (layout.widths, layout.sizes, layout.offsets)
+        )
         return cls(widths, sizes // np.maximum(widths, 1), offsets)
-
-
-def word_bytes(spec: TensorSpec) -> int:
-    """Bytes of one of a tensor's words."""
-    return min(ITEM_BYTES[spec.dtype], 8)
 
 
 def words_an_element(spec: TensorSpec) -> int:
     """How many words one of a tensor's elements is."""
-    return ITEM_BYTES[spec.dtype] // word_bytes(spec)
+    return max(1, ITEM_BYTES[spec.dtype] // 8)
 
 
 def encode_header(record: DeltaRecord, tensors: Table, chunks: list[Chunk]) -> bytes:
