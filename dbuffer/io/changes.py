@@ -445,10 +445,8 @@ def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
 def write_changes(changes: Sequence[Change], contents: FileTensors, copier: Copier) -> None:
     """Put changes into memory that holds the version before; doing so twice is as good as once.
 
-    Raises:
-        InvalidWeightsError: a change does not fit the layout. Nothing was written.
+    They are such as were found, or as `check_changes` lets pass: they are not looked at again.
     """
-    check_changes(contents.layout, changes)
     groups = list(_groups(contents.layout, changes))
 
     def work(first: int, end: int) -> None:
@@ -531,7 +529,7 @@ def _fit(layout: Layout, group: Sequence[Change]) -> bool:
     return bool(rises.all() and in_range.all())
 
 
-def change_at(tensor: int, positions: Integers, values: torch.Tensor) -> Change:
+def change_at(tensor: int, positions: npt.NDArray[np.integer[Any]], values: torch.Tensor) -> Change:
     """A change that is known: ``values``, plain and flat, stand at ``positions``, ascending.
 
     Positions and values count elements.
