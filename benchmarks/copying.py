@@ -1,13 +1,18 @@
-"""The physical limit: the same tensors copied within warm memory."""
+"""The physical limits: tensors copied within warm memory, and some of their elements written."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 
 from benchmarks.models import Weights
+from dbuffer.format.delta import Integers
+from dbuffer.io.changes import Words
+from dbuffer.io.copier import Copier
 
 
 def memcpy_variants(source: Weights, halves: HalvesCopy) -> dict[str, Callable[[], object]]:
@@ -35,6 +40,16 @@ class HalvesCopy:
         halves = (slice(None, self._middle), slice(self._middle, None))
         parts = [(self._tensors[half], sources[half]) for half in halves]
         list(self._threads.map(lambda part: torch._foreach_copy_(*part), parts))
+
+
+def scatter(places: Integers, values: Words, words: Words, copier: Copier) -> None:
+    """Write words at places that are known, and no more."""
+
+    def work(first: int, end: int) -> None:
+        words[places[first:end]] = values[first:end]
+
+    cuts = np.linspace(0, len(places), 8 * copier.num_threads + 1, dtype=int).tolist()
+    copier.in_parallel(work, list(itertools.pairwise(cuts)))
 
 
 def _copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import dbuffer
 from benchmarks import models
+from benchmarks.copying import scatter
 from benchmarks.measure import median, timed
 from benchmarks.models import Weights
 from benchmarks.patching import CHANGED, step
 from benchmarks.processes import as_network, scratch_folder
+from dbuffer.format.delta import Integers
+from dbuffer.io.changes import Words
+from dbuffer.io.copier import Copier
 
 _PUBLISHES = 60
 _ROUNDS = 5
@@ -31,6 +38,8 @@ class Stores:
     """Of each, anchors included."""
     send_s: list[float] = field(default_factory=list)
     patch_s: list[float] = field(default_factory=list)
+    patch_floor_s: list[float] = field(default_factory=list)
+    """To write the changed elements into two buffers, at places that are known, and no more."""
 
     @property
     def share(self) -> float:
@@ -46,6 +55,11 @@ class Stores:
     def patch_share(self) -> float:
         """Time of publishing patches, of a send of all weights."""
         return median(self.patch_s) / median(self.send_s)
+
+    @property
+    def patch_floor_share(self) -> float:
+        """What writing alone takes, of a send of all weights."""
+        return median(self.patch_floor_s) / median(self.send_s)
 
 
 def run(directory: Path, *, quick: bool) -> Stores:
@@ -89,12 +103,29 @@ def _patch(
     for sender in (whole, patched):
         for _ in range(3):  # both buffers are made, and mapped
             sender.send(weights)
+    copier = Copier()
+    buffers = np.zeros((2, sum(tensor.numel() for tensor in weights.values())), np.uint16)
     for _ in range(_ROUNDS):
-        patches = []
-        for name, tensor in weights.items():
-            flat = tensor.view(-1)
-            places = torch.randperm(len(flat))[: round(CHANGED * len(flat))].sort().values
-            flat[places] *= -1
-            patches.append(dbuffer.SparsePatch(name, places, flat[places]))
+        patches = [_patch_of(name, tensor) for name, tensor in weights.items()]
         stores.send_s.append(timed(lambda: whole.send(weights)))
         stores.patch_s.append(timed(partial(patched.send_patches, patches)))
+        places, values = _in_one(patches, weights)
+        write = partial(scatter, places, values)
+        stores.patch_floor_s.append(sum(timed(partial(write, one, copier)) for one in buffers))
+
+
+def _patch_of(name: str, tensor: torch.Tensor) -> dbuffer.SparsePatch:
+    """Change some elements, and say which."""
+    flat = tensor.view(-1)
+    places = torch.randperm(len(flat))[: round(CHANGED * len(flat))].sort().values
+    flat[places] *= -1
+    return dbuffer.SparsePatch(name, places, flat[places])
+
+
+def _in_one(patches: Sequence[dbuffer.SparsePatch], weights: Weights) -> tuple[Integers, Words]:
+    """The same places, and bits, in all tensors as if they were one."""
+    sizes = [weights[patch.name].numel() for patch in patches]
+    starts = itertools.accumulate(sizes, initial=0)
+    places = [patch.indices + start for patch, start in zip(patches, starts, strict=False)]
+    values = torch.cat([patch.values for patch in patches]).view(torch.int16)
+    return torch.cat(places).numpy(), values.numpy().view(np.uint16)

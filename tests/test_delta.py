@@ -27,7 +27,7 @@ from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, Piece, TensorSpec
 from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
-from dbuffer.io.changes import Change, find_changes, write_changes
+from dbuffer.io.changes import Change, check_changes, find_changes, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
 from dbuffer.io.tensors import DTYPES, FileTensors
@@ -139,6 +139,38 @@ def test_tensors_of_several_blocks(copier, dtype):
         assert_leads_there(step, copier)
         assert_positions(step, copier)
         verify_result(step.header, step.contents(of_after=True), copier)
+
+
+@pytest.mark.parametrize("hashed", [False, True])
+def test_short_and_long_tensors_of_all_dtypes_among_each_other(copier, hashed):
+    """Some lie side by side and are compared where they are, some have others between them."""
+    rng = np.random.default_rng(7)
+    dtypes = [str(dtype) for dtype in rng.choice([*ITEM_BYTES], 150)]
+    sizes = rng.choice([0, 1, 31, 32, 4096, 10_001, 60_000, 400_000], 150).tolist()
+    shares = rng.choice([0.0, 1e-4, 0.01, 0.4, 0.51, 1.0], 150).tolist()
+    step = random_step(7, dtypes, sizes, shares, copier, hashed=hashed)
+    assert_leads_there(step, copier)
+    assert_positions(step, copier)
+    if hashed:
+        verify_result(step.header, step.contents(of_after=True), copier)
+    found = find_changes(step.contents(), step.after, copier, hashed=False)
+    contents = step.contents()
+    write_changes(found.changes, contents, copier)
+    assert torch.equal(contents.data, step.contents(of_after=True).data)
+    contents.assert_guarded()
+
+
+def test_many_short_tensors_side_by_side(copier):
+    """More than are compared at once; the first, the last and every seventh did not change."""
+    rng = np.random.default_rng(8)
+    shares = [0.0 if index % 7 == 0 else 0.01 for index in range(1000)] + [0.0]
+    step = random_step(8, ["bfloat16"] * 1001, [4096] * 1001, shares, copier)
+    assert step.header.tensors["tensor"].tolist() == [i for i in range(1000) if i % 7]
+    assert_leads_there(step, copier)
+    assert_positions(step, copier)
+    tied = rng.integers(0, 1001, 5).tolist()  # two names of one memory are two tensors here
+    after = [step.after[tied[0]] if index in tied else one for index, one in enumerate(step.after)]
+    assert_leads_there(make_step(step.before, after, ["bfloat16"] * 1001, copier), copier)
 
 
 def test_a_block_that_changed_all_over_in_a_tensor_that_did_not(copier):
@@ -268,6 +300,16 @@ class TestWriteChanges:
             assert torch.equal(contents.data, step.contents(of_after=True).data)
         contents.assert_guarded()
 
+    def test_what_does_not_fit_is_named_among_many(self, copier):
+        step = random_step(4, ["bfloat16"] * 50, [100] * 50, [0.1] * 50, copier)
+        changes = find_changes(step.contents(), step.after, copier, hashed=False).changes
+        check_changes(step.layout, changes)
+        wrong = changes[30].positions.copy()
+        wrong[-1] = 100
+        changes[30] = Change(30, wrong, changes[30].values)
+        with pytest.raises(InvalidWeightsError, match="not fit t30 "):
+            check_changes(step.layout, changes)
+
     @pytest.mark.parametrize(
         "change",
         [
@@ -283,16 +325,15 @@ class TestWriteChanges:
             Change(0, None, np.zeros(9, np.uint16)),
         ],
     )
-    def test_what_does_not_fit_is_refused(self, copier, change):
+    def test_what_does_not_fit_is_refused(self, change):
         tensors = [torch.ones(10).bfloat16(), torch.ones(3).bfloat16()]
         contents = Guarded(layout_of(tensors, ["bfloat16"] * 2), tensors)
-        untouched = contents.all.clone()
         right = Change(1, np.array([0]), np.zeros(1, np.uint16))
         with pytest.raises(InvalidWeightsError):
-            write_changes([right, change], contents, copier)
+            check_changes(contents.layout, [right, change])
         with pytest.raises(InvalidWeightsError, match="of one tensor"):
-            write_changes([right, right], contents, copier)
-        assert torch.equal(contents.all, untouched)
+            check_changes(contents.layout, [right, right])
+        check_changes(contents.layout, [right])
 
 
 class TestApply:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from typing import NamedTuple
@@ -85,7 +84,7 @@ class Parts(NamedTuple):
     def of(cls, step: Step) -> Parts:
         line, _, _ = step.encoded.header[delta.PREFIX_BYTES :].partition(b"\n")
         header = step.header
-        rows = [dataclasses.astuple(chunk) for chunk in header.chunks]
+        rows = list(header.chunks)
         return cls(json.loads(line), header.tensors.copy(), np.array(rows, delta._CHUNK_ROW))
 
     def header(self) -> bytes:

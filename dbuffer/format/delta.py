@@ -24,13 +24,12 @@ in it, and as they are if not. How long each is, unpacked, follows from the head
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import struct
 import threading
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -111,8 +110,7 @@ class DeltaRecord(Record):
     num_chunks: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A row of the second table, with plain numbers."""
 
     first_row: int
@@ -181,26 +179,21 @@ class Shapes:
 
     @classmethod
     def of(cls, layout: Layout, tensors: npt.NDArray[Any]) -> Shapes:
-        indices = tensors.tolist()
-        widths = np.array([word_bytes(layout.specs[index]) for index in indices], np.int64)
-        sizes = np.array([layout.sizes[index] for index in indices], np.int64)
-        offsets = np.array([layout.offsets[index] for index in indices], np.int64)
+        widths, sizes, offsets = (
+            np.array(column, np.int64)[tensors]
+            for column in (layout.widths, layout.sizes, layout.offsets)
+        )
         return cls(widths, sizes // np.maximum(widths, 1), offsets)
-
-
-def word_bytes(spec: TensorSpec) -> int:
-    """Bytes of one of a tensor's words."""
-    return min(ITEM_BYTES[spec.dtype], 8)
 
 
 def words_an_element(spec: TensorSpec) -> int:
     """How many words one of a tensor's elements is."""
-    return ITEM_BYTES[spec.dtype] // word_bytes(spec)
+    return max(1, ITEM_BYTES[spec.dtype] // 8)
 
 
 def encode_header(record: DeltaRecord, tensors: Table, chunks: list[Chunk]) -> bytes:
     """The prefix and the header."""
-    rows = np.array([dataclasses.astuple(chunk) for chunk in chunks], _CHUNK_ROW)
+    rows = np.array(chunks, _CHUNK_ROW)
     data = encode(record) + pack(_encode_table(tensors) + _encode_table(rows))
     return _PREFIX.pack(MAGIC, FORMAT, len(data), int(digest(data), 16)) + data
 

@@ -17,6 +17,7 @@ part, and a reader puts them together, in memory, as the weights file would have
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -194,6 +195,18 @@ class Layout:
             for index, start, end in self._cuts()
             for offset in range(start, max(end, start + 1), BLOCK_BYTES)
         ]
+
+    @functools.cached_property
+    def first_blocks(self) -> list[int]:
+        """Index of each tensor's first block; and, last, how many blocks there are."""
+        counts = collections.Counter(block.tensor for block in self.blocks)
+        tensors = range(len(self.specs))
+        return list(itertools.accumulate((counts[index] for index in tensors), initial=0))
+
+    @functools.cached_property
+    def widths(self) -> list[int]:
+        """Bytes of one of each tensor's *words*: an element, or 8 of one that is longer."""
+        return [min(ITEM_BYTES[spec.dtype], 8) for spec in self.specs]
 
     def _cuts(self) -> list[tuple[int, int, int]]:
         """Tensor, first byte and end of what blocks begin anew with: tensors, or their pieces."""

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from dbuffer.errors import InvalidWeightsError
-from dbuffer.format.delta import Integers, word_bytes
+from dbuffer.format.delta import Integers
 from dbuffer.format.layout import BLOCK_BYTES, Block, Layout
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import DTYPES, FileTensors, copy_one, is_plain, join_digests, split_evenly
@@ -32,8 +32,11 @@ _WHOLE_SHARE = 0.5
 bytes as the zeros do that stand for unchanged words, and finding it takes four times as long."""
 
 _GATHER_BYTES = BLOCK_BYTES // 4
-"""Shorter blocks are compared many at once, side by side in a buffer: a call of numpy takes as long
-as it takes to compare 20 kB."""
+"""Shorter tensors are compared many at once, side by side in a buffer: a call of numpy takes as
+long as it takes to compare 20 kB."""
+
+_GROUP_CHANGES = 1 << 16
+"""Changed words of small tensors that are handled together."""
 
 _BATCH_BYTES = 64 << 20
 """Of tensors that are not plain, in plain memory at a time; or of one, if it is larger."""
@@ -116,7 +119,7 @@ def _check_shapes(layout: Layout, after: Sequence[torch.Tensor]) -> None:
                 f"{list(spec.shape)} in the version to compare with"
             )
     for piece in layout.pieces:
-        width = word_bytes(layout.specs[piece.tensor])
+        width = layout.widths[piece.tensor]
         if piece.offset % width or piece.num_bytes % width:
             raise InvalidWeightsError(
                 f"{layout.specs[piece.tensor].name!r:.200} is cut inside an element"
@@ -134,7 +137,8 @@ def _plain_batches(
             batch[index] = tensor
         else:
             others.append(index)
-    yield batch
+    if batch:
+        yield batch
     batch, num_bytes = {}, 0
     for index in others:
         if batch and num_bytes + layout.sizes[index] > _BATCH_BYTES:
@@ -145,15 +149,17 @@ def _plain_batches(
         batch[index] = plain.view(DTYPES[spec.dtype]).view(spec.shape)
         copy_one(batch[index], after[index])
         num_bytes += layout.sizes[index]
-    yield batch
+    if batch:
+        yield batch
 
 
 class _Run(NamedTuple):
-    """Blocks that one call compares: a long one, or many short ones with words of one size."""
+    """What is compared at once: a long tensor's block, or short tensors with words of one size."""
 
-    blocks: list[int]
-    word_bytes: int
+    tensors: list[int]
     num_bytes: int
+    block: int | None = None
+    """The long tensor's."""
 
 
 class _Seen(NamedTuple):
@@ -172,121 +178,127 @@ class _Search:
     def __init__(
         self, before: FileTensors, after: Mapping[int, torch.Tensor], *, hashed: bool
     ) -> None:
-        self._before, self._after, self._hashed = before, after, hashed
+        self._before = np.frombuffer(before.raw, np.uint8)
+        self._after, self._hashed = after, hashed
         self._layout = before.layout
-        self._addresses = {index: tensor.data_ptr() for index, tensor in after.items()}
         self._seen: dict[int, _Seen] = {}
         self._digests: dict[int, int] = {}
-        self._blocks_of: dict[int, list[int]] = {}
         self.runs = list(self._cut_runs())
-        self.num_changed = 0
+        self._short: list[Change] = []
+        self._num_changed: list[int] = []
+
+    def _blocks_of(self, tensor: int) -> range:
+        return range(*self._layout.first_blocks[tensor : tensor + 2])
+
+    @property
+    def num_changed(self) -> int:
+        """Words that differ, once `changes` has been called."""
+        return sum(self._num_changed)
 
     def _cut_runs(self) -> Iterator[_Run]:
-        widths = [word_bytes(spec) for spec in self._layout.specs]
-        short: dict[int, tuple[list[int], int]] = {}
-        for index, block in enumerate(self._layout.blocks):
-            if not block.num_bytes or block.tensor not in self._after:
-                continue
-            self._blocks_of.setdefault(block.tensor, []).append(index)
-            width = widths[block.tensor]
-            if block.num_bytes >= _GATHER_BYTES:
-                yield _Run([index], width, block.num_bytes)
-                continue
-            blocks, num_bytes = short.pop(width, ([], 0))
-            blocks.append(index)
-            num_bytes += block.num_bytes
-            if num_bytes >= BLOCK_BYTES - _GATHER_BYTES:
-                yield _Run(blocks, width, num_bytes)
-            else:
-                short[width] = blocks, num_bytes
-        for width, (blocks, num_bytes) in short.items():
-            yield _Run(blocks, width, num_bytes)
+        layout = self._layout
+        short: dict[int, list[int]] = {width: [] for width in WORDS}
+        num_bytes = dict.fromkeys(WORDS, 0)
+        for tensor in self._after:
+            size, width = layout.sizes[tensor], layout.widths[tensor]
+            if size >= _GATHER_BYTES:
+                for index in self._blocks_of(tensor):
+                    yield _Run([tensor], layout.blocks[index].num_bytes, index)
+            elif size:
+                short[width].append(tensor)
+                num_bytes[width] += size
+                if num_bytes[width] >= BLOCK_BYTES - _GATHER_BYTES:
+                    yield _Run(short[width], num_bytes[width])
+                    short[width], num_bytes[width] = [], 0
+        for width, tensors in short.items():
+            if tensors:
+                yield _Run(tensors, num_bytes[width])
 
     def look(self, first: int, end: int) -> None:
         """Compare some of the runs."""
         scratch = _Scratch()
         for run in self.runs[first:end]:
-            if len(run.blocks) == 1:
-                self._look_at_one(run, scratch)
-            else:
+            if run.block is None:
                 self._look_at_many(run, scratch)
+            else:
+                self._look_at_one(run.block, scratch)
 
-    def _look_at_one(self, run: _Run, scratch: _Scratch) -> None:
-        (index,) = run.blocks
+    def _look_at_one(self, index: int, scratch: _Scratch) -> None:
         block = self._layout.blocks[index]
-        before, after = self._bytes_before(block), self._bytes_after(block)
+        after = self._bytes_after(block)
         if self._hashed:
             self._digests[index] = xxhash.xxh3_64_intdigest(after.data)
-        width = run.word_bytes
-        before, after = before.view(WORDS[width]), after.view(WORDS[width])
-        most = int(len(after) * _WHOLE_SHARE)
-        found = _differing(before, after, scratch, most=most)
+        words = WORDS[self._layout.widths[block.tensor]]
+        old, new = self._bytes_before(block).view(words), after.view(words)
+        found = _differing(old, new, scratch, most=int(len(new) * _WHOLE_SHARE))
         if isinstance(found, int):
             self._seen[index] = _Seen(found, None, None, None)
         elif len(found.positions):
-            self._note(index, found, block.offset // width)
+            self._note(index, found)
 
     def _look_at_many(self, run: _Run, scratch: _Scratch) -> None:
-        blocks = [self._layout.blocks[index] for index in run.blocks]
-        before, after = scratch.pair(run.num_bytes)
-        inside, outside = before.ctypes.data, after.ctypes.data
-        base, offsets = self._before.address, self._layout.offsets
-        end = 0
-        starts = []
-        for block in blocks:
-            tensor, offset, num_bytes = block
-            starts.append(end)
-            ctypes.memmove(inside + end, base + offsets[tensor] + offset, num_bytes)
-            ctypes.memmove(outside + end, self._addresses[tensor] + offset, num_bytes)
-            end += num_bytes
+        """Side by side in a buffer, at once."""
+        words, after = WORDS[self._layout.widths[run.tensors[0]]], scratch.buffer(run.num_bytes)
+        sizes = [self._layout.sizes[tensor] for tensor in run.tensors]
+        place = after.ctypes.data
+        for tensor, size in zip(run.tensors, sizes, strict=True):
+            ctypes.memmove(place, self._after[tensor].data_ptr(), size)
+            place += size
         if self._hashed:
-            for index, start, block in zip(run.blocks, starts, blocks, strict=True):
-                part = after[start : start + block.num_bytes]
-                self._digests[index] = xxhash.xxh3_64_intdigest(part.data)
-        self._note_many(run, starts, before, after, scratch)
-
-    def _note_many(
-        self,
-        run: _Run,
-        starts: list[int],
-        before: npt.NDArray[np.uint8],
-        after: npt.NDArray[np.uint8],
-        scratch: _Scratch,
-    ) -> None:
-        width = run.word_bytes
-        old, new = before.view(WORDS[width]), after.view(WORDS[width])
+            self._hash_many(run, after)
+        old, new = self._bytes_before_of(run).view(words), after.view(words)
         found = _differing(old, new, scratch, most=len(new))
-        if isinstance(found, int) or not len(found.positions):
-            return
-        firsts = [start // width for start in starts]
-        cuts = [*found.positions.searchsorted(firsts).tolist(), len(found.positions)]
-        for number, index in enumerate(run.blocks):
-            if cuts[number] < cuts[number + 1]:
-                inside = self._layout.blocks[index].offset // width
-                part = _Differing(*(column[cuts[number] : cuts[number + 1]] for column in found))
-                self._note(index, part, inside - firsts[number])
+        if not isinstance(found, int) and len(found.positions):
+            self._num_changed.append(len(found.positions))
+            self._short += self._changes_in(run.tensors, np.array(sizes) // words.itemsize, found)
 
-    def _note(self, index: int, found: _Differing, shift: int) -> None:
-        """Keep what differs in a block, whose first word is so much further in its tensor."""
-        size = self._layout.sizes[self._layout.blocks[index].tensor]
-        positions = narrowed(found.positions + shift, size)
+    def _changes_in(
+        self, tensors: Sequence[int], sizes: Integers, found: _Differing
+    ) -> Iterator[Change]:
+        """What was found in short tensors that lie side by side, as a change of each."""
+        starts = np.cumsum(sizes) - sizes
+        cuts = found.positions.searchsorted(starts + sizes)
+        counts = cuts - found.positions.searchsorted(starts)
+        positions = narrowed(found.positions - np.repeat(starts, counts), BLOCK_BYTES)
+        is_mostly = counts > _WHOLE_SHARE * sizes
+        first = 0
+        for tensor, end, mostly in zip(tensors, cuts.tolist(), is_mostly.tolist(), strict=True):
+            if mostly:
+                yield self._whole(tensor)
+            elif end > first:
+                part = slice(first, end)
+                yield Change(tensor, positions[part], found.new[part], found.old[part])
+            first = end
+
+    def _hash_many(self, run: _Run, data: npt.NDArray[np.uint8]) -> None:
+        view, end = data.data, 0
+        for index in (index for tensor in run.tensors for index in self._blocks_of(tensor)):
+            start, end = end, end + self._layout.blocks[index].num_bytes
+            self._digests[index] = xxhash.xxh3_64_intdigest(view[start:end])
+
+    def _whole(self, tensor: int) -> Change:
+        return Change(
+            tensor, None, _bytes_of(self._after[tensor]).view(WORDS[self._layout.widths[tensor]])
+        )
+
+    def _note(self, index: int, found: _Differing) -> None:
+        """Keep what differs in a long tensor's block."""
+        block = self._layout.blocks[index]
+        shift = block.offset // self._layout.widths[block.tensor]
+        positions = narrowed(found.positions + shift, self._layout.sizes[block.tensor])
         self._seen[index] = _Seen(len(positions), positions, found.new, found.old)
 
     def changes(self) -> list[Change]:
         """What was found, of each tensor that changed."""
-        found = []
-        for tensor, blocks in self._blocks_of.items():
-            changed = [index for index in blocks if index in self._seen]
-            if not changed:
-                continue
+        found = list(self._short)
+        blocks = self._layout.blocks
+        for tensor in dict.fromkeys(blocks[index].tensor for index in sorted(self._seen)):
+            changed = [index for index in self._blocks_of(tensor) if index in self._seen]
             num_changed = sum([self._seen[index].num_changed for index in changed])
-            self.num_changed += num_changed
-            width = word_bytes(self._layout.specs[tensor])
-            if num_changed * width > _WHOLE_SHARE * self._layout.sizes[tensor]:
-                words = _bytes_of(self._after[tensor]).view(WORDS[width])
-                found.append(Change(tensor, None, words))
-            else:
-                found.append(self._joined(tensor, changed))
+            self._num_changed.append(num_changed)
+            num_words = self._layout.sizes[tensor] // self._layout.widths[tensor]
+            is_mostly = num_changed > _WHOLE_SHARE * num_words
+            found.append(self._whole(tensor) if is_mostly else self._joined(tensor, changed))
         return found
 
     def _joined(self, tensor: int, blocks: list[int]) -> Change:
@@ -301,26 +313,33 @@ class _Search:
     def _look_in_full(self, index: int) -> None:
         """Find what differs in a block that alone would go whole, in a tensor that does not."""
         block = self._layout.blocks[index]
-        width = word_bytes(self._layout.specs[block.tensor])
-        before = self._bytes_before(block).view(WORDS[width])
-        after = self._bytes_after(block).view(WORDS[width])
-        found = np.flatnonzero(before != after)
-        differing = _Differing(found, before.take(found), after.take(found))
-        self._note(index, differing, block.offset // width)
+        words = WORDS[self._layout.widths[block.tensor]]
+        old, new = self._bytes_before(block).view(words), self._bytes_after(block).view(words)
+        self._note(index, _all_differing(old, new, old != new))
 
     def checksums(self, changes: Sequence[Change]) -> dict[int, int]:
         """Those of the changed tensors that are here."""
         if not self._hashed:
             return {}
         return {
-            tensor: join_digests([self._digests[index] for index in self._blocks_of[tensor]])
+            tensor: join_digests([self._digests[index] for index in self._blocks_of(tensor)])
             for tensor in (change.tensor for change in changes)
             if tensor in self._after
         }
 
     def _bytes_before(self, block: Block) -> npt.NDArray[np.uint8]:
         start = self._layout.offsets[block.tensor] + block.offset
-        return np.frombuffer(self._before.raw, np.uint8, block.num_bytes, start)
+        return self._before[start : start + block.num_bytes]
+
+    def _bytes_before_of(self, run: _Run) -> npt.NDArray[np.uint8]:
+        """Those of all its tensors; where they lie, if that is side by side."""
+        offsets, sizes = self._layout.offsets, self._layout.sizes
+        first, last = run.tensors[0], run.tensors[-1]
+        start, end = offsets[first], offsets[last] + sizes[last]
+        if end - start == run.num_bytes:
+            return self._before[start:end]
+        pairs = [(offsets[tensor], sizes[tensor]) for tensor in run.tensors]
+        return np.concatenate([self._before[start : start + size] for start, size in pairs])
 
     def _bytes_after(self, block: Block) -> npt.NDArray[np.uint8]:
         data = _bytes_of(self._after[block.tensor])
@@ -332,17 +351,17 @@ class _Scratch:
 
     def __init__(self) -> None:
         self._mask = np.empty(0, np.bool_)
-        self._pair = np.empty((2, 0), np.uint8)
+        self._buffer = np.empty(0, np.uint8)
 
     def mask(self, size: int) -> npt.NDArray[np.bool_]:
         if len(self._mask) < size:
             self._mask = np.empty(max(size, BLOCK_BYTES // 8), np.bool_)
         return self._mask[:size]
 
-    def pair(self, num_bytes: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-        if self._pair.shape[1] < num_bytes:
-            self._pair = np.empty((2, max(num_bytes, BLOCK_BYTES)), np.uint8)
-        return self._pair[0, :num_bytes], self._pair[1, :num_bytes]
+    def buffer(self, num_bytes: int) -> npt.NDArray[np.uint8]:
+        if len(self._buffer) < num_bytes:
+            self._buffer = np.empty(max(num_bytes, BLOCK_BYTES), np.uint8)
+        return self._buffer[:num_bytes]
 
 
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -375,7 +394,7 @@ def _differing(before: Words, after: Words, scratch: _Scratch, *, most: int) -> 
     old = long_before.take(found).view(before.dtype)
     new = long_after.take(found).view(before.dtype)
     if each > 1:
-        hits = np.flatnonzero(old != new)
+        hits = (old != new).nonzero()[0]
         shift = each.bit_length() - 1
         found = (found.take(hits >> shift) << shift) + (hits & (each - 1))
         old, new = old.take(hits), new.take(hits)
@@ -390,9 +409,11 @@ def _differing(before: Words, after: Words, scratch: _Scratch, *, most: int) -> 
 def _many_differing(before: Words, after: Words, most: int) -> _Differing | int:
     mask = before != after
     num_changed = int(np.count_nonzero(mask))
-    if num_changed > most:
-        return num_changed
-    found = np.flatnonzero(mask)
+    return num_changed if num_changed > most else _all_differing(before, after, mask)
+
+
+def _all_differing(before: Words, after: Words, mask: npt.NDArray[np.bool_]) -> _Differing:
+    (found,) = mask.nonzero()
     return _Differing(found, before.take(found), after.take(found))
 
 
@@ -400,12 +421,12 @@ def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
     """Positions of the few that are true: eight are looked at together, which is quicker."""
     rest = len(mask) // 8 * 8
     eights = mask[:rest].view(np.uint64)
-    some = np.flatnonzero(eights != 0)
-    hits = np.flatnonzero(eights.take(some).view(np.bool_))
+    some = (eights != 0).nonzero()[0]
+    hits = eights.take(some).view(np.bool_).nonzero()[0]
     found = (some.take(hits >> 3) << 3) + (hits & 7)
     if rest < len(mask):
-        found = np.concatenate([found, np.flatnonzero(mask[rest:]) + rest])
-    return found
+        found = np.concatenate([found, mask[rest:].nonzero()[0] + rest])
+    return np.asarray(found)
 
 
 def narrowed(positions: Integers, num_bytes: int) -> npt.NDArray[np.integer[Any]]:
@@ -424,42 +445,91 @@ def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
 def write_changes(changes: Sequence[Change], contents: FileTensors, copier: Copier) -> None:
     """Put changes into memory that holds the version before; doing so twice is as good as once.
 
-    Raises:
-        InvalidWeightsError: a change does not fit the layout. Nothing was written.
+    They are such as were found, or as `check_changes` lets pass: they are not looked at again.
     """
-    check_changes(contents.layout, changes)
+    groups = list(_groups(contents.layout, changes))
 
     def work(first: int, end: int) -> None:
-        for change in changes[first:end]:
-            words = words_of(contents, change.tensor)
-            words[slice(None) if change.positions is None else change.positions] = change.values
+        for group in groups[first:end]:
+            _write_group(group, contents)
 
-    copier.in_parallel(work, cut_work([change.values.nbytes for change in changes], copier))
+    sizes = [sum([len(change.values) for change in group]) for group in groups]
+    copier.in_parallel(work, cut_work(sizes, copier))
+
+
+def _write_group(group: Sequence[Change], contents: FileTensors) -> None:
+    change, layout = group[0], contents.layout
+    if change.positions is None:
+        words_of(contents, change.tensor)[:] = change.values
+        return
+    width = change.values.itemsize
+    words = np.frombuffer(contents.raw, WORDS[width], len(contents.raw) // width)
+    places, counts = _joined_positions(group)
+    places += np.repeat([layout.offsets[change.tensor] // width for change in group], counts)
+    words[places] = np.concatenate([change.values for change in group])
+
+
+def _groups(layout: Layout, changes: Sequence[Change]) -> Iterator[list[Change]]:
+    """Neighbours with words of one size, so few that one call of numpy for all is quicker."""
+    group: list[Change] = []
+    key, num_changed = None, 0
+    for change in changes:
+        count = len(change.values)
+        own = None if change.positions is None else layout.widths[change.tensor]
+        if group and (own is None or own != key or num_changed + count > _GROUP_CHANGES):
+            yield group
+            group, num_changed = [], 0
+        group.append(change)
+        key, num_changed = own, num_changed + count
+    if group:
+        yield group
+
+
+def _joined_positions(group: Sequence[Change]) -> tuple[Integers, Integers]:
+    """Those of all, one after another, and how many each has."""
+    parts = [change.positions for change in group if change.positions is not None]
+    counts = np.array([len(part) for part in parts], np.int64)
+    return np.concatenate(parts, dtype=np.int64), counts
 
 
 def check_changes(layout: Layout, changes: Sequence[Change]) -> None:
     """Refuse, with an InvalidWeightsError, what does not fit the layout."""
-    if len({change.tensor for change in changes}) != len(changes):
+    tensors = {change.tensor for change in changes}
+    if len(tensors) != len(changes):
         raise InvalidWeightsError("two changes are of one tensor; join them")
-    for change in changes:
-        if not 0 <= change.tensor < len(layout.specs):
-            raise InvalidWeightsError(f"a change of tensor {change.tensor}, which is not there")
-        spec = layout.specs[change.tensor]
-        num_words = spec.num_bytes // word_bytes(spec)
-        positions, values = change.positions, change.values
-        wanted = num_words if positions is None else len(positions)
-        fits = len(values) == wanted > 0 and values.dtype == WORDS[word_bytes(spec)]
-        if positions is not None and fits:
-            fits = int(positions[0]) >= 0 and int(positions[-1]) < num_words
-            fits = fits and bool((positions[1:] > positions[:-1]).all())
-        if not fits:
-            raise InvalidWeightsError(
-                f"a change does not fit {spec!s:.200}: {len(values)} values of {values.dtype}, at "
-                "positions that are not ascending, not as many, or not in the tensor"
-            )
+    for tensor in tensors.difference(range(len(layout.specs))):
+        raise InvalidWeightsError(f"a change of tensor {tensor}, which is not there")
+    for group in _groups(layout, changes):
+        if _fit(layout, group):
+            continue
+        change = next(change for change in group if not _fit(layout, [change]))
+        raise InvalidWeightsError(
+            f"a change does not fit {layout.specs[change.tensor]!s:.200}: {len(change.values)} "
+            f"values of {change.values.dtype}, at positions that are not ascending, not as many, "
+            "or not in the tensor"
+        )
 
 
-def change_at(tensor: int, positions: Integers, values: torch.Tensor) -> Change:
+def _fit(layout: Layout, group: Sequence[Change]) -> bool:
+    """Whether these have values of the right dtype, one a position, which ascend in the tensor."""
+    dtype = WORDS[layout.widths[group[0].tensor]]
+    sizes = [layout.sizes[change.tensor] // dtype.itemsize for change in group]
+    is_whole = group[0].positions is None
+    wanted = sizes if is_whole else [len(change.positions) for change in group]  # type: ignore[arg-type]
+    for change, count in zip(group, wanted, strict=True):
+        if not len(change.values) == count > 0 or change.values.dtype != dtype:
+            return False
+    if is_whole:
+        return True
+    positions, counts = _joined_positions(group)
+    ends = np.cumsum(counts)
+    rises = positions[1:] > positions[:-1]
+    rises[ends[:-1] - 1] = True  # from one tensor to the next
+    in_range = (positions[ends - counts] >= 0) & (positions[ends - 1] < sizes)
+    return bool(rises.all() and in_range.all())
+
+
+def change_at(tensor: int, positions: npt.NDArray[np.integer[Any]], values: torch.Tensor) -> Change:
     """A change that is known: ``values``, plain and flat, stand at ``positions``, ascending.
 
     Positions and values count elements.
@@ -474,5 +544,5 @@ def change_at(tensor: int, positions: Integers, values: torch.Tensor) -> Change:
 def words_of(contents: FileTensors, tensor: int) -> Words:
     """The words of a tensor, where they lie."""
     start, size = contents.layout.offsets[tensor], contents.layout.sizes[tensor]
-    width = word_bytes(contents.layout.specs[tensor])
+    width = contents.layout.widths[tensor]
     return np.frombuffer(contents.raw, np.uint8, size, start).view(WORDS[width])

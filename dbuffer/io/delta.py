@@ -79,8 +79,8 @@ def encode_delta(
         InvalidWeightsError: a change does not fit the layout.
     """
     layout = found.layout
-    changes = sorted(found.changes, key=lambda change: _sort_key(layout, change))
-    check_changes(layout, changes)
+    check_changes(layout, found.changes)
+    changes = _sorted(layout, found.changes)
     rows = delta.tensor_table(len(changes))
     rows["tensor"] = [change.tensor for change in changes]
     rows["num_changed"] = [len(change.values) for change in changes]
@@ -103,9 +103,12 @@ def encode_delta(
     return EncodedDelta(header, [body for _, body in chunks])
 
 
-def _sort_key(layout: Layout, change: Change) -> tuple[bool, int, int]:
-    width = delta.word_bytes(layout.specs[change.tensor])
-    return change.positions is None, width, change.tensor
+def _sorted(layout: Layout, changes: Sequence[Change]) -> list[Change]:
+    """As the rows are to be: see `dbuffer.format.delta`."""
+    tensors = [change.tensor for change in changes]
+    widths = [layout.widths[tensor] for tensor in tensors]
+    is_whole = [change.positions is None for change in changes]
+    return [changes[index] for index in np.lexsort((tensors, widths, is_whole)).tolist()]
 
 
 class _Plan(NamedTuple):
@@ -295,10 +298,8 @@ class _Memory:
         words, is_added = self._words[stretch.word_bytes], chunk.what == delta.DIFFERENCES
         if positions is not None:
             places = stretch.in_memory(positions, counts)
-            if is_added:
-                np.add.at(words, places, values)
-            else:
-                words[places] = values
+            # Not np.add.at, which keeps the interpreter's lock: no place is there twice.
+            words[places] = words.take(places) + values if is_added else values
             return
         for start, place, size in stretch.pieces(len(values)):
             target, own = words[place : place + size], values[start : start + size]
@@ -353,7 +354,7 @@ class _ExcerptMemory(_Memory):
         which, values = which[is_inside], values[is_inside]
         own = (at[is_inside] - starts[which] + places[which]) // stretch.word_bytes
         words = self._words[stretch.word_bytes]
-        words[own] = words[own] + values if chunk.what == delta.DIFFERENCES else values
+        words[own] = words.take(own) + values if chunk.what == delta.DIFFERENCES else values
 
 
 def _zigzag(differences: Words) -> Words:

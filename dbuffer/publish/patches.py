@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
+from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.io.changes import Change, change_at
+from dbuffer.io.changes import Change, change_at, narrowed
 from dbuffer.io.tensors import DTYPES
 
 
@@ -80,20 +80,21 @@ def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> Change:
         )
     if patch.values.dtype is not dtype:
         raise WeightsMismatchError(f"{what} holds {patch.values.dtype}, and the tensor {dtype}")
-    # Copies, here and below: what changed is written into the other buffer by the next publish.
-    positions = patch.indices.detach().reshape(-1).to("cpu", torch.int64, copy=True)
-    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < count:
-        raise WeightsMismatchError(f"{what} has indices outside of 0 to {count - 1}")
-    places: npt.NDArray[np.int64] = positions.numpy()
+    places: Integers = patch.indices.detach().reshape(-1).to("cpu", torch.int64).numpy()
     values = patch.values.detach().reshape(-1).cpu().resolve_conj().resolve_neg().contiguous()
     if not (places[1:] > places[:-1]).all():  # who has found them in order need not wait for this
-        order = np.argsort(places)
-        places = places[order]
-        if (places[1:] == places[:-1]).any():
-            raise InvalidWeightsError(f"{what} names one place twice")
-        # Their bytes: neither torch nor numpy can pick elements of each dtype.
-        rows = values.view(torch.uint8).reshape(len(places), dtype.itemsize)
-        values = rows[torch.from_numpy(order)].reshape(-1).view(dtype)
-    else:
-        values = values.clone()
-    return change_at(index, places, values)
+        places, values = _in_order(what, places, values)
+    if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < count:
+        raise WeightsMismatchError(f"{what} has indices outside of 0 to {count - 1}")
+    # Copies: what changed is written into the other buffer by the next publish.
+    return change_at(index, narrowed(places, spec.num_bytes), values.clone())
+
+
+def _in_order(what: str, places: Integers, values: torch.Tensor) -> tuple[Integers, torch.Tensor]:
+    order = np.argsort(places)
+    places = places[order]
+    if (places[1:] == places[:-1]).any():
+        raise InvalidWeightsError(f"{what} names one place twice")
+    # Their bytes: neither torch nor numpy can pick elements of each dtype.
+    rows = values.view(torch.uint8).reshape(len(places), values.dtype.itemsize)
+    return places, rows[torch.from_numpy(order)].reshape(-1).view(values.dtype)
