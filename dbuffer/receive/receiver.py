@@ -16,16 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from dbuffer.errors import (
-    ChecksumError,
-    ClosedError,
-    SnapshotEvictedError,
-    StoreCorruptError,
-    StoreNotFoundError,
-    VersionError,
-    VersionTimeoutError,
-    WeightsMismatchError,
-)
+from dbuffer import errors
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import POINTER_FILE, Pointer, host_in_id, is_receiver_id
 from dbuffer.io.chain import Chain
@@ -217,7 +208,7 @@ class WeightReceiver:
                     self._keep_to_go_on_from(held, tensors)
                 if not held.is_unchanged():
                     self._store.newest_pointer(self._seen)  # raises if the store was emptied
-                    raise SnapshotEvictedError(
+                    raise errors.SnapshotEvictedError(
                         f"version {held.manifest.version} of {self.store} was held for longer than "
                         "the sender waits, and its buffer was taken; open the newest and start over"
                     )
@@ -389,7 +380,7 @@ class WeightReceiver:
 
     def _check_open(self) -> None:
         if self._is_closed or self._pid != os.getpid():
-            raise ClosedError(
+            raise errors.ClosedError(
                 f"this receiver of {self.store} is closed, or was made before a fork; "
                 "make a new one"
             )
@@ -397,7 +388,7 @@ class WeightReceiver:
     def _newest(self) -> int | None:
         if not self._store.exists():
             if self._seen is not None:
-                raise StoreNotFoundError(f"the store at {self.store} was removed")
+                raise errors.StoreNotFoundError(f"the store at {self.store} was removed")
             return None
         self._store.check()
         pointer = self._store.newest_pointer(self._seen)
@@ -413,7 +404,7 @@ class WeightReceiver:
         if version is None:
             wanted = "no version" if newer_than is None else f"no version above {newer_than}"
             there = "" if self._store.exists() else ", which is not there"
-            raise VersionTimeoutError(
+            raise errors.VersionTimeoutError(
                 f"{wanted} was published within {timeout_s:g} s in {self.store}{there}"
             )
 
@@ -449,7 +440,7 @@ class WeightReceiver:
         with self._cleared_on_error():
             held = self._store.hold_version(version, self.history, self._announce)
             if held is None:
-                raise VersionError(
+                raise errors.VersionError(
                     f"version {version} is no longer in {self.store}: version "
                     f"{self.seen_version} and the one before it are"
                 )
@@ -487,7 +478,7 @@ class WeightReceiver:
         """
         try:
             yield
-        except StoreCorruptError:
+        except errors.StoreCorruptError:
             if held.manifest.anchor is not None:
                 self.record.write(unreadable_version=held.manifest.version)
             raise
@@ -515,7 +506,7 @@ class WeightReceiver:
                     tensors = self._read_from_file(held, memory)
             if tensors is None:
                 return None
-        except StoreNotFoundError as error:
+        except errors.StoreNotFoundError as error:
             with self.telling_if_unreadable(held):
                 held.wait_after_loss(error, self._patience)
             return None
@@ -544,7 +535,7 @@ class WeightReceiver:
                 chain.read(tensors, self._copier, since=before.identity)
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
-        except (StoreCorruptError, StoreNotFoundError) as error:
+        except (errors.StoreCorruptError, errors.StoreNotFoundError) as error:
             logger.warning("reading version %d whole: %s", manifest.version, error)
             return None
         if wrong:
@@ -576,7 +567,7 @@ class WeightReceiver:
             return True
         try:
             match = self._matcher.match(target, self._layout_of(held), partial=partial)
-        except StoreNotFoundError as error:
+        except errors.StoreNotFoundError as error:
             held.wait_after_loss(error, self._patience)
             return False
         # Damage is found before the target is touched ...
@@ -585,7 +576,7 @@ class WeightReceiver:
             return False
         try:
             match.require_ties(tensors.tensor)
-        except WeightsMismatchError:
+        except errors.WeightsMismatchError:
             if held.is_unchanged():
                 raise
             return False  # a writer was faster
@@ -627,7 +618,7 @@ class WeightReceiver:
             return True
         # A writer marks the buffer before its first byte: one that is not marked was damaged.
         if self._store.manifest(held.buffer) == held.manifest:
-            raise ChecksumError(
+            raise errors.ChecksumError(
                 f"{held.path}: version {held.manifest.version} was damaged after it was "
                 f"published: {listed(wrong)}; publish again to replace it"
             )

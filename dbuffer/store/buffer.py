@@ -27,14 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from dbuffer.errors import (
-    StoreCorruptError,
-    StoreFormatError,
-    StoreInsecureError,
-    StoreNotFoundError,
-    StoreReplacedError,
-    VersionRegressedError,
-)
+from dbuffer import errors
 from dbuffer.format.layout import KeptLayouts, Layout, digest
 from dbuffer.format.manifest import (
     BUFFERS,
@@ -106,7 +99,7 @@ class Held:
             (found.run, found.generation) == (self.manifest.run, self.manifest.generation)
         )
 
-    def wait_after_loss(self, error: StoreNotFoundError, patience: Patience) -> None:
+    def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> None:
         """Its file went while it was read: wait a moment, before the newest is looked for again.
 
         Raises:
@@ -114,7 +107,7 @@ class Held:
         """
         logger.warning("version %d went while it was read: %s", self.manifest.version, error)
         if not patience.wait(self.manifest.identity) and self.is_still_named():
-            raise StoreCorruptError(f"{error}; publish again to repair the store") from error
+            raise errors.StoreCorruptError(f"{error}; publish again to repair the store") from error
 
     def read_layout(self) -> Layout:
         """The layout at the end of the file, whose bytes are read and checked each time."""
@@ -122,13 +115,15 @@ class Held:
         data = self._read_at(manifest.layout_offset, manifest.layout_bytes)
         data_xxh3 = digest(data)
         if data_xxh3 != manifest.layout_xxh3:
-            raise StoreCorruptError(f"{self.path}: its layout was damaged after it was published")
+            raise errors.StoreCorruptError(
+                f"{self.path}: its layout was damaged after it was published"
+            )
         try:
             layout = self.store.layouts.decode(data, data_xxh3, manifest.checksums_offset)
-        except StoreCorruptError as error:
+        except errors.StoreCorruptError as error:
             raise type(error)(f"{self.path}: {error}") from None
         if len(layout.specs) != manifest.num_tensors:
-            raise StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
+            raise errors.StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
         return layout
 
     def read_checksums(self) -> bytes:
@@ -189,11 +184,11 @@ class DoubleBuffer:
     def check(self) -> None:
         """Refuse a store that is not there, or in which others could put weights."""
         if not self.exists():
-            raise StoreNotFoundError(f"there is no store at {self.root}")
+            raise errors.StoreNotFoundError(f"there is no store at {self.root}")
         if not self.allow_shared_store:
             filesystem.check_trust(self.root)
             for name in (*BUFFERS, DELTAS_DIRECTORY, SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
-                with contextlib.suppress(StoreNotFoundError):  # a sender is making them
+                with contextlib.suppress(errors.StoreNotFoundError):  # a sender is making them
                     filesystem.check_trust(self.root / name)
 
     @functools.cached_property
@@ -233,13 +228,13 @@ class DoubleBuffer:
 
     def _require_successor(self, seen: Pointer, found: Pointer | None) -> None:
         if found is not None and is_replaced(seen, found):
-            raise StoreReplacedError(
+            raise errors.StoreReplacedError(
                 f"{self.root} was emptied or replaced: it held version {seen.version}, and what it "
                 f"holds now, version {found.version}, is of another run; make a new receiver to "
                 "follow what is there now"
             )
         if found is None or found.version < seen.version:
-            raise VersionRegressedError(
+            raise errors.VersionRegressedError(
                 f"{self.root} went back from version {seen.version} to "
                 f"{0 if found is None else found.version}: it was emptied or replaced; make a new "
                 "receiver to follow what is there now"
@@ -336,14 +331,14 @@ class DoubleBuffer:
         try:
             with os_errors("list", directory), os.scandir(directory) as entries:
                 found = [e for e in entries if e.name.endswith(".json") and e.name[0] != "."]
-        except StoreNotFoundError:
+        except errors.StoreNotFoundError:
             return []
         return sorted(found, key=lambda entry: entry.name)
 
     def _look_at(self, name: str, seen: _State | None, before: _Listed | None) -> _Listed:
         try:
             record = self._read(ReceiverRecord, self.root / RECEIVERS_DIRECTORY / name)
-        except (StoreCorruptError, StoreInsecureError) as error:
+        except (errors.StoreCorruptError, errors.StoreInsecureError) as error:
             if before is None or before.problem != str(error):
                 logger.warning("passing over a record that is of no use, remove it: %s", error)
             return _Listed(None, seen, str(error))
@@ -407,7 +402,7 @@ class DoubleBuffer:
             if isinstance(held, Held):
                 return held
             if not patience.wait(pointer):
-                raise StoreCorruptError(
+                raise errors.StoreCorruptError(
                     f"{self.root}: {POINTER_FILE} names version {pointer.version} in buffer "
                     f"{pointer.buffer}, but {held.reason}; publish again to repair the store"
                 )
@@ -422,7 +417,7 @@ class DoubleBuffer:
             return held
         # A writer locks a file before it marks its buffer: locked is as good as being written.
         if not held.is_locked and self.manifest(buffer) == manifest:
-            raise StoreCorruptError(f"{self.root}: {held.reason}")
+            raise errors.StoreCorruptError(f"{self.root}: {held.reason}")
         return None
 
     def hold_version(
@@ -459,7 +454,7 @@ class DoubleBuffer:
             with os_errors("read", path):
                 filesystem.refresh(path.parent)
                 file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.owner_only)
-        except StoreNotFoundError:
+        except errors.StoreNotFoundError:
             return _Hindrance(f"{path} is not there")
         hindrance = self._reason_not_to_read(file, path, pointer.buffer, manifest)
         if hindrance is not None:
@@ -480,7 +475,7 @@ class DoubleBuffer:
         try:
             with os_errors("read", path):
                 size = os.fstat(file.number).st_size
-        except StoreNotFoundError:
+        except errors.StoreNotFoundError:
             return _Hindrance(f"{path} is not there")
         if size == manifest.file_bytes:
             return None
@@ -490,20 +485,20 @@ class DoubleBuffer:
         try:
             with os_errors("read", path):
                 data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
-        except StoreNotFoundError:
+        except errors.StoreNotFoundError:
             return None
         try:
             return decode(kind, data)
-        except StoreCorruptError as error:
+        except errors.StoreCorruptError as error:
             raise type(error)(f"{path}: {error}") from None
 
 
 def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
     try:
         return read()
-    except StoreFormatError:
+    except errors.StoreFormatError:
         raise  # a newer dbuffer wrote it: not damage, and not ours to replace
-    except StoreCorruptError as error:
+    except errors.StoreCorruptError as error:
         logger.warning("ignoring a damaged record, which a sender replaces: %s", error)
         return None
 

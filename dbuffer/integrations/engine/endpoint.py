@@ -7,14 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from dbuffer.errors import (
-    DBufferError,
-    EngineUnsupportedError,
-    EngineUpdateError,
-    OptionError,
-    RankFailedError,
-    WeightsMismatchError,
-)
+from dbuffer import errors
 from dbuffer.integrations.engine.messages import (
     BeginRequest,
     CheckRequest,
@@ -35,7 +28,7 @@ def answer_of(call: Callable[[], RankAnswer]) -> RankAnswer:
     try:
         return call()
     except Exception as error:  # every rank must answer, whatever it met
-        if not isinstance(error, DBufferError):
+        if not isinstance(error, errors.DBufferError):
             logger.warning("a request of the follower failed", exc_info=True)
         return RankAnswer.of_error(error)
 
@@ -70,7 +63,7 @@ class RankEndpoint:
             case CheckRequest():
                 try:
                     make_rank().make_check(partial=False)(request.tensors)
-                except WeightsMismatchError as error:
+                except errors.WeightsMismatchError as error:
                     return RankAnswer(RankOutcome.MISFIT, str(error))
             case EndRequest():
                 self.end()
@@ -85,8 +78,8 @@ class RankEndpoint:
                 is_following = self._is_following(rank, request.options)
                 if all(rank.ranks.gather(is_following, begins=True)):
                     return
-            except RankFailedError as failure:
-                raise EngineUpdateError(
+            except errors.RankFailedError as failure:
+                raise errors.EngineUpdateError(
                     f"the engine cannot follow {request.options.store}: {failure}"
                 ) from failure
         # What was ended, or could not begin, still knows which weights the model has.
@@ -101,9 +94,9 @@ class RankEndpoint:
         ids = {"engine_id": None, "instance_id": None}
         return asdict(options) | ids == asdict(self.receiver.options) | ids
 
-    def update(self, request: UpdateRequest | OptionError) -> None:
+    def update(self, request: UpdateRequest | errors.OptionError) -> None:
         if self.receiver is None:
-            raise EngineUnsupportedError(
+            raise errors.EngineUnsupportedError(
                 "this engine follows no store yet: name one first (vLLM's own call for that: "
                 "init_weight_transfer_engine, with init_info={'store': directory})"
             )
@@ -139,16 +132,16 @@ def start_on_all_ranks(
         logger.warning("cannot follow %s", options.store, exc_info=True)
         problem = f"{type(error).__name__}: {error}"
         # It would go no better the next time.
-        is_final = isinstance(error, EngineUnsupportedError | OptionError)
-    kind: type[DBufferError] = EngineUpdateError
+        is_final = isinstance(error, errors.EngineUnsupportedError | errors.OptionError)
+    kind: type[errors.DBufferError] = errors.EngineUpdateError
     try:
         problems, finals = zip(*rank.ranks.gather((problem, is_final), begins=True), strict=True)
         if receiver is not None and not any(problems):
             return receiver
         why = by_rank(problems)
         if any(finals):
-            kind = EngineUnsupportedError
-    except RankFailedError as failure:
+            kind = errors.EngineUnsupportedError
+    except errors.RankFailedError as failure:
         why = str(failure)
     if receiver is not None:
         receiver.close()
