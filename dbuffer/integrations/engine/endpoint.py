@@ -8,14 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dbuffer import errors
-from dbuffer.integrations.engine.messages import (
-    BeginRequest,
-    CheckRequest,
-    EndRequest,
-    RankAnswer,
-    RankOutcome,
-    RankRequest,
-)
+from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, Serving
@@ -23,14 +16,14 @@ from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, Serving
 logger = logging.getLogger(__name__)
 
 
-def answer_of(call: Callable[[], RankAnswer]) -> RankAnswer:
+def answer_of(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
     """What a call answers, or what tells of the error that it raised; nothing is raised."""
     try:
         return call()
     except Exception as error:  # every rank must answer, whatever it met
         if not isinstance(error, errors.DBufferError):
             logger.warning("a request of the follower failed", exc_info=True)
-        return RankAnswer.of_error(error)
+        return messages.RankAnswer.of_error(error)
 
 
 class RankEndpoint:
@@ -53,23 +46,25 @@ class RankEndpoint:
             setattr(model, KEPT_AS, endpoint)
         return endpoint
 
-    def do(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
+    def do(
+        self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
+    ) -> messages.RankAnswer:
         """Do what was asked, or raise; ``make_rank`` is called where this rank is to be known."""
         match request:
-            case BeginRequest():
+            case messages.BeginRequest():
                 self.begin(make_rank, request)
             case UpdateRequest():
                 self.update(request)
-            case CheckRequest():
+            case messages.CheckRequest():
                 try:
                     make_rank().make_check(partial=False)(request.tensors)
                 except errors.WeightsMismatchError as error:
-                    return RankAnswer(RankOutcome.MISFIT, str(error))
-            case EndRequest():
+                    return messages.RankAnswer(messages.RankOutcome.MISFIT, str(error))
+            case messages.EndRequest():
                 self.end()
-        return RankAnswer()
+        return messages.RankAnswer()
 
-    def begin(self, make_rank: Callable[[], EngineRank], request: BeginRequest) -> None:
+    def begin(self, make_rank: Callable[[], EngineRank], request: messages.BeginRequest) -> None:
         """Follow a store, on all ranks or on none."""
         rank = make_rank()
         if request.unless_following:
