@@ -27,7 +27,9 @@ def look_without_a_pause(connection: Connection, path: Path, times: int) -> None
     site = probes.Site.at(path, allow_shared_store=False)
     for _ in range(times):
         connection.send("looks")
-        connection.send(len(peer.meet(site, timeout_s=TIMEOUT_S / 2, progress=lambda _: None)))
+        connection.send(
+            len(peer.measure_with_peers(site, timeout_s=TIMEOUT_S / 2, progress=lambda _: None))
+        )
 
 
 def come_when_asked(connection: Connection, path: Path, times: int) -> None:

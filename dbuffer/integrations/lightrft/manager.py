@@ -13,7 +13,12 @@ from typing import Any, Self
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.lightrft.configuration import Configuration
 from dbuffer.integrations.lightrft.directory import JobDirectory
-from dbuffer.integrations.lightrft.engines import EngineFollower, follow, mine_of, switch_all
+from dbuffer.integrations.lightrft.engines import (
+    EngineFollower,
+    mine_of,
+    start_follower,
+    switch_all,
+)
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
@@ -194,7 +199,9 @@ class BroadcastManager:
     def _follow(self) -> None:
         engine_type = self._configuration.engine_type
         for engine in mine_of(self.inference_engine, self._agreement.rank):
-            follower = follow(engine_type, engine, self.store, self._api_key, self._timeout_s)
+            follower = start_follower(
+                engine_type, engine, self.store, self._api_key, self._timeout_s
+            )
             self._opened.callback(_stop, follower)
             self._followers.append(follower)
 

@@ -173,7 +173,7 @@ def find_model(context: Any, model_id: str | None) -> Any:
     return model
 
 
-def make_model(context: Any, model_id: str | None) -> Any:
+def model_of_factory(context: Any, model_id: str | None) -> Any:
     """A policy from the factory that all workers of a collector share; None if they do not."""
     if (model_id or DEFAULT_MODEL_ID) != DEFAULT_MODEL_ID:
         return None

@@ -149,6 +149,6 @@ class TorchEngine:
         return Refreshed(version, 0.0, 1e3 * (time.perf_counter() - started))
 
 
-Engine: TypeAlias = VLLMEngine | TorchEngine
+AnyEngine: TypeAlias = VLLMEngine | TorchEngine
 
-ENGINES: dict[str, type[Engine]] = {"vllm": VLLMEngine, "torch": TorchEngine}
+ENGINES: dict[str, type[AnyEngine]] = {"vllm": VLLMEngine, "torch": TorchEngine}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dbuffer.errors import DBufferError
-from dbuffer.tools.demo.engines import Engine, Refreshed
+from dbuffer.tools.demo.engines import AnyEngine, Refreshed
 from dbuffer.tools.demo.policy import Tokens
 
 START_TIMEOUT_S = 240.0
@@ -45,7 +45,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self, engine: type[Engine], checkpoint: Path, seed: int, log: Path, store: Path | None
+        self, engine: type[AnyEngine], checkpoint: Path, seed: int, log: Path, store: Path | None
     ) -> None:
         self._log = log
         # Forking a process that has used torch's threads can deadlock.
@@ -110,7 +110,7 @@ class EngineProcess:
 
 def _run(
     connection: Connection,
-    kind: type[Engine],
+    kind: type[AnyEngine],
     checkpoint: Path,
     seed: int,
     log: Path,
@@ -136,7 +136,7 @@ def _run(
         raise
 
 
-def _serve(connection: Connection, engine: Engine, *, follows: bool) -> None:
+def _serve(connection: Connection, engine: AnyEngine, *, follows: bool) -> None:
     """Answer requests, each with the newest weights, until the trainer closes the pipe."""
     weights = Refreshed(0, 0.0, 0.0)
     with contextlib.suppress(EOFError):

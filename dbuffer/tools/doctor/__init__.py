@@ -10,7 +10,7 @@ from dbuffer.errors import DBufferError
 from dbuffer.runtime import options
 from dbuffer.store import filesystem
 from dbuffer.tools.doctor import peer
-from dbuffer.tools.doctor.findings import GUARANTEES, Finding, Progress, unknown
+from dbuffer.tools.doctor.findings import GUARANTEES, Finding, OnStep, unknown
 from dbuffer.tools.doctor.peer import Meeting, PeerReport, judge, wait_for_host
 from dbuffer.tools.doctor.probes import LOOKS, PROBES, WRITING, Site
 from dbuffer.tools.doctor.scratch import remove_stale
@@ -54,7 +54,7 @@ def examine(
     *,
     timeout_s: float = 0.0,
     allow_shared_store: bool = False,
-    progress: Progress | None = None,
+    progress: OnStep | None = None,
 ) -> Examination:
     """Probe the place of a store. A store that is there is not touched, and none is made.
 
@@ -98,11 +98,11 @@ def examine(
 
 
 def _meet(
-    site: Site, timeout_s: float, progress: Progress
+    site: Site, timeout_s: float, progress: OnStep
 ) -> tuple[tuple[Meeting, ...], list[Finding]]:
     try:
         remove_stale(site.base)
-        meetings = peer.meet(site, timeout_s=timeout_s, progress=progress)
+        meetings = peer.measure_with_peers(site, timeout_s=timeout_s, progress=progress)
     except (DBufferError, OSError) as error:
         return (), [unknown(str(error), "run it again on both hosts").of("other hosts")]
     return meetings, judge(site, meetings)

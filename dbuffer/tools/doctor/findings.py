@@ -19,7 +19,7 @@ GUARANTEES = {
 
 POLLING = "receivers poll every poll_interval_s (1 s by default)"
 
-Progress = Callable[[str], None]
+OnStep = Callable[[str], None]
 """Called with what is done next."""
 
 Verdict = Literal["good", "adapted", "broken", "unknown"]

@@ -30,7 +30,7 @@ from dbuffer.store.media import medium_of
 from dbuffer.tools.doctor.findings import (
     POLLING,
     Finding,
-    Progress,
+    OnStep,
     adapted,
     broken,
     duration,
@@ -95,7 +95,7 @@ class PeerReport:
 
 
 def wait_for_host(
-    path: str | os.PathLike[str], *, timeout_s: float, progress: Progress | None = None
+    path: str | os.PathLike[str], *, timeout_s: float, progress: OnStep | None = None
 ) -> PeerReport | None:
     """Be the second host of an examination; None if no first one came within ``timeout_s``.
 
@@ -186,7 +186,7 @@ def _wait_until_removed(place: Path) -> None:
 # The first host
 
 
-def meet(site: Site, *, timeout_s: float, progress: Progress) -> tuple[Meeting, ...]:
+def measure_with_peers(site: Site, *, timeout_s: float, progress: OnStep) -> tuple[Meeting, ...]:
     """Be the first host: measure with every peer that waits, or comes within ``timeout_s``.
 
     Raises:
@@ -235,7 +235,7 @@ def _taken(place: Path) -> Iterator[bool]:
         remove_tree(place)  # from which the peer learns that this is all
 
 
-def _measure(place: Path, progress: Progress) -> Meeting:
+def _measure(place: Path, progress: OnStep) -> Meeting:
     from dbuffer.publish.sender import WeightSender
 
     try:

@@ -26,7 +26,7 @@ from dbuffer.store.watcher import Watcher
 from dbuffer.tools.doctor.findings import (
     POLLING,
     Finding,
-    Progress,
+    OnStep,
     adapted,
     broken,
     good,
@@ -87,7 +87,7 @@ class Probe(NamedTuple):
     """The one that cannot hold if the probe fails."""
     cure: str
 
-    def try_on(self, site: Site, progress: Progress) -> Finding:
+    def try_on(self, site: Site, progress: OnStep) -> Finding:
         """Run it; an error is a finding too."""
         progress(self.title)
         try:

@@ -26,8 +26,8 @@ _ANSWER_TIMEOUT_S = 60.0
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from dbuffer.tools.doctor.process import serve
-serve()
+from dbuffer.tools.doctor.process import answer_tasks
+answer_tasks()
 """
 
 
@@ -92,7 +92,7 @@ class OtherProcess:
         self._answers.close()
 
 
-def serve() -> None:
+def answer_tasks() -> None:
     """Do what is asked on standard input until that ends; in the other process."""
     for line in sys.stdin:
         task, *arguments = json.loads(line)
