@@ -24,9 +24,9 @@ from dbuffer.examples.common import are_equal, run_example, say
 from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
 from dbuffer.tools.demo import policy
 from dbuffer.tools.demo.engines import VLLMEngine, engine_dtype
+from dbuffer.tools.demo.process import START_TIMEOUT_S
 
 NUM_STEPS = 4
-START_TIMEOUT_S = 240.0
 UPDATE_TIMEOUT_S = 120.0
 
 

@@ -21,6 +21,7 @@ import torch
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.atropos.rotary import permute_for_rotary
+from dbuffer.runtime.messages import listed
 from dbuffer.weights.names import Exact, NameMap, read_mapping_file
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class ParameterMapping:
         if unknown:
             raise OptionError(
                 f"{self.path} maps {len(unknown)} names that the trainer's model does not have: "
-                f"{', '.join(unknown[:5])}; is it another model's?"
+                f"{listed(unknown)}; is it another model's?"
             )
         counts = Counter(map(self.names, names))
         twice = [name for name, count in counts.items() if count > 1]
