@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import functools
 import logging
 import os
 import queue
@@ -19,6 +18,7 @@ import torch
 from dbuffer.errors import ClosedError
 from dbuffer.io.tensors import FileTensors, copy_one, is_plain, join_blocks, split_evenly
 from dbuffer.runtime import options
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -242,9 +242,5 @@ class Copier:
                     assert self._pool is not None  # noqa: S101 - made above
                     self._pool.submit(batch.help)
             except RuntimeError as error:  # at the interpreter's end, or at a limit
-                _log_once("no more threads to copy with (%s): copying with fewer", str(error))
-
-
-@functools.lru_cache(maxsize=16)
-def _log_once(message: str, error: str) -> None:
-    logger.warning(message, error)
+                message = "no more threads to copy with (%s): copying with fewer"
+                log_once(logger, message, str(error))

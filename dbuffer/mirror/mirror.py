@@ -50,6 +50,7 @@ from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import Progress, counter
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
+from dbuffer.runtime.trouble import Trouble
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer, Held
 from dbuffer.store.filesystem import Descriptor, os_errors
@@ -62,9 +63,6 @@ MIRROR_LOCK_FILE = "mirror.lock"
 
 _STAND_BY_S = 0.5
 """How often a mirror that stands by looks whether the one before it has ended."""
-
-_RETRY_MIN_S = 0.5
-_RETRY_MAX_S = 30.0
 
 _PREPARED_S = 10.0
 """How long another mirror may take between its election and having a stale store put away."""
@@ -144,6 +142,7 @@ class Mirror:
         self._drafts: Drafts | None = None
         self._writing = contextlib.ExitStack()
         self._receiver: WeightReceiver | None = None
+        self._trouble = Trouble(logger)
         self._error: Exception | None = None
         self._stats = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
@@ -179,7 +178,7 @@ class Mirror:
         """Mirror in this thread, until ``stop_event`` is set.
 
         What may pass (a network that is cut, a full disk, a damaged version, an emptied store) is
-        logged once, noted in the remote store, and tried again.
+        logged, noted in the remote store, and tried again, less and less often.
 
         Raises:
             StoreMismatchError: the local store holds another store's versions.
@@ -358,19 +357,18 @@ class Mirror:
                     self._start_over(receiver, error)
 
     def _follow_one_history(self, receiver: WeightReceiver, stop: threading.Event) -> None:
-        retry_s = _RETRY_MIN_S
         self._drafts = None
         with contextlib.ExitStack() as self._writing:
             while not stop.is_set():
                 try:
                     self._copy_newer(receiver, stop)
-                    retry_s = _RETRY_MIN_S
                 except _FINAL:
                     raise
                 except DBufferError as error:
                     self._note_problem(receiver, error)
-                    self._wait_to_retry(receiver, retry_s, stop)
-                    retry_s = min(2 * retry_s, _RETRY_MAX_S)
+                    self._wait_to_retry(receiver, self._trouble.note(error), stop)
+                else:
+                    self._trouble.end(f"mirroring {self._remote.root}")
 
     def _start_over(self, receiver: WeightReceiver, why: StoreReplacedError) -> None:
         """Go on with what the remote store holds now; local readers see another history begin."""
@@ -508,10 +506,8 @@ class Mirror:
         return self._known
 
     def _note_problem(self, receiver: WeightReceiver, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if text != receiver.record.current.problem:
-            logger.error("cannot mirror %s, trying again: %s", self._remote.root, text)
         self._stats["failures"] += 1
+        text = f"{type(error).__name__}: {error}"
         receiver.record.write(problem=text[:2000], stats=self.stats)
 
     def _forget_problem(self, receiver: WeightReceiver) -> None:

@@ -47,6 +47,7 @@ from dbuffer.format.manifest import (
     delta_file,
 )
 from dbuffer.runtime import options
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.liveness import Process
@@ -176,7 +177,6 @@ class DoubleBuffer:
         self.root = options.directory("store", root)
         self.allow_shared_store = options.flag("allow_shared_store", allow_shared_store)
         self.owner_only = not allow_shared_store
-        self._went_by_manifests = False
         self.layouts = KeptLayouts()
         """Those that were decoded last."""
         self._known: dict[str, _Listed] = {}
@@ -263,9 +263,9 @@ class DoubleBuffer:
                 for pointer in whole
                 if pointer.generation >= seen.generation or pointer.history != seen.history
             ]
-        if whole and not self._went_by_manifests:
-            self._went_by_manifests = True
-            logger.warning("%s has no %s: going by its manifests", self.root, POINTER_FILE)
+        if whole:
+            message = "%s has no %s: going by its manifests"
+            log_once(logger, message, self.root, POINTER_FILE)
         return whole[0] if whole else None
 
     def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:

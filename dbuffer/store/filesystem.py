@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import itertools
 import logging
 import os
@@ -27,6 +26,7 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -486,7 +486,8 @@ def sync_directory(path: Path) -> None:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
         # SMB and some FUSE mounts: what a rename is worth there is the server's affair.
-        _log_once("%s cannot be flushed as a directory: renames rest on its server", path)
+        message = "%s cannot be flushed as a directory: renames rest on its server"
+        log_once(logger, message, path)
     finally:
         os.close(descriptor)
 
@@ -495,11 +496,6 @@ def identity_of(descriptor: int) -> tuple[int, int]:
     """What tells an open file from another that took its name: device and inode."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
-
-
-@functools.lru_cache(maxsize=256)
-def _log_once(message: str, path: Path) -> None:
-    logger.warning(message, path)
 
 
 def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | None:
@@ -517,7 +513,8 @@ def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | N
         except OSError as error:
             if error.errno not in NO_LOCKS or not may_lack_locks:
                 raise
-            _log_once("no locks on %s: a second sender is detected, not prevented", path)
+            message = "no locks on %s: a second sender is detected, not prevented"
+            log_once(logger, message, path)
             return lock
     lock.close()
     return None
