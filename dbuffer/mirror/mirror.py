@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import xxhash
 
@@ -545,15 +545,12 @@ class _Described:
 def start_mirror(
     remote: str | os.PathLike[str],
     local: str | os.PathLike[str] | None,
-    *,
-    poll_interval_s: float = 1.0,
-    num_threads: int | None = None,
-    reader_timeout_s: float = 60.0,
-    allow_shared_store: bool = False,
+    **more: Any,
 ) -> Mirror | None:
     """Start a mirror for a receiver, which reads ``local``; None where there are no two stores.
 
-    Every receiver of a node may call it: one mirror works, and the others stand by.
+    Every receiver of a node may call it: one mirror works, and the others stand by. ``more``: as
+    for `Mirror`.
 
     Raises:
         OptionError: an option is not what it may be.
@@ -564,14 +561,7 @@ def start_mirror(
     remote, local = options.directory("remote", remote), options.directory("local", local)
     if filesystem.real_path(local) == filesystem.real_path(remote):
         return None
-    return Mirror(
-        remote,
-        local,
-        poll_interval_s=poll_interval_s,
-        num_threads=num_threads,
-        reader_timeout_s=reader_timeout_s,
-        allow_shared_store=allow_shared_store,
-    ).start()
+    return Mirror(remote, local, **more).start()
 
 
 def _newest_identity(store: DoubleBuffer) -> str | None:
