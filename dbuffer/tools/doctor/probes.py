@@ -5,13 +5,12 @@ What a network mount's documentation and options say is not what its servers do.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -95,16 +94,6 @@ class Probe(NamedTuple):
         except (DBufferError, OSError) as error:
             outcome = broken(str(error), self.cure)
         return outcome.of(self.title, self.guarantee)
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    with os_errors("make a file", path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -191,10 +180,10 @@ def _look_for_room(site: Site) -> Finding:
 
 def _probe_writing(site: Site) -> Finding:
     with scratch(site.base) as place:
-        with _new_file(place / "file") as file, os_errors("write", place):
-            filesystem.write_at(file, 0, bytes(_PROBE_BYTES))
+        with filesystem.make_file(place / "file", os.O_RDWR) as file, os_errors("write", place):
+            filesystem.write_at(file.number, 0, bytes(_PROBE_BYTES))
             started = time.perf_counter()
-            filesystem.sync_file(file, place / "file")
+            filesystem.sync_file(file.number, place / "file")
             file_ms = 1e3 * (time.perf_counter() - started)
         started = time.perf_counter()
         with os_errors("flush the directory", place):
@@ -250,16 +239,16 @@ def _probe_rename(site: Site) -> Finding:
 
 
 def _probe_locks(site: Site) -> Finding:
-    with scratch(site.base) as place, _new_file(place / "lock") as file:
-        if site.medium.reaches_other_hosts and not _knows_locks(file):
+    with scratch(site.base) as place, filesystem.make_file(place / "lock", os.O_RDWR) as file:
+        if site.medium.reaches_other_hosts and not _knows_locks(file.number):
             return adapted(
                 "not supported by the mount",
                 "readers need none; a second sender is detected by its epoch, not prevented",
             )
         with OtherProcess() as other:
             taken = other.ask("lock", str(place / "lock"))
-            excludes = taken and not filesystem.try_lock(file, exclusive=True)
-        is_dropped = _becomes_free(file) if excludes else True
+            excludes = taken and not filesystem.try_lock(file.number, exclusive=True)
+        is_dropped = _becomes_free(file.number) if excludes else True
     if not excludes:
         return adapted(
             "two processes can hold the same exclusive lock",
@@ -295,14 +284,14 @@ def _becomes_free(file: int) -> bool:
 
 
 def _probe_allocation(site: Site) -> Finding:
-    with scratch(site.base) as place, _new_file(place / "file") as file:
+    with scratch(site.base) as place, filesystem.make_file(place / "file", os.O_RDWR) as file:
         try:
-            filesystem.allocate(file, _PROBE_BYTES, place / "file")
+            filesystem.allocate(file.number, _PROBE_BYTES, place / "file")
         except DBufferError as error:
             if not site.medium.reaches_other_hosts:
                 raise
             return adapted(str(error), "free space is checked before, and proved by the flush")
-        reserved = 512 * os.fstat(file).st_blocks
+        reserved = 512 * os.fstat(file.number).st_blocks
     found = f"{reserved / _PROBE_BYTES:.0%} of what was asked for has blocks"
     if site.medium.reaches_other_hosts:
         # How much room the server has is unknown here, whatever this host says of the blocks.
@@ -320,11 +309,11 @@ def _probe_mapping(site: Site) -> Finding:
         return good("not probed: not used on a network mount", "readers read into memory")
     with scratch(site.base) as place, OtherProcess() as other:
         path = place / "file"
-        with _new_file(path) as file, os_errors("map a file", path):
-            filesystem.allocate(file, num_bytes, path)
+        with filesystem.make_file(path, os.O_RDWR) as file, os_errors("map a file", path):
+            filesystem.allocate(file.number, num_bytes, path)
             with (
-                mmap.mmap(file, num_bytes) as shared,
-                mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE) as own,
+                mmap.mmap(file.number, num_bytes) as shared,
+                mmap.mmap(file.number, num_bytes, mmap.MAP_PRIVATE) as own,
             ):
                 shared[:] = b"s" * num_bytes
                 seen = other.ask("see", str(path), num_bytes)

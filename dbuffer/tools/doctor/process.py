@@ -127,26 +127,18 @@ def _watch(path: str, duration_s: float) -> dict[str, int]:
 
 def _see(path: str, num_bytes: int) -> dict[str, str]:
     """The first bytes of a file, as a read and as a mapping give them."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
-            return {
-                "read": os.pread(descriptor, num_bytes, 0).hex(),
-                "mapped": bytes(mapped[:num_bytes]).hex(),
-            }
-    finally:
-        os.close(descriptor)
+    with (
+        Path(path).open("rb") as file,
+        mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped,
+    ):
+        return {"read": file.read(num_bytes).hex(), "mapped": bytes(mapped[:num_bytes]).hex()}
 
 
 def _write_mapped(path: str, data: str) -> None:
     """Write through a mapping of its own."""
     written = bytes.fromhex(data)
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        with mmap.mmap(descriptor, len(written)) as mapped:
-            mapped[:] = written
-    finally:
-        os.close(descriptor)
+    with Path(path).open("r+b") as file, mmap.mmap(file.fileno(), len(written)) as mapped:
+        mapped[:] = written
 
 
 _TASKS: dict[str, Callable[..., Any]] = {
