@@ -175,8 +175,7 @@ class DoubleBuffer:
 
     def __init__(self, root: str | os.PathLike[str], *, allow_shared_store: bool = False) -> None:
         self.root = options.directory("store", root)
-        self.allow_shared_store = options.flag("allow_shared_store", allow_shared_store)
-        self.owner_only = not allow_shared_store
+        self.owner_only = not options.flag("allow_shared_store", allow_shared_store)
         self.layouts = KeptLayouts()
         """Those that were decoded last."""
         self._known: dict[str, _Listed] = {}
@@ -185,7 +184,7 @@ class DoubleBuffer:
         """Refuse a store that is not there, or in which others could put weights."""
         if not self.exists():
             raise errors.StoreNotFoundError(f"there is no store at {self.root}")
-        if not self.allow_shared_store:
+        if self.owner_only:
             filesystem.check_trust(self.root)
             for name in (*BUFFERS, DELTAS_DIRECTORY, SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
                 with contextlib.suppress(errors.StoreNotFoundError):  # a sender is making them

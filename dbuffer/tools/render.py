@@ -30,9 +30,9 @@ def printable(text: object) -> str:
     )
 
 
-def cell(text: object, style: str = "") -> Text:
+def cell(text: object) -> Text:
     """Text from elsewhere for a table or a line: printable, and taken for no markup."""
-    return Text(printable(text).replace("\n", "\\n"), style=style)
+    return Text(printable(text).replace("\n", "\\n"))
 
 
 class PrintableFormatter(logging.Formatter):
