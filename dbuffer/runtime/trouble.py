@@ -25,9 +25,6 @@ class Trouble:
 
     An incident is logged when it begins, when it becomes one of another kind, after a minute, after
     two more, and so on up to every hour; and once more when it is over.
-
-    Args:
-        logger: of who tries.
     """
 
     def __init__(self, logger: logging.Logger) -> None:

@@ -302,13 +302,9 @@ def replace_file(
 ) -> bool:
     """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
 
-    Args:
-        path: where.
-        data: what.
-        scratch: the directory of the temporary file, one that nobody watches or lists.
-        durable: flush file and directory.
-        open_files: on a network mount, those of the process.
-        only_new: do nothing, and return False, if there is one already.
+    The temporary file is in ``scratch``, which nobody watches or lists. ``durable``: flush file and
+    directory. ``open_files``: on a network mount, those of the process. ``only_new``: do nothing,
+    and return False, if there is one already.
     """
 
     def finish(file: Descriptor) -> None:

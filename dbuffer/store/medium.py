@@ -79,9 +79,7 @@ class Medium(ABC):
     def shows_life(self, record: Path, *, is_locked: bool) -> bool:
         """Whether the owner of a receiver's record, of another container or host, may live.
 
-        Args:
-            record: its file.
-            is_locked: whether its owner locks it while it lives, on a medium that has locks.
+        ``is_locked``: its owner locks the file while it lives, on a medium that has locks.
         """
 
     @abstractmethod

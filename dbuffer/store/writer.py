@@ -241,7 +241,6 @@ class BufferWriter:
         return Claim(buffer, path, file, marked, held_before)
 
     def _files_of(self, found: _Found, *buffers: str) -> set[Path]:
-        """What the manifests of these buffers name."""
         manifests = [(buffer, found.manifests[buffer]) for buffer in buffers]
         return {
             path

@@ -159,7 +159,6 @@ class LoadedNames:
         self._first = {}
 
     def require_all(self, names: Set[str], version: int) -> None:
-        """Refuse a version that lacks some of them."""
         if lacking := sorted(self._first.keys() - names):
             told = listed([f"{name!r} of version {self._first[name]}" for name in lacking], "; ")
             raise WeightsMismatchError(

@@ -116,11 +116,9 @@ class ParameterMapping:
 
     @property
     def changes_anything(self) -> bool:
-        """Whether it changes how any tensor is published."""
         return bool(self.names.rules or self.permuted)
 
     def does_as(self, other: Self) -> bool:
-        """Whether it publishes tensors in the same way as another one."""
         return (self.names.rules, self.permuted) == (other.names.rules, other.permuted)
 
     def check(self, names: Iterable[str]) -> None:

@@ -144,10 +144,8 @@ class ReplicaFollowers(InBackground):
     """Follows with each replica of an engine by itself, so that the others serve on meanwhile.
 
     One that cannot switch serves on with what it has, and is tried again; what it answers tells
-    its own version. All have a version when :attr:`applied` says so.
-
-    Args:
-        followers: of each replica, not begun.
+    its own version. All have a version when :attr:`applied` says so. The followers, one of each
+    replica, are not begun.
     """
 
     def __init__(self, followers: Sequence[Follower]) -> None:
@@ -158,7 +156,6 @@ class ReplicaFollowers(InBackground):
 
     @property
     def engine_id(self) -> str:
-        """The names of all replicas."""
         return ", ".join(replica.engine_id for replica in self.replicas)
 
     @property

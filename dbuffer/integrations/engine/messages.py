@@ -109,14 +109,12 @@ class RankAnswer:
 
     @classmethod
     def of_error(cls, error: Exception) -> Self:
-        """The answer of a rank on which this was raised."""
         for outcome, kind in _ERRORS.items():
             if isinstance(error, kind):
                 return cls(outcome, str(error))
         return cls(RankOutcome.REFUSED, f"{type(error).__name__}: {error}")
 
     def require_done(self) -> None:
-        """Raise the error that tells the outcome."""
         if self.outcome in _ERRORS:
             raise _ERRORS[self.outcome](self.problem)
 

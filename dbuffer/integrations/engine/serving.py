@@ -36,9 +36,8 @@ class ServingModel(Protocol):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
 
-        Args:
-            tensors: names and tensors; what the check of :meth:`EngineRank.make_check` let pass.
-            partial: layers that get nothing keep all that they have.
+        They have passed the check of :meth:`EngineRank.make_check`. ``partial``: layers that get
+        nothing keep all that they have.
         """
         ...
 

@@ -32,7 +32,6 @@ class Command:
         return None if self.rename is None else NameMap.parse(self.rename, "rename")
 
     def as_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """As an engine takes it."""
         return [(json.dumps(asdict(self)), torch.empty(0, dtype=torch.uint8))]
 
     def as_payload(self) -> bytes:
@@ -44,7 +43,6 @@ class Command:
 
     @classmethod
     def parse(cls, tensors: list[tuple[str, torch.Tensor]]) -> Self:
-        """From what a loader was given."""
         try:
             [(text, _)] = tensors
             return cls(**json.loads(text))

@@ -89,7 +89,6 @@ class _Sglang(Engine):
         return [self._outcome_of(request)]
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
-        """Let all ranks carry a command out."""
         raise NotImplementedError
 
     def _command(self, request: messages.RankRequest | None) -> Command:

@@ -78,7 +78,6 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         return self
 
     def get_receiver(self) -> Any:
-        """What receives."""
         if not self.initialized_on_receiver:
             raise NotReadyError("call init_on_receiver() before get_receiver()")
         return self

@@ -78,11 +78,9 @@ class VersionInfo:
 
 
 def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Bring what a scheme's ``send`` takes into one form.
+    """Bring a module, a TensorDict (nested or flat) or a state dict into one form.
 
-    Args:
-        weights: a module, a TensorDict (nested or flat) or a state dict.
-        extract_weights: TorchRL's strategy for modules.
+    ``extract_weights`` is TorchRL's strategy for modules.
 
     Raises:
         InvalidWeightsError: it is nothing of that kind, or holds what cannot be published.

@@ -25,11 +25,8 @@ class ForWorkers:
 class ModelPublisher:
     """Publishes for all workers of a model, or for some of them.
 
-    Args:
-        directory: the model's stores.
-        num_workers: workers that acknowledge, counted from 0. With none, nobody is waited for.
-        options: for the senders.
-        last_version: the newest version for all workers that is there, 0 if none is.
+    So many acknowledge, counted from 0; with none, nobody is waited for. ``last_version`` is the
+    newest for all workers that is there, 0 if none is.
     """
 
     def __init__(
@@ -50,7 +47,6 @@ class ModelPublisher:
     def publish(
         self, weights: Extracted, workers: Iterable[int] | None = None, *, is_initial: bool = False
     ) -> list[ForWorkers]:
-        """Publish for all workers, or for those."""
         chosen = self._workers if workers is None else tuple(dict.fromkeys(workers))
         if unknown := set(chosen) - set(self._workers):
             raise OptionError(
@@ -69,7 +65,6 @@ class ModelPublisher:
         self._for_all.wait_applied(0, receivers=names, timeout_s=timeout_s)
 
     def wait(self, published: Iterable[ForWorkers], timeout_s: float) -> None:
-        """Wait until the workers have applied all of it."""
         deadline = time.monotonic() + timeout_s
         for item in published:
             item.sender.wait_applied(

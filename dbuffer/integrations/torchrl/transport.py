@@ -70,7 +70,6 @@ class VLLMDoubleBufferTransport:
         return publication
 
     def publish(self, extracted: Extracted) -> Publication:
-        """Publish what was extracted already."""
         if self._sender is None:
             self._sender = self._options.make_sender(self.remote_addr)
         info = VersionInfo(extra_state=extracted.extra_state)

@@ -48,14 +48,9 @@ class Feed:
 class WorkerReceiver:
     """Follows both stores in the background, and loads what they bring.
 
-    Args:
-        directory: the model's stores, as this worker sees them.
-        worker_idx: counted from 0.
-        options: for the receivers.
-        versions: versions to pass over, by store: those of an earlier run.
-        get_model: the worker's model; it may be another one at another time.
-        applied: called after each load of something new, when the model may run again: the worker's
-            own bookkeeping.
+    ``versions`` of an earlier run, by store, are passed over. ``get_model`` may give another model
+    at another time. ``applied``, the worker's own bookkeeping, is called after each load of
+    something new, when the model may run again.
     """
 
     def __init__(

@@ -121,7 +121,6 @@ class TorchEngine:
 
     @torch.inference_mode()
     def sample(self, prompts: Tokens, *, greedy: bool) -> Tokens:
-        """One completion per prompt, at temperature 1 or greedy."""
         completions: dict[int, list[int]] = {}
         # Rows of one length need no padding.
         for length in {len(prompt) for prompt in prompts}:
@@ -141,7 +140,6 @@ class TorchEngine:
         return self._receiver
 
     def refresh(self) -> Refreshed | None:
-        """Take the newest version, if there is a newer one."""
         started = time.perf_counter()
         version = self._receiver.load_into(self._model)
         if version is None:

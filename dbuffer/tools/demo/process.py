@@ -35,13 +35,8 @@ class DemoError(DBufferError, RuntimeError):
 class EngineProcess:
     """A process with one engine in it, which ends with its ``with`` block.
 
-    Args:
-        engine: its class.
-        checkpoint: what it is started from.
-        seed: of its sampling.
-        log: file for everything the process prints.
-        store: followed: each request is answered with the newest version in it. None: the engine
-            stays on the checkpoint's weights.
+    All that it prints goes to ``log``. Each request is answered with the newest version in
+    ``store``; None: with the checkpoint's weights.
     """
 
     def __init__(
@@ -63,7 +58,6 @@ class EngineProcess:
         return str(self._receive(START_TIMEOUT_S))
 
     def sample(self, prompts: Tokens, *, greedy: bool = False) -> Tokens:
-        """Ask for completions, and wait for them."""
         self.request(prompts, greedy=greedy)
         return self.reply()[0]
 
@@ -116,7 +110,6 @@ def _run(
     log: Path,
     store: Path | None,
 ) -> None:
-    """Main function of the engine's process."""
     # Ctrl-C reaches both processes; the trainer decides, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -68,7 +68,6 @@ class OtherProcess:
         self._tasks.write(json.dumps([task, *arguments]).encode() + b"\n")
 
     def is_done(self, timeout_s: float = 0.0) -> bool:
-        """Whether an answer is there."""
         return bool(select.select([self._answers], [], [], timeout_s)[0])
 
     def answer(self) -> Any:
@@ -135,7 +134,6 @@ def _see(path: str, num_bytes: int) -> dict[str, str]:
 
 
 def _write_mapped(path: str, data: str) -> None:
-    """Write through a mapping of its own."""
     written = bytes.fromhex(data)
     with Path(path).open("r+b") as file, mmap.mmap(file.fileno(), len(written)) as mapped:
         mapped[:] = written
