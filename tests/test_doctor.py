@@ -118,7 +118,7 @@ def test_where_a_mount_comes_from(disk: Path) -> None:
     examination = doctor.examine(disk)
     assert (examination.filesystem, examination.source) == ("tmpfs", "dbuffer-test")
     assert f"size={8 * MEGABYTE // 1024}k" in examination.options
-    assert "8.4 MB" in found_by(examination, "room").found
+    assert "8.39 MB" in found_by(examination, "room").found
 
 
 def test_a_place_that_is_not_there_is_not_made(place: Path) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.runtime.messages import format_bytes
 from dbuffer.tools.doctor import GUARANTEES, Examination
 from dbuffer.tools.status import BufferStatus, ReceiverStatus, StoreStatus
 from dbuffer.weights.comparison import Comparison
@@ -45,15 +46,6 @@ class PrintableFormatter(logging.Formatter):
 
 def _written_out(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes with a decimal unit, as ``1.23 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.2f} TB"
 
 
 def format_age(age_s: float | None) -> str:

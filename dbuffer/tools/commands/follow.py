@@ -18,11 +18,11 @@ import typer
 import dbuffer
 from dbuffer import errors
 from dbuffer.runtime import options
+from dbuffer.runtime.messages import format_bytes
 from dbuffer.runtime.trouble import Trouble
 from dbuffer.store.filesystem import path_of
 from dbuffer.tools.commands import shared
 from dbuffer.tools.commands.follow_server import Server, follow_server
-from dbuffer.tools.render import format_bytes
 
 if TYPE_CHECKING:
     from dbuffer.receive.snapshot import Snapshot

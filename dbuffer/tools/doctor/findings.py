@@ -51,11 +51,6 @@ broken = functools.partial(Finding, "broken")
 unknown = functools.partial(Finding, "unknown")
 
 
-def size(num_bytes: float) -> str:
-    """Bytes, for people."""
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
 def duration(duration_ms: float) -> str:
     """Milliseconds, for people."""
     return f"{duration_ms:.1f} ms" if duration_ms < 1e3 else f"{duration_ms / 1e3:.1f} s"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from dbuffer.errors import DBufferError, StoreInsecureError
 from dbuffer.format.manifest import POINTER_FILE, WRITER_FILE
+from dbuffer.runtime.messages import format_bytes
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
 from dbuffer.store.media import medium_of
@@ -29,7 +30,6 @@ from dbuffer.tools.doctor.findings import (
     adapted,
     broken,
     good,
-    size,
     unknown,
 )
 from dbuffer.tools.doctor.process import OtherProcess
@@ -162,15 +162,15 @@ def _look_for_room(site: Site) -> Finding:
             "the mount does not say", "a version that is too large fails while it is written"
         )
     free = found.f_bavail * found.f_frsize
-    described = f"{size(free)} free of {size(found.f_blocks * found.f_frsize)}"
+    described = f"{format_bytes(free)} free of {format_bytes(found.f_blocks * found.f_frsize)}"
     if found.f_files and not found.f_favail:
         return broken(f"{described}, and no room for another file (inode)", "remove some files")
     if free < 2 * _PROBE_BYTES:
         return broken(described, "make room for two versions")
     return good(
         described,
-        f"room for two versions of {size(free / 2)} each; of {size(free / 3)}, where readers "
-        "keep an old one",
+        f"room for two versions of {format_bytes(free / 2)} each; of {format_bytes(free / 3)}, "
+        "where readers keep an old one",
     )
 
 
