@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightrft_parts import TRAINERS, Trainer, by_rank, error_of, expected_dtype, run_ranks
-from support import SHARED_MEMORY
+from lightrft_parts import TRAINERS, Trainer, by_rank, expected_dtype, run_ranks
+from support import SHARED_MEMORY, error_of
 from torch import distributed
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 from namespaces import Boxed
-from support import SMALL, Child, newest, weights_files
+from support import SMALL, Child, newest, publish, until, weights_files
 
 import dbuffer
 from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord, encode
@@ -44,11 +43,6 @@ def kind_of_mount(monkeypatch: pytest.MonkeyPatch, mount: str) -> None:
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
 
 
-def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
-    for version in versions:
-        sender.send(SMALL.weights(version), version=version)
-
-
 def load_and_stay(connection: Connection, store: Path, name: str | None = NAME) -> None:
     with dbuffer.WeightReceiver(store, receiver_id=name) as receiver:
         target = SMALL.empty()
@@ -72,13 +66,6 @@ def history_of(store: Path) -> str | None:
 
 def path_of(store: Path, name: str = NAME) -> Path:
     return store / RECEIVERS_DIRECTORY / f"{name}.json"
-
-
-def until(what: str, is_so: Callable[[], Any], timeout_s: float = SOON_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
 
 
 def is_alive(store: Path) -> bool:

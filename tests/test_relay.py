@@ -9,13 +9,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support import SMALL, Child, newest
+from support import SMALL, Child, newest, until
 
 import dbuffer
 from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord
@@ -47,13 +46,6 @@ def relay(remote: Path, local: Path) -> Iterator[AcknowledgementRelay]:
     relay = AcknowledgementRelay(DoubleBuffer(local), remote)
     yield relay
     relay.close()
-
-
-def until(what: str, is_so: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
 
 
 def record_of(store: Path, name: str) -> ReceiverRecord | None:

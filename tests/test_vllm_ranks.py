@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import SHARED_MEMORY, is_soak
+from support import SHARED_MEMORY, error_of, is_soak
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 
 import dbuffer
@@ -396,15 +396,6 @@ def model(seed: int) -> Any:
     from tiny_models import make_model
 
     return make_model("qwen3", seed)
-
-
-def error_of(function: Callable[[], object]) -> str | None:
-    """What it raises, if anything."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def start_engine(directory: Path, name: str, seed: int, how: str) -> Engine:
