@@ -18,7 +18,8 @@ from namespaces import Boxed
 from support import SMALL, Child, newest, publish, until, weights_files
 
 import dbuffer
-from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord, encode
+from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.store import filesystem, retirement

@@ -17,7 +17,8 @@ import pytest
 from support import SMALL, Child, newest, until
 
 import dbuffer
-from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import RELAY_INTERVAL_S, AcknowledgementRelay
 from dbuffer.store.acknowledgements import _LAST_WORD_S

@@ -50,7 +50,7 @@ from worlds import Failure, World
 import dbuffer
 from dbuffer import LazyTensor, ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import TensorSpec
-from dbuffer.format.manifest import is_part_of
+from dbuffer.format.places import is_part_of
 from dbuffer.publish.rank_output import SharedFile
 from dbuffer.publish.shards import Box, make_plan
 from dbuffer.ranks import agreement

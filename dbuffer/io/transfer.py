@@ -22,7 +22,7 @@ import xxhash
 
 from dbuffer.errors import StoreCorruptError, StoreInsecureError
 from dbuffer.format.layout import BLOCK_BYTES, SPAN_BYTES, Layout, Span
-from dbuffer.format.manifest import part_name
+from dbuffer.format.places import part_name
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import DTYPES, FileTensors, as_bytes, is_plain, join_blocks, split_evenly
 from dbuffer.store import filesystem

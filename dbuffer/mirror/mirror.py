@@ -31,15 +31,9 @@ from dbuffer.errors import (
     VersionTimeoutError,
     WriterSupersededError,
 )
+from dbuffer.format import places
 from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import (
-    BUFFERS,
-    POINTER_FILE,
-    RECEIVERS_DIRECTORY,
-    WRITER_FILE,
-    Pointer,
-    host_in_id,
-)
+from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.transfer import pieces_of
@@ -322,12 +316,12 @@ class Mirror:
         root = self._local.root
         with writer_lock(root), os_errors("empty a stale store", root):
             # What was applied was of that store: the next one's sender must not hear of it.
-            for path in (root / RECEIVERS_DIRECTORY).glob("*.json"):
+            for path in (root / places.RECEIVERS_DIRECTORY).glob("*.json"):
                 path.unlink(missing_ok=True)
             # The pointer before the rest: without it nobody looks at that.
-            for name in (POINTER_FILE, WRITER_FILE):
+            for name in (places.POINTER_FILE, places.WRITER_FILE):
                 (root / name).unlink(missing_ok=True)
-            for buffer in BUFFERS:
+            for buffer in places.BUFFERS:
                 shutil.rmtree(root / buffer)
 
     def _users(self) -> list[str]:

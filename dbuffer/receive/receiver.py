@@ -18,7 +18,8 @@ from torch import nn
 
 from dbuffer import errors
 from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import POINTER_FILE, Pointer, host_in_id, is_receiver_id
+from dbuffer.format.manifest import Pointer, host_in_id, is_receiver_id
+from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, copy_one

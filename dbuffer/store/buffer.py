@@ -28,23 +28,16 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from dbuffer import errors
+from dbuffer.format import places
 from dbuffer.format.layout import KeptLayouts, Layout, digest
 from dbuffer.format.manifest import (
-    BUFFERS,
-    DELTAS_DIRECTORY,
-    MANIFEST_FILE,
     MAX_RECORD_BYTES,
-    POINTER_FILE,
-    RECEIVERS_DIRECTORY,
-    SCRATCH_DIRECTORY,
-    WRITER_FILE,
     Manifest,
     Pointer,
     ReceiverRecord,
     RecordT,
     WriterRecord,
     decode,
-    delta_file,
 )
 from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
@@ -138,7 +131,7 @@ class Held:
             StoreNotFoundError: it was removed meanwhile.
             StoreCorruptError, StoreInsecureError, StoreAccessError: it cannot be read.
         """
-        path = self.store.root / DELTAS_DIRECTORY / delta_file(identity)
+        path = self.store.delta_path(identity)
         with os_errors("read", path):
             filesystem.refresh(path.parent)
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
@@ -186,7 +179,12 @@ class DoubleBuffer:
             raise errors.StoreNotFoundError(f"there is no store at {self.root}")
         if self.owner_only:
             filesystem.check_trust(self.root)
-            for name in (*BUFFERS, DELTAS_DIRECTORY, SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
+            for name in (
+                *places.BUFFERS,
+                places.DELTAS_DIRECTORY,
+                places.SCRATCH_DIRECTORY,
+                places.RECEIVERS_DIRECTORY,
+            ):
                 with contextlib.suppress(errors.StoreNotFoundError):  # a sender is making them
                     filesystem.check_trust(self.root / name)
 
@@ -209,7 +207,7 @@ class DoubleBuffer:
 
     def pointer(self) -> Pointer | None:
         """What ``CURRENT`` says; None before the first publish."""
-        return self._read(Pointer, self.root / POINTER_FILE)
+        return self._read(Pointer, self.root / places.POINTER_FILE)
 
     def newest_pointer(self, seen: Pointer | None = None) -> Pointer | None:
         """What ``CURRENT`` says, for a reader that has ``seen`` an earlier one.
@@ -264,32 +262,41 @@ class DoubleBuffer:
             ]
         if whole:
             message = "%s has no %s: going by its manifests"
-            log_once(logger, message, self.root, POINTER_FILE)
+            log_once(logger, message, self.root, places.POINTER_FILE)
         return whole[0] if whole else None
 
     def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
         """Both, as they stood together: a writer may come round between one look and the other."""
         before = None
-        while (found := {buffer: self.manifest(buffer) for buffer in BUFFERS}) != before:
+        while (found := {buffer: self.manifest(buffer) for buffer in places.BUFFERS}) != before:
             before = found
         return found
 
+    def weights_path(self, buffer: str, manifest: Manifest) -> Path:
+        """Where the weights file is that a buffer's manifest names."""
+        return self.root / (manifest.anchor_buffer or buffer) / manifest.file
+
+    def delta_path(self, identity: str) -> Path:
+        return self.root / places.DELTAS_DIRECTORY / places.delta_file(identity)
+
+    def record_path(self, receiver_id: str) -> Path:
+        return self.root / places.RECEIVERS_DIRECTORY / f"{receiver_id}.json"
+
     def manifest(self, buffer: str) -> Manifest | None:
         """What a buffer holds; None if it never held anything."""
-        return self._read(Manifest, self.root / buffer / MANIFEST_FILE)
+        return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
     def delta_bytes(self, manifest: Manifest) -> int:
         """Size of the deltas that a manifest names, as far as they are there."""
-        paths = [self.root / DELTAS_DIRECTORY / delta_file(name) for name in manifest.chain[1:]]
         num_bytes = 0
-        for path in paths:
+        for identity in manifest.chain[1:]:
             with contextlib.suppress(FileNotFoundError):
-                num_bytes += path.stat().st_size
+                num_bytes += self.delta_path(identity).stat().st_size
         return num_bytes
 
     def writer(self) -> WriterRecord | None:
         """Who writes the store, or wrote it last."""
-        return self._read(WriterRecord, self.root / WRITER_FILE)
+        return self._read(WriterRecord, self.root / places.WRITER_FILE)
 
     def undamaged_pointer(self) -> Pointer | None:
         """As :meth:`pointer`, for who replaces it next; None also where it is damaged."""
@@ -303,7 +310,7 @@ class DoubleBuffer:
 
     def receiver(self, receiver_id: str) -> ReceiverRecord | None:
         """What one receiver says of itself; None if it never came, or has gone."""
-        return self._read(ReceiverRecord, self.root / RECEIVERS_DIRECTORY / f"{receiver_id}.json")
+        return self._read(ReceiverRecord, self.record_path(receiver_id))
 
     def receivers(self) -> list[ReceiverRecord]:
         """What each receiver that ever came says of itself.
@@ -326,7 +333,7 @@ class DoubleBuffer:
         return [listed.record for listed in found.values() if listed.record is not None]
 
     def _listed(self) -> list[os.DirEntry[str]]:
-        directory = self.root / RECEIVERS_DIRECTORY
+        directory = self.root / places.RECEIVERS_DIRECTORY
         try:
             with os_errors("list", directory), os.scandir(directory) as entries:
                 found = [e for e in entries if e.name.endswith(".json") and e.name[0] != "."]
@@ -336,7 +343,7 @@ class DoubleBuffer:
 
     def _look_at(self, name: str, seen: _State | None, before: _Listed | None) -> _Listed:
         try:
-            record = self._read(ReceiverRecord, self.root / RECEIVERS_DIRECTORY / name)
+            record = self._read(ReceiverRecord, self.root / places.RECEIVERS_DIRECTORY / name)
         except (errors.StoreCorruptError, errors.StoreInsecureError) as error:
             if before is None or before.problem != str(error):
                 logger.warning("passing over a record that is of no use, remove it: %s", error)
@@ -364,7 +371,7 @@ class DoubleBuffer:
                 return True
             if record.carried is None:
                 return False
-        path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
+        path = self.record_path(record.receiver)
         return self.medium.shows_life(path, is_locked=bool(record.boot))
 
     def readers(self) -> list[ReceiverRecord]:
@@ -402,7 +409,7 @@ class DoubleBuffer:
                 return held
             if not patience.wait(pointer):
                 raise errors.StoreCorruptError(
-                    f"{self.root}: {POINTER_FILE} names version {pointer.version} in buffer "
+                    f"{self.root}: {places.POINTER_FILE} names version {pointer.version} in buffer "
                     f"{pointer.buffer}, but {held.reason}; publish again to repair the store"
                 )
 
@@ -432,7 +439,7 @@ class DoubleBuffer:
                 and not are_apart(manifest.history, history)
             )
 
-        for buffer in BUFFERS:
+        for buffer in places.BUFFERS:
             if is_it(self.manifest(buffer)):
                 held = self.hold_buffer(buffer, announce)
                 if held is not None and is_it(held.manifest):
@@ -448,7 +455,7 @@ class DoubleBuffer:
         self.medium.check_readable(manifest)
         if announce is not None:
             announce(pointer.version)
-        path = self.root / (manifest.anchor_buffer or pointer.buffer) / manifest.file
+        path = self.weights_path(pointer.buffer, manifest)
         try:
             with os_errors("read", path):
                 filesystem.refresh(path.parent)
@@ -565,4 +572,4 @@ def is_replaced(seen: Pointer, found: Pointer) -> bool:
 
 def other_buffer(buffer: str) -> str:
     """``"B"`` for ``"A"``, and ``"A"`` for ``"B"``."""
-    return BUFFERS[1 - BUFFERS.index(buffer)]
+    return places.BUFFERS[1 - places.BUFFERS.index(buffer)]

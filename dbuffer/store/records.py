@@ -20,12 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dbuffer import errors
-from dbuffer.format.manifest import (
-    RECEIVERS_DIRECTORY,
-    SCRATCH_DIRECTORY,
-    ReceiverRecord,
-    encode,
-)
+from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.format.places import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
@@ -55,7 +51,7 @@ class KeptFile:
         self._store = DoubleBuffer(store, allow_shared_store=True)
         self._receiver_id = receiver_id
         self.directory = store / RECEIVERS_DIRECTORY
-        self.path = self.directory / f"{receiver_id}.json"
+        self.path = self._store.record_path(receiver_id)
         self._scratch = store / SCRATCH_DIRECTORY
         self._pid = os.getpid()
 

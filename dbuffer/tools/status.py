@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 
 from dbuffer.errors import StoreCorruptError
-from dbuffer.format.manifest import BUFFERS, Manifest, ReceiverRecord
+from dbuffer.format.manifest import Manifest, ReceiverRecord
+from dbuffer.format.places import BUFFERS
 from dbuffer.store.buffer import DoubleBuffer
 
 

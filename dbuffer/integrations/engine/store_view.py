@@ -11,7 +11,8 @@ import threading
 import time
 
 from dbuffer import errors
-from dbuffer.format.manifest import BUFFERS, ReceiverRecord
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.places import BUFFERS
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.reporting import FollowerReport

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dbuffer.errors import DBufferError, StoreInsecureError
-from dbuffer.format.manifest import POINTER_FILE, WRITER_FILE
+from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
