@@ -188,7 +188,7 @@ class Manifest(Record):
                 f"{self.NAME}: field 'anchor_buffer' is {self.anchor_buffer!r:.80}"
             )
         if (self.anchor is None) != (self.anchor_buffer is None):
-            raise StoreCorruptError(f"{self.NAME}: it names half of an anchor")
+            raise StoreCorruptError(f"{self.NAME}: anchor and anchor_buffer go together")
         if self.anchor is not None and self.anchor not in chain[:-1]:
             raise StoreCorruptError(f"{self.NAME}: its chain does not begin at its anchor")
         if self.state == "complete" and chain and chain[-1] != self.identity:

@@ -180,7 +180,7 @@ class Snapshot:
             with Chain(self._held, layout) as chain:
                 found = chain.changed_since(identity, self._copier)
         except DBufferError as error:  # what unpacks deltas may be missing, too
-            logger.warning("%s: taking it whole: %s", self.path, error)
+            logger.warning("%s: reading it whole: %s", self.path, error)
             return None
         return {layout.specs[index].name: positions for index, positions in found.items()}
 

@@ -481,7 +481,7 @@ class Stager:
             self._receiver.record.set(stats=dict(self._stats))
         except (errors.DBufferError, OSError) as error:
             # It has been let go of all the same; who opens the next version meets this again.
-            logger.warning("letting go of a version of %s: %s", self._receiver.store, error)
+            logger.warning("releasing a version of %s: %s", self._receiver.store, error)
 
     def _stage(self, version: int, *, exactly: bool) -> None:
         started = time.monotonic()

@@ -99,7 +99,7 @@ class Held:
         Raises:
             StoreCorruptError: the manifest names that file, and has for long enough.
         """
-        logger.warning("version %d went while it was read: %s", self.manifest.version, error)
+        logger.warning("version %d was removed while it was read: %s", self.manifest.version, error)
         if not patience.wait(self.manifest.identity) and self.is_still_named():
             raise errors.StoreCorruptError(f"{error}; publish again to repair the store") from error
 
@@ -346,7 +346,7 @@ class DoubleBuffer:
             record = self._read(ReceiverRecord, self.root / places.RECEIVERS_DIRECTORY / name)
         except (errors.StoreCorruptError, errors.StoreInsecureError) as error:
             if before is None or before.problem != str(error):
-                logger.warning("passing over a record that is of no use, remove it: %s", error)
+                logger.warning("ignoring an unusable record, remove it: %s", error)
             return _Listed(None, seen, str(error))
         return _Listed(record, seen)
 

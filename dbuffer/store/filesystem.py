@@ -620,7 +620,7 @@ class Descriptor:
     def number(self) -> int:
         """The kernel's number of it, for as long as it is open; a `ClosedError` after that."""
         if not self.is_open:
-            raise ClosedError("a file was closed, or opened before a fork, and is used no more")
+            raise ClosedError("this file is closed, or was opened before a fork")
         return self._number
 
     def close(self) -> None:

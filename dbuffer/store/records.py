@@ -102,7 +102,7 @@ class KeptFile:
                 if self._is_free(old, record):
                     self._put(record, only_new=False)
                     return
-        raise errors.StoreAccessError(f"{self.path} is replaced by others all the time")
+        raise errors.StoreAccessError(f"{self.path} is constantly replaced by others")
 
     def _is_free(self, old: Descriptor, record: ReceiverRecord) -> bool:
         """Whether nobody owns what has the name; False if it changed meanwhile.

@@ -147,7 +147,7 @@ class StoreView:
             )
         if self._logged_history != found.history:
             self._logged_history = found.history
-            logger.warning("%s, which it goes on with", what)
+            logger.warning("%s, and it follows those now", what)
 
     def _measure_lag(self, served: Served | None, goal: Served | None, *, num_behind: int) -> None:
         applied = 0 if served is None else served.version

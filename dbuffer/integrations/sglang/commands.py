@@ -48,6 +48,6 @@ class Command:
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise OptionError(
-                f"{len(tensors)} tensors that are no command of dbuffer ({error}): this loader is "
-                "for dbuffer.integrations.sglang.follow"
+                f"{len(tensors)} tensors that are not a command of dbuffer ({error}): this loader "
+                "is for dbuffer.integrations.sglang.follow"
             ) from None
