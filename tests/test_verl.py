@@ -18,15 +18,7 @@ from typing import Any
 
 import pytest
 from tiny_models import make_model, save_revealing, save_tokenizer, token_of
-from vllm_engines import (
-    PROMPTS,
-    TIMEOUT_S,
-    engine_arguments,
-    environment,
-    greedy,
-    leave,
-    observe,
-)
+from vllm_engines import PROMPTS, TIMEOUT_S, engine_arguments, environment, greedy, leave, observe
 
 import dbuffer
 

@@ -19,13 +19,7 @@ from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import (
-    FileTensors,
-    MappedTensors,
-    as_bytes,
-    copy_one,
-    view_tensor,
-)
+from dbuffer.io.tensors import FileTensors, MappedTensors, as_bytes, copy_one, view_tensor
 from dbuffer.runtime.messages import listed
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held

@@ -13,11 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dbuffer.errors import (
-    EngineBusyError,
-    EngineUnsupportedError,
-    EngineUpdateError,
-)
+from dbuffer.errors import EngineBusyError, EngineUnsupportedError, EngineUpdateError
 from dbuffer.format.manifest import host_in_id
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.options import EngineNames, UpdateRequest

@@ -23,15 +23,7 @@ from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
 from dbuffer.store.media import medium_of
 from dbuffer.store.medium import Medium
 from dbuffer.store.watcher import Watcher
-from dbuffer.tools.doctor.findings import (
-    POLLING,
-    Finding,
-    OnStep,
-    adapted,
-    broken,
-    good,
-    unknown,
-)
+from dbuffer.tools.doctor.findings import POLLING, Finding, OnStep, adapted, broken, good, unknown
 from dbuffer.tools.doctor.process import OtherProcess
 from dbuffer.tools.doctor.scratch import scratch
 
