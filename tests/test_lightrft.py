@@ -47,7 +47,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     env = environment(processes=False)
     directory = tmp_path_factory.mktemp("lightrft")
-    yield observe(__file__, directory, timeout_s=TIMEOUT_S, env=env)
+    yield observe(__file__, directory, env=env)
     for path in SHARED_MEMORY.glob(f"{shared_memory_name(directory)}*"):
         path.unlink()  # of ranks that were killed
 

@@ -28,7 +28,7 @@ pytestmark = [*NEEDS_VLLM, *IN_SOAKS_ALONE, pytest.mark.timeout(TIMEOUT_S + 10)]
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     env = environment(processes=True)
-    return observe(__file__, tmp_path_factory.mktemp("engines"), timeout_s=TIMEOUT_S, env=env)
+    return observe(__file__, tmp_path_factory.mktemp("engines"), env=env)
 
 
 @pytest.mark.parametrize("version", ["1", "2"])

@@ -69,7 +69,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("ranks")
     # Removed by this process: the program may be killed.
     with tempfile.TemporaryDirectory(prefix="dbuffer-test-", dir=SHARED_MEMORY) as scratch:
-        return observe(__file__, directory, scratch, timeout_s=TIMEOUT_S, env=env)
+        return observe(__file__, directory, scratch, env=env)
 
 
 @pytest.mark.parametrize("way", SWITCHES)

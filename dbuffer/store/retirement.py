@@ -47,7 +47,7 @@ class RetiredFiles:
         readers: Callable[[], list[ReceiverRecord]],
         reader_timeout_s: float,
         let_go: Callable[[Path], None],
-        named_versions: Callable[[], Collection[int]] = tuple,
+        named_versions: Callable[[], Collection[int]],
     ) -> None:
         self._named_versions = named_versions
         self._let_go = let_go
