@@ -23,7 +23,7 @@ from dbuffer.io.tensors import (
     copy_one,
     join_digests,
 )
-from dbuffer.io.transfer import OnBytes, copy_tensors, write_tensor, write_tensors
+from dbuffer.io.transfer import OnBytes, read_tensors, write_tensor, write_tensors
 from dbuffer.store.buffer import Held
 from dbuffer.store.writer import BufferWriter, Claim
 
@@ -177,8 +177,8 @@ class Draft:
                 )
             elif held.manifest.anchor is None:
                 file, own, hashed = held.file.number, self.claim.weights, self._hashed
-                self.checksums = copy_tensors(
-                    file, own, held.path, layout, copier, hashed=hashed, on_bytes=on_bytes
+                self.checksums = read_tensors(
+                    file, held.path, layout, own, copier, hashed=hashed, on_bytes=on_bytes
                 )
             else:
                 tensors = FileTensors.in_memory(self.layout)
