@@ -85,8 +85,7 @@ class BroadcastManager:
         self._api_key = api_key
         self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
         options.positive_seconds("rank_timeout_s", rank_timeout_s)
-        if store is not None:
-            store = options.directory("store", store)
+        place = None if store is None else options.directory("store", store)
         self._has_deltas = options.flag("delta", delta)
         self._followers: list[EngineFollower] = []
         self._sender: ShardedWeightSender | None = None
@@ -102,7 +101,7 @@ class BroadcastManager:
         self._agreement = Agreement(None, timeout_s=rank_timeout_s + engines_s)
         self._opened.callback(self._agreement.close)
         try:
-            self._open(store, rename, rank_timeout_s)
+            self._open(place, rename, rank_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -144,12 +143,7 @@ class BroadcastManager:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _open(
-        self,
-        store: str | os.PathLike[str] | None,
-        rename: Rename | None,
-        rank_timeout_s: float,
-    ) -> None:
+    def _open(self, store: Path | None, rename: Rename | None, rank_timeout_s: float) -> None:
         self._weights_on_all_ranks()  # to refuse now what could not be published later
         self._configuration = Configuration.of(self.strategy)
         self._require_an_engine()
@@ -182,9 +176,9 @@ class BroadcastManager:
         if not any(self._agreement.each("count its engines", lambda: len(mine))):
             raise OptionError("no rank has an inference engine")
 
-    def _find_store(self, store: str | os.PathLike[str] | None) -> Path:
+    def _find_store(self, store: Path | None) -> Path:
         if store is not None:
-            return Path(store).absolute()
+            return store
         self._directory = JobDirectory()
         return self._directory.store
 
