@@ -44,6 +44,7 @@ from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import Progress, counter
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.trouble import Trouble
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer, Held
@@ -72,7 +73,7 @@ class _OneStoreError(OptionError):
     """Remote and local store are one, seen through two mounts: fine for readers."""
 
 
-class Mirror:
+class Mirror(Closing):
     """Keeps a local store the same as a remote one.
 
     Any number may be started for one local store: one is elected, by a lock that the kernel drops
@@ -228,12 +229,6 @@ class Mirror:
             self._thread = None
         self._copier.close()
         self._give_up()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _has(self, wanted: Pointer | None) -> bool:
         if wanted is None:

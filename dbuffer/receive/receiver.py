@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -31,6 +31,7 @@ from dbuffer.receive.snapshot import (
     wrong_tensors,
 )
 from dbuffer.runtime import options
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer, Held, Patience, pointer_to
 from dbuffer.store.records import RecordFile
@@ -59,7 +60,7 @@ _STOP_CHECK_S = 0.1
 """How often a wait looks at its stop event."""
 
 
-class WeightReceiver:
+class WeightReceiver(Closing):
     """A reader of a store; any number of them, in any process.
 
     It may be made before the store is, and serves one thread at a time. It leaves no trace until
@@ -372,12 +373,6 @@ class WeightReceiver:
         self._copier.close()
         self._kept.clear()
         self._in_memory = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._is_closed or self._pid != os.getpid():

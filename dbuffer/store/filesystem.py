@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from dbuffer.errors import (
     ClosedError,
@@ -25,6 +25,7 @@ from dbuffer.errors import (
     StoreInsecureError,
     StoreNotFoundError,
 )
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.runtime.trouble import log_once
 
@@ -600,7 +601,7 @@ def path_of(descriptor: int) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
-class Descriptor:
+class Descriptor(Closing):
     """An open file that is closed when dropped, and in every child that is forked.
 
     Hand on the descriptor, and not its number: that may be another file's as soon as this one is
@@ -630,12 +631,6 @@ class Descriptor:
     @property
     def is_open(self) -> bool:
         return self._finalizer.alive and self._pid == os.getpid()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()

@@ -15,12 +15,13 @@ from dbuffer.errors import EngineEndedError, VersionTimeoutError
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
 
-class InBackground(ABC):
+class InBackground(Closing, ABC):
     """What follows until it is closed: an engine, or all replicas of one."""
 
     @property
@@ -57,12 +58,6 @@ class InBackground(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop following, after the switch that is under way. Not for the engine's event loop."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     async def aclose(self) -> None:
         """As :meth:`close`, in the engine's event loop, which a switch needs to end."""

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Self
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
@@ -27,6 +26,7 @@ from dbuffer.integrations.engine.serving import Served
 from dbuffer.integrations.engine.states import FollowerEvent, FollowerState
 from dbuffer.integrations.engine.store_view import StoreView
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.translated import TranslatedErrors
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _MIN_WAIT_S = 0.5
 """Between two attempts, also when a newer version came at once after the one that failed."""
 
 
-class Follower:
+class Follower(Closing):
     """Switches one engine when told to. Made by :func:`follow`.
 
     It serves one thread. The engine must not be followed by anyone else. What it knows of the
@@ -424,12 +424,6 @@ class Follower:
             self._view.report.ended()
             self._view.close()
         self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _served_by(record: ReceiverRecord | None) -> Served | None:

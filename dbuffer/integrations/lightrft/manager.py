@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.lightrft.configuration import Configuration
@@ -22,6 +22,7 @@ from dbuffer.integrations.lightrft.engines import (
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
+from dbuffer.runtime.closing import Closing
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Weights
 
@@ -32,7 +33,7 @@ _LOAD_TIMEOUT_S = 600.0
 is given to answer."""
 
 
-class BroadcastManager:
+class BroadcastManager(Closing):
     """Brings an actor's weights to its inference engines. Every rank makes one, and every call.
 
     A version is published by all ranks together, each writing what it holds: nothing is gathered
@@ -136,12 +137,6 @@ class BroadcastManager:
         self._followers.clear()
         self._closing()
         atexit.unregister(self._closing)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _open(self, store: Path | None, rename: Rename | None, rank_timeout_s: float) -> None:
         self._weights_on_all_ranks()  # to refuse now what could not be published later
