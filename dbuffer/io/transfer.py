@@ -153,13 +153,13 @@ def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         yield as_bytes(memory[: some.numel()].copy_(some).view(torch.uint8))
 
 
-def pieces_of(file: Descriptor, path: Path) -> Iterator[bytes]:
+def chunks_of(file: Descriptor, path: Path) -> Iterator[bytes]:
     """All bytes of an open file, some :data:`SPAN_BYTES` at a time."""
     offset = 0
     with filesystem.os_errors("read", path):
-        while piece := filesystem.read_at(file.number, offset, SPAN_BYTES):
-            yield piece
-            offset += len(piece)
+        while chunk := filesystem.read_at(file.number, offset, SPAN_BYTES):
+            yield chunk
+            offset += len(chunk)
 
 
 def _open_parts(

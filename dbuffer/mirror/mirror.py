@@ -36,7 +36,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.transfer import pieces_of
+from dbuffer.io.transfer import chunks_of
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.publish.chaining import Link, names_in, trimmed
 from dbuffer.publish.draft import Draft, Drafts
@@ -478,7 +478,7 @@ class Mirror(Closing):
             for identity in manifest.deltas_after(chain[-1].identity):
                 path, file = held.open_delta(identity)
                 with file:
-                    num_bytes = draft.add_delta(pieces_of(file, path), identity)
+                    num_bytes = draft.add_delta(chunks_of(file, path), identity)
                 chain = [*chain, Link(identity, num_bytes)]
         except (StoreNotFoundError, StoreCorruptError) as error:
             # The version itself is here, whole.

@@ -191,13 +191,13 @@ class Draft:
         if hashed:
             self._written.append(join_digests(digests))
 
-    def add_delta(self, pieces: Iterable[bytes], identity: str | None = None) -> int:
+    def add_delta(self, chunks: Iterable[bytes], identity: str | None = None) -> int:
         """Write the file of a delta that leads to it, or to another version of its chain.
 
         Returns:
             The file's size.
         """
-        return self._drafts.writer.add_delta(self.claim, identity or self.claim.identity, pieces)
+        return self._drafts.writer.add_delta(self.claim, identity or self.claim.identity, chunks)
 
     def commit(self, metadata: dict[str, Any], **described: Any) -> Manifest:
         """Publish it. ``described``: fields of the manifest that are not this writer's to say.

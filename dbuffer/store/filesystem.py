@@ -235,12 +235,12 @@ def _read_small(path: Path, max_bytes: int, *, owner_only: bool) -> bytes:
 
 def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
     """Exactly ``num_bytes`` from ``offset``; shorter only at the end of the file."""
-    pieces = []
-    while num_bytes > 0 and (piece := os.pread(descriptor, min(num_bytes, 1 << 30), offset)):
-        pieces.append(piece)
-        offset += len(piece)
-        num_bytes -= len(piece)
-    return b"".join(pieces)
+    chunks = []
+    while num_bytes > 0 and (chunk := os.pread(descriptor, min(num_bytes, 1 << 30), offset)):
+        chunks.append(chunk)
+        offset += len(chunk)
+        num_bytes -= len(chunk)
+    return b"".join(chunks)
 
 
 def read_into(descriptor: int, offset: int, memory: memoryview) -> int:

@@ -236,7 +236,7 @@ class BufferWriter:
             for path in self._files.named_by(buffer, manifest)
         }
 
-    def add_delta(self, claim: Claim, identity: str, pieces: Iterable[bytes]) -> int:
+    def add_delta(self, claim: Claim, identity: str, chunks: Iterable[bytes]) -> int:
         """Write the delta that leads to the version of this identity; its size.
 
         Raises:
@@ -253,9 +253,9 @@ class BufferWriter:
         with filesystem.make_file(path, os.O_WRONLY) as file:
             claim.deltas[path] = num_bytes
             with os_errors("write a delta", path):
-                for piece in pieces:
-                    filesystem.write_at(file.number, num_bytes, piece)
-                    num_bytes += len(piece)
+                for chunk in chunks:
+                    filesystem.write_at(file.number, num_bytes, chunk)
+                    num_bytes += len(chunk)
             if self._sync:
                 filesystem.sync_file(file.number, path)
         claim.deltas[path] = num_bytes
