@@ -53,19 +53,16 @@ class Prepared(Protocol):
     @property
     def is_enough(self) -> bool:
         """Whether the tensors themselves are not needed too, this time."""
-        ...
 
     @property
     def num_bytes(self) -> int: ...
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
         """The same of other tensors, which hold what those hold that it was made of."""
-        ...
 
     @property
     def staging_bytes(self) -> int:
         """What :meth:`copied_into` needs."""
-        ...
 
     def copied_into(
         self, memory: torch.Tensor, copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]
@@ -74,7 +71,6 @@ class Prepared(Protocol):
 
         ``copy`` copies views of the snapshot's tensors, the second, into the first.
         """
-        ...
 
 
 Prepare = Callable[[Snapshot], Prepared | None]

@@ -39,19 +39,15 @@ class ServingModel(Protocol):
         They have passed the check of :meth:`EngineRank.make_check`. ``partial``: layers that get
         nothing keep all that they have.
         """
-        ...
 
     def load_checkpoint(self) -> None:
         """Swap in the weights that the engine was started with, from where it read them."""
-        ...
 
     def refuse_to_serve(self, reason: str) -> None:
         """Let every step of this model fail, and say why, until :meth:`serve_again`."""
-        ...
 
     def serve_again(self) -> None:
         """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
-        ...
 
 
 class EngineRank:
