@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 def printable(text: object) -> str:
     r"""Text with what a terminal would act on, or not show, written out (``\x1b``); lines stay."""
     return "".join(
-        character if character.isprintable() or character == "\n" else _written_out(character)
-        for character in str(text)
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii")
+        for c in str(text)
     )
 
 
@@ -43,10 +43,6 @@ class PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The message, and a traceback if it has one, made printable."""
         return printable(super().format(record))
-
-
-def _written_out(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def format_age(age_s: float | None) -> str:

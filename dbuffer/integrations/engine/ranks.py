@@ -164,7 +164,8 @@ class _Told:
             with contextlib.suppress(RuntimeError):
                 for part in (framed[:_FRAME_BYTES].ljust(_FRAME_BYTES), framed[_FRAME_BYTES:]):
                     if part:
-                        group.send([_tensor(part)], rank, 0).wait(_FOR_EVER)
+                        tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                        group.send([tensor], rank, 0).wait(_FOR_EVER)
             is_taken.set()
 
 
@@ -216,10 +217,6 @@ def _receive(group: Any, rank: int, num_bytes: int) -> bytes:
     tensor = torch.empty(num_bytes, dtype=torch.uint8)
     group.recv([tensor], rank, 0).wait(_FOR_EVER)
     return bytes(tensor.numpy())
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 _FOR_EVER = datetime.timedelta(days=3650)

@@ -94,7 +94,7 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
     else:
         named = _named_values(weights)
         for key in [key for key in named if _is_extra_state(key)]:
-            collected[_module_path(key)] = named.pop(key)
+            collected[key.rpartition(".")[0]] = named.pop(key)
     tensors: dict[str, torch.Tensor] = dict(named)
     encoder = _Encoder(tensors)
     extra_state = {
@@ -222,10 +222,6 @@ def _flattened(weights: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == EXTRA_STATE or is_extra_state(key)
-
-
-def _module_path(key: str) -> str:
-    return key.rpartition(".")[0]
 
 
 def _extra_states_of(model: nn.Module) -> dict[str, Any]:

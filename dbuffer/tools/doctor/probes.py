@@ -240,7 +240,8 @@ def _probe_locks(site: Site) -> Finding:
         with OtherProcess() as other:
             taken = other.ask("lock", str(place / "lock"))
             excludes = taken and not filesystem.try_lock(file.number, exclusive=True)
-        is_dropped = _becomes_free(file.number) if excludes else True
+        # Over a network, that its holder died takes a moment.
+        is_dropped = filesystem.lock_within(file.number, timeout_s=5.0) if excludes else True
     if not excludes:
         return adapted(
             "two processes can hold the same exclusive lock",
@@ -268,11 +269,6 @@ def _knows_locks(file: int) -> bool:
         return False
     filesystem.unlock(file)
     return True
-
-
-def _becomes_free(file: int) -> bool:
-    """Whether a lock can be had soon: over a network, that its holder died takes a moment."""
-    return filesystem.lock_within(file, timeout_s=5.0)
 
 
 def _probe_allocation(site: Site) -> Finding:
