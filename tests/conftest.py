@@ -120,6 +120,18 @@ def store(shm_path: Path) -> Path:
 
 
 @pytest.fixture
+def remote(shm_path: Path) -> Path:
+    """Where a store to be mirrored will be; nothing is there yet."""
+    return shm_path / "remote"
+
+
+@pytest.fixture
+def local(shm_path: Path) -> Path:
+    """Where its mirror will be."""
+    return shm_path / "local"
+
+
+@pytest.fixture
 def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
     """A sender with no options."""
     with dbuffer.WeightSender(store) as sender:

@@ -155,6 +155,13 @@ def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return data.view(dtype).view(shape)
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process is there; an orphan stays as a zombie where nothing collects it."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return _state_of(pid) != "Z"
+    return False
+
+
 def error_of(function: Callable[[], object]) -> str | None:
     """What it raises, if anything."""
     try:

@@ -64,16 +64,6 @@ DISK_BYTES = 24 * MEGABYTE  # holds two of them, and no third
 POLL_S = 0.05
 
 
-@pytest.fixture
-def remote(shm_path: Path) -> Path:
-    return shm_path / "remote"
-
-
-@pytest.fixture
-def local(shm_path: Path) -> Path:
-    return shm_path / "local"
-
-
 def publish(store: Path, *versions: int, pattern: Pattern = SMALL, **options: Any) -> None:
     with dbuffer.WeightSender(store, checksum=True, **options) as sender:
         for version in versions:

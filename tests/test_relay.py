@@ -29,16 +29,6 @@ POLL_S = 0.05
 
 
 @pytest.fixture
-def remote(shm_path: Path) -> Path:
-    return shm_path / "remote"
-
-
-@pytest.fixture
-def local(shm_path: Path) -> Path:
-    return shm_path / "local"
-
-
-@pytest.fixture
 def relay(remote: Path, local: Path) -> Iterator[AcknowledgementRelay]:
     """Between two stores that are there."""
     for store in (remote, local):

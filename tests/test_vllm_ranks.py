@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import SHARED_MEMORY, error_of, is_soak
+from support import SHARED_MEMORY, error_of, is_running, is_soak
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 
 import dbuffer
@@ -732,12 +732,6 @@ def observe_death(engine: Engine, version: int) -> dict[str, Any]:
     with dbuffer.WeightReceiver(engine.store, receiver_id="another", verify=True) as receiver:
         seen["read"] = receiver.load_into(dict(model(0).state_dict()))
     return seen
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
