@@ -13,6 +13,7 @@ from torchrl.weight_update.utils import _resolve_attr
 
 from dbuffer.errors import NotReadyError, OptionError
 from dbuffer.integrations.torchrl.options import TransportOptions
+from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
 from dbuffer.runtime import options as checks
 
 Strategy = Literal["tensordict", "state_dict"]
@@ -122,6 +123,19 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
             return (strategy or self._strategy).extract_weights(weights)
         return weights
+
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,  # noqa: ARG002 - of TorchRL's first schemes
+        **kwargs: Any,  # noqa: ARG002
+    ) -> VLLMDoubleBufferTransport:
+        """A way to write and read the store by hand; collectors need none."""
+        remote, local = self._store_at(self.remote_addr), self._store_at(self.local_addr)
+        return VLLMDoubleBufferTransport(remote, local, options=self.options)
+
+    def _store_at(self, address: str | Path) -> str | Path:
+        """The model's store, below an address or at it."""
+        return address
 
     def shutdown(self) -> None:
         """Close the store on this side. A second call does nothing."""

@@ -26,7 +26,6 @@ from dbuffer.integrations.torchrl.directories import ModelDirectory, versions_be
 from dbuffer.integrations.torchrl.extraction import VersionInfo, extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
 from dbuffer.integrations.torchrl.publisher import ForWorkers, ModelPublisher
-from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
 from dbuffer.runtime import options as checks
 
@@ -343,17 +342,8 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     # Both sides.
 
-    def create_transport(
-        self,
-        pipe_or_context: Any = None,  # noqa: ARG002 - of TorchRL's first schemes
-        **kwargs: Any,  # noqa: ARG002
-    ) -> VLLMDoubleBufferTransport:
-        """A way to send and receive by hand; collectors need none."""
-        return VLLMDoubleBufferTransport(
-            self._directory(self.remote_addr).for_all,
-            self._directory(self.local_addr).for_all,
-            options=self.options,
-        )
+    def _store_at(self, address: str | Path) -> Path:
+        return self._directory(address).for_all
 
     def _directory(self, address: str | Path, remote: str | Path | None = None) -> ModelDirectory:
         mirrored = None if remote is None else Path(remote)
