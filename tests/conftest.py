@@ -119,6 +119,38 @@ def store(shm_path: Path) -> Path:
     return shm_path / "store"
 
 
+@pytest.fixture
+def remote(shm_path: Path) -> Path:
+    """Where a store to be mirrored will be; nothing is there yet."""
+    return shm_path / "remote"
+
+
+@pytest.fixture
+def local(shm_path: Path) -> Path:
+    """Where its mirror will be."""
+    return shm_path / "local"
+
+
+@pytest.fixture
+def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
+    """A sender with no options."""
+    with dbuffer.WeightSender(store) as sender:
+        yield sender
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every directory behave as a network mount."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+
+
+@pytest.fixture(params=["local", "network"])
+def mount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let every directory behave as one, and as the other."""
+    monkeypatch.setenv("DBUFFER_MOUNT", request.param)
+    return str(request.param)
+
+
 @pytest.fixture(params=["tmpfs", "disk"])
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The same, in shared memory and in the system's directory for temporary files."""

@@ -43,7 +43,7 @@ class ForkedProgram:
 
 def _serve(_: Connection, tasks: Connection, answers: Connection) -> None:
     sys.stdin, sys.stdout = _file(tasks, "r"), _file(answers, "w")
-    process.serve()
+    process.answer_tasks()
 
 
 def _file(connection: Connection, mode: str, **options: Any) -> Any:

@@ -147,12 +147,3 @@ def by_rank(seen: Any) -> list[Any]:
     answers: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(answers, seen)
     return answers
-
-
-def error_of(function: Callable[[], object]) -> str | None:
-    """What it raises, if anything."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None

@@ -121,6 +121,56 @@ OTHER = Pattern(num_tensors=5, numel=700)
 SPARSE = Sparse()
 
 
+def publish(sender: dbuffer.WeightSender, *versions: int, pattern: Pattern = SMALL) -> None:
+    """Send a pattern's weights as each of these versions."""
+    for version in versions:
+        sender.send(pattern.weights(version), version=version)
+
+
+def until(what: str, is_so: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """Wait until it is so; what it is then."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.005)
+    return found
+
+
+def received(store: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the newest version, in memory of their own."""
+    with dbuffer.WeightReceiver(store) as receiver, receiver.open(timeout_s=5) as snapshot:
+        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """A tensor's bytes: two NaNs may be the same, and 0.0 is not -0.0."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """A tensor of any bits at all, NaNs included."""
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    data = torch.randint(0, 2 if dtype is torch.bool else 256, (num_bytes,), dtype=torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there; an orphan stays as a zombie where nothing collects it."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return _state_of(pid) != "Z"
+    return False
+
+
+def error_of(function: Callable[[], object]) -> str | None:
+    """What it raises, if anything."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def free_port() -> int:
     """One that nobody listens at now."""
     with socket.socket() as probe:

@@ -46,7 +46,7 @@ def tokens_of(version: int) -> list[int]:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("atropos")
     env = environment(processes=True)
-    found: dict[str, Any] = observe(__file__, directory, "observe", timeout_s=TIMEOUT_S, env=env)
+    found: dict[str, Any] = observe(__file__, directory, "observe", env=env)
     return found
 
 

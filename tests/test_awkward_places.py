@@ -246,7 +246,7 @@ def test_no_place_for_a_store(no_place: Path) -> None:
 @pytest.mark.parametrize("shape", [[2**40, 2**40], [0, 2**62, 2**62], [2**62]])
 def test_a_shape_that_nobody_can_count(shape: list[int]) -> None:
     layout = {"format": 1, "tensors": [["w", "float32", shape, 0]], "aliases": {}}
-    with pytest.raises(dbuffer.StoreCorruptError, match="describes no tensor"):
+    with pytest.raises(dbuffer.StoreCorruptError, match="is not the description of a tensor"):
         Layout.decode(json.dumps(layout).encode(), end=2**62)
 
 

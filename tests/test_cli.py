@@ -473,5 +473,5 @@ def test_what_is_logged_is_made_printable(monkeypatch, tmp_path, odd_store):
     with Command(tmp_path, "status", odd_store) as command:
         code, out, err = command.communicate()
     assert code == 0, err
-    assert "passing over a record that is of no use" in err
+    assert "ignoring an unusable record" in err
     assert "\x1b" not in out + err

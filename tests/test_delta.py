@@ -20,7 +20,7 @@ from deltas import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import is_soak
+from support import bits, is_soak
 
 from dbuffer.errors import ChecksumError, DBufferError, InvalidWeightsError, StoreCorruptError
 from dbuffer.format import delta as delta_format
@@ -52,10 +52,6 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(delta_format, "MAX_CHUNK_WORDS", 3000)
     monkeypatch.setattr(delta_format, "MIN_CHUNK_BYTES", 1)
     monkeypatch.setattr(io_changes, "_GATHER_BYTES", 512)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def assert_leads_there(step, copier, *, times=1):

@@ -35,17 +35,6 @@ Tensors = dict[str, torch.Tensor]
 READER_TIMEOUT_S = 0.2
 
 
-@pytest.fixture(params=["local", "network"])
-def mount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("DBUFFER_MOUNT", request.param)
-    return str(request.param)
-
-
-@pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DBUFFER_MOUNT", "network")
-
-
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DBUFFER_MOUNT", "local")

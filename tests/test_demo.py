@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import support
 from rich.console import Console
-from support import IN_SOAKS_ALONE, Child, in_soaks_alone, preload
+from support import IN_SOAKS_ALONE, Child, in_soaks_alone, is_running, preload
 
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.tools.commands import demo
@@ -226,15 +226,6 @@ def wait_until(condition: object, timeout_s: float) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    # An orphan stays as a zombie where nothing collects it, as in a bare container.
-    return state != "Z"
 
 
 def test_missing_vllm_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,7 +257,7 @@ def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:
     from dbuffer.integrations.engine.follower import Switch
     from dbuffer.publish.publication import Publication
     from dbuffer.tools.demo.loop import DemoResult
-    from dbuffer.tools.doctor import Meeting, PeerReport
+    from dbuffer.tools.doctor.peer import Meeting, PeerReport
 
     def names(kind: Any) -> set[str]:
         return {item.name for item in dataclasses.fields(kind)}

@@ -118,7 +118,7 @@ def test_where_a_mount_comes_from(disk: Path) -> None:
     examination = doctor.examine(disk)
     assert (examination.filesystem, examination.source) == ("tmpfs", "dbuffer-test")
     assert f"size={8 * MEGABYTE // 1024}k" in examination.options
-    assert "8.4 MB" in found_by(examination, "room").found
+    assert "8.39 MB" in found_by(examination, "room").found
 
 
 def test_a_place_that_is_not_there_is_not_made(place: Path) -> None:
@@ -351,7 +351,7 @@ def test_on_a_network_mount(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def be_peer(connection: Connection, place: Path, timeout_s: float = TIMEOUT_S) -> None:
-    connection.send(doctor.wait_for_host(place, timeout_s=timeout_s))
+    connection.send(peer.wait_for_host(place, timeout_s=timeout_s))
 
 
 def wait_for_peer(place: Path) -> None:
@@ -381,7 +381,7 @@ def test_two_hosts_measure_together(any_place: Path, waits_first: str) -> None:
     assert list(any_place.iterdir()) == []
 
 
-def child_pid(meeting: doctor.Meeting) -> int:
+def child_pid(meeting: peer.Meeting) -> int:
     assert meeting.pid != os.getpid()
     return meeting.pid
 
@@ -415,7 +415,7 @@ def test_a_disk_of_one_host_that_another_mounts(place: Path) -> None:
 def be_peer_that_sees_nothing_new(connection: Connection, place: Path) -> None:
     DoubleBuffer.newest_pointer = lambda store, seen=None: seen or store.pointer()
     with pytest.raises(dbuffer.StoreAccessError, match="gave up"):
-        doctor.wait_for_host(place, timeout_s=TIMEOUT_S)
+        peer.wait_for_host(place, timeout_s=TIMEOUT_S)
 
 
 def test_a_host_that_sees_nothing_new(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +434,7 @@ def be_peer_that_reads_other_bytes(connection: Connection, place: Path) -> None:
     os.environ[filesystem.MOUNT_VARIABLE] = "network"
     filesystem.read_into = lambda descriptor, offset, memory: memory.nbytes
     with pytest.raises(dbuffer.StoreCorruptError):
-        doctor.wait_for_host(place, timeout_s=TIMEOUT_S)
+        peer.wait_for_host(place, timeout_s=TIMEOUT_S)
 
 
 def test_versions_that_are_not_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,12 +488,12 @@ def test_a_first_host_that_dies(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(peer, "_SILENCE_S", 1.0)
     with Child(be_host_that_dies, place):
         with pytest.raises(dbuffer.StoreAccessError, match="fell silent"):
-            doctor.wait_for_host(place, timeout_s=TIMEOUT_S)
+            peer.wait_for_host(place, timeout_s=TIMEOUT_S)
     assert list(place.iterdir()) == []
 
 
 def test_a_peer_that_nobody_comes_to(place: Path) -> None:
-    assert doctor.wait_for_host(place, timeout_s=0.1) is None
+    assert peer.wait_for_host(place, timeout_s=0.1) is None
     assert list(place.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import json
 import logging
@@ -26,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import support
 import torch
 from support import SMALL, Command
 
@@ -208,18 +210,7 @@ class LightEngine(Engine):
         return SMALL.version_of(self.model.tensors)
 
 
-def until(what: str, condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.01)
-    return found
-
-
-@pytest.fixture
-def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
-    with dbuffer.WeightSender(store) as sender:
-        yield sender
+until = functools.partial(support.until, timeout_s=WAIT_S)
 
 
 def options(store: Path, engine_id: str = "engine", **more: Any) -> EngineOptions:

@@ -13,12 +13,7 @@ from support import SMALL
 from test_engine_follower import Model, Rank
 
 import dbuffer
-from dbuffer.errors import (
-    EngineBrokenError,
-    EngineUnsupportedError,
-    EngineUpdateError,
-    OptionError,
-)
+from dbuffer.errors import EngineBrokenError, EngineUnsupportedError, EngineUpdateError, OptionError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
 from dbuffer.integrations.engine.messages import (

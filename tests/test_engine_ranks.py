@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import SMALL, Child, preload
-from torch import distributed
-from worlds import Failure, World
+from worlds import Coordinator, Failure, World
 
 import dbuffer
 from dbuffer.format.layout import TensorSpec
@@ -44,15 +43,6 @@ UNFIT = "unfit"
 def world(tmp_path: Path) -> Iterator[World]:
     with World(tmp_path, SIZE) as world:
         yield world
-
-
-class Coordinator:
-    """What is used of vLLM's."""
-
-    def __init__(self) -> None:
-        self.rank_in_group = distributed.get_rank()
-        self.world_size = distributed.get_world_size()
-        self.cpu_group = distributed.group.WORLD
 
 
 def ranks() -> Ranks:

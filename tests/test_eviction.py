@@ -15,17 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import OTHER, SMALL, SPARSE, assert_tidy, newest
+from support import OTHER, SMALL, SPARSE, assert_tidy, newest, publish
 
 import dbuffer
 
 TIMEOUT_S = 0.1
 SOON_S = 10.0
-
-
-def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
-    for version in versions:
-        sender.send(SMALL.weights(version), version=version)
 
 
 def hold(receiver: dbuffer.WeightReceiver) -> tuple[dbuffer.Snapshot, contextlib.ExitStack]:

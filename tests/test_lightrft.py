@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightrft_parts import TRAINERS, Trainer, by_rank, error_of, expected_dtype, run_ranks
-from support import SHARED_MEMORY
+from lightrft_parts import TRAINERS, Trainer, by_rank, expected_dtype, run_ranks
+from support import SHARED_MEMORY, error_of
 from torch import distributed
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 
@@ -47,7 +47,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     env = environment(processes=False)
     directory = tmp_path_factory.mktemp("lightrft")
-    yield observe(__file__, directory, timeout_s=TIMEOUT_S, env=env)
+    yield observe(__file__, directory, env=env)
     for path in SHARED_MEMORY.glob(f"{shared_memory_name(directory)}*"):
         path.unlink()  # of ranks that were killed
 

@@ -273,7 +273,7 @@ def hold(rank: int, place: Path) -> str:
 def followed_by_a_stand_in(place: Path) -> BroadcastManager:
     directory._SHARED_MEMORY = place
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "follow", lambda engine_type, *rest: StandIn(*rest))
+        patch.setattr(manager, "start_follower", lambda engine_type, *rest: StandIn(*rest))
         return BroadcastManager(Actor(sharded()), strategy_for("fsdp2"), "an engine")
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightrft_parts import Trainer, by_rank, error_of, run_ranks
-from support import IN_SOAKS_ALONE
+from lightrft_parts import Trainer, by_rank, run_ranks
+from support import IN_SOAKS_ALONE, error_of
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from vllm_engines import EXTENSION, NEEDS_VLLM, TIMEOUT_S, environment, observe
@@ -28,7 +28,7 @@ pytestmark = [*NEEDS_VLLM, *IN_SOAKS_ALONE, pytest.mark.timeout(TIMEOUT_S + 10)]
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     env = environment(processes=True)
-    return observe(__file__, tmp_path_factory.mktemp("engines"), timeout_s=TIMEOUT_S, env=env)
+    return observe(__file__, tmp_path_factory.mktemp("engines"), env=env)
 
 
 @pytest.mark.parametrize("version", ["1", "2"])

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +15,11 @@ from typing import Any
 
 import pytest
 from namespaces import Boxed
-from support import SMALL, Child, newest, weights_files
+from support import SMALL, Child, newest, publish, until, weights_files
 
 import dbuffer
-from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord, encode
+from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.store import filesystem, retirement
@@ -42,11 +42,6 @@ def mount() -> str:
 @pytest.fixture(autouse=True)
 def kind_of_mount(monkeypatch: pytest.MonkeyPatch, mount: str) -> None:
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
-
-
-def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
-    for version in versions:
-        sender.send(SMALL.weights(version), version=version)
 
 
 def load_and_stay(connection: Connection, store: Path, name: str | None = NAME) -> None:
@@ -72,13 +67,6 @@ def history_of(store: Path) -> str | None:
 
 def path_of(store: Path, name: str = NAME) -> Path:
     return store / RECEIVERS_DIRECTORY / f"{name}.json"
-
-
-def until(what: str, is_so: Callable[[], Any], timeout_s: float = SOON_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
 
 
 def is_alive(store: Path) -> bool:

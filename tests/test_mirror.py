@@ -46,6 +46,7 @@ from support import (
     patience_s,
     small_disk,
     stop,
+    until,
     without_flock,
 )
 
@@ -63,27 +64,10 @@ DISK_BYTES = 24 * MEGABYTE  # holds two of them, and no third
 POLL_S = 0.05
 
 
-@pytest.fixture
-def remote(shm_path: Path) -> Path:
-    return shm_path / "remote"
-
-
-@pytest.fixture
-def local(shm_path: Path) -> Path:
-    return shm_path / "local"
-
-
 def publish(store: Path, *versions: int, pattern: Pattern = SMALL, **options: Any) -> None:
     with dbuffer.WeightSender(store, checksum=True, **options) as sender:
         for version in versions:
             sender.send(pattern.weights(version), version=version, metadata={"step": version})
-
-
-def until(what: str, is_so: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
 
 
 def quick(remote: Path, local: Path, **options: Any) -> Mirror:
@@ -358,12 +342,6 @@ def _open_files(below: Path) -> set[str]:
 
 # ---------------------------------------------------------------------------------------------
 # Deltas
-
-
-@pytest.fixture(params=["local", "network"])
-def mount(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("DBUFFER_MOUNT", request.param)
-    return str(request.param)
 
 
 @pytest.fixture

@@ -15,17 +15,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from support import SMALL, Child, Step, at_step, die, newest, stop
+from support import SMALL, Child, Step, at_step, die, newest, publish, stop
 
 import dbuffer
 from dbuffer.format.manifest import Manifest
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools import cli
 
-
-@pytest.fixture(autouse=True)
-def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+pytestmark = pytest.mark.usefixtures("network")
 
 
 @pytest.fixture
@@ -38,11 +35,6 @@ def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
 def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
     with dbuffer.WeightReceiver(store, num_threads=1) as receiver:
         yield receiver
-
-
-def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
-    for version in versions:
-        sender.send(SMALL.weights(version), version=version)
 
 
 def load(receiver: dbuffer.WeightReceiver) -> int | None:

@@ -31,6 +31,7 @@ from support import (
     at_step,
     newest,
     numbers,
+    publish,
     weights_files,
 )
 from tensordict import TensorDict
@@ -42,13 +43,10 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.media import medium_of
 from dbuffer.tools import cli
 
+pytestmark = pytest.mark.usefixtures("network")
+
 MEGABYTE = 1 << 20
 LARGE = Pattern(num_tensors=3, numel=MEGABYTE // 4)  # 2 MiB each: several spans
-
-
-@pytest.fixture(autouse=True)
-def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DBUFFER_MOUNT", "network")
 
 
 @pytest.fixture
@@ -61,11 +59,6 @@ def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
 def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
     with dbuffer.WeightReceiver(store, receiver_id="mine", num_threads=2) as receiver:
         yield receiver
-
-
-def publish(sender: dbuffer.WeightSender, *versions: int, pattern: Pattern = SMALL) -> None:
-    for version in versions:
-        sender.send(pattern.weights(version), version=version)
 
 
 def load(receiver: dbuffer.WeightReceiver, pattern: Pattern = SMALL) -> int | None:

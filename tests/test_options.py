@@ -19,7 +19,8 @@ from dbuffer.integrations.lightrft.manager import BroadcastManager
 from dbuffer.mirror.mirror import start_mirror
 from dbuffer.receive.stager import Stager
 from dbuffer.runtime import options
-from dbuffer.tools.doctor import examine, wait_for_host
+from dbuffer.tools.doctor import examine
+from dbuffer.tools.doctor.peer import wait_for_host
 
 NO_TIMES: list[Any] = [
     *(math.nan, math.inf, -math.inf, -1, -0.001, 1e10, 10**400),

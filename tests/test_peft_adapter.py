@@ -44,12 +44,6 @@ def model_of(seed: int, **more: Any) -> Any:
 
 
 @pytest.fixture
-def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
-    with dbuffer.WeightSender(store) as sender:
-        yield sender
-
-
-@pytest.fixture
 def receiver(store: Path) -> Iterator[dbuffer.WeightReceiver]:
     with dbuffer.WeightReceiver(store) as receiver:
         yield receiver

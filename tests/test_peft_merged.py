@@ -6,7 +6,6 @@ import copy
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +101,6 @@ def everything_in(model: Any) -> dict[str, Any]:
         "layers": layers,
         "configuration": repr(model.peft_config),
     }
-
-
-@pytest.fixture
-def sender(store: Path) -> Iterator[dbuffer.WeightSender]:
-    with dbuffer.WeightSender(store) as sender:
-        yield sender
 
 
 def received(store: Path) -> dict[str, torch.Tensor]:

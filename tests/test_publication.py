@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from support import received
 from torch import nn
 
 from dbuffer import (
@@ -39,12 +40,6 @@ WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
-
-
-@pytest.fixture
-def sender(store: Path) -> Iterator[WeightSender]:
-    with WeightSender(store) as sender:
-        yield sender
 
 
 class Gate:
@@ -78,11 +73,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 def newest(store: Path) -> int | None:
     pointer = store / "CURRENT"
     return json.loads(pointer.read_bytes())["version"] if pointer.exists() else None
-
-
-def received(store: Path) -> dict[str, torch.Tensor]:
-    with WeightReceiver(store) as receiver, receiver.open(timeout_s=5) as snapshot:
-        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
 
 
 def test_it_returns_before_the_version_is_published(

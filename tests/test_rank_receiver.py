@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from support import preload
-from torch import distributed, nn
-from worlds import World
+from torch import nn
+from worlds import Coordinator, World
 
 import dbuffer
 from dbuffer.integrations.engine.endpoint import start_on_all_ranks
@@ -90,15 +90,6 @@ class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
 
     def require_complete(self, tensors: Any) -> None:
         """All is well."""
-
-
-class Coordinator:
-    """What is used of vLLM's."""
-
-    def __init__(self) -> None:
-        self.rank_in_group = distributed.get_rank()
-        self.world_size = distributed.get_world_size()
-        self.cpu_group = distributed.group.WORLD
 
 
 @dataclasses.dataclass

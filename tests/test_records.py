@@ -15,7 +15,8 @@ from support import SMALL, Child
 
 import dbuffer
 from dbuffer.errors import StoreCorruptError
-from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord, decode
+from dbuffer.format.manifest import ReceiverRecord, decode
+from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 

@@ -9,16 +9,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support import SMALL, Child, newest
+from support import SMALL, Child, newest, until
 
 import dbuffer
-from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import RELAY_INTERVAL_S, AcknowledgementRelay
 from dbuffer.store.acknowledgements import _LAST_WORD_S
@@ -26,16 +26,6 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 
 POLL_S = 0.05
-
-
-@pytest.fixture
-def remote(shm_path: Path) -> Path:
-    return shm_path / "remote"
-
-
-@pytest.fixture
-def local(shm_path: Path) -> Path:
-    return shm_path / "local"
 
 
 @pytest.fixture
@@ -47,13 +37,6 @@ def relay(remote: Path, local: Path) -> Iterator[AcknowledgementRelay]:
     relay = AcknowledgementRelay(DoubleBuffer(local), remote)
     yield relay
     relay.close()
-
-
-def until(what: str, is_so: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.005)
 
 
 def record_of(store: Path, name: str) -> ReceiverRecord | None:

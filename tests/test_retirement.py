@@ -15,13 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from support import OTHER, SMALL, Child, newest, weights_files
+from support import OTHER, SMALL, Child, newest, publish, weights_files
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.store import retirement
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.retirement import KEEP_AT_LEAST_S, RetiredFiles
+
+pytestmark = pytest.mark.usefixtures("network")
 
 READER_TIMEOUT_S = 60.0
 
@@ -41,11 +43,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(retirement, "time", clock)
     return clock
-
-
-@pytest.fixture(autouse=True)
-def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DBUFFER_MOUNT", "network")
 
 
 def record_of(
@@ -213,11 +210,6 @@ def test_a_file_that_is_gone_already_is_no_error(old_file: Path, clock: Clock) -
 def sender(store: Path, clock: Clock) -> Iterator[dbuffer.WeightSender]:
     with dbuffer.WeightSender(store, num_threads=1, reader_timeout_s=READER_TIMEOUT_S) as sender:
         yield sender
-
-
-def publish(sender: dbuffer.WeightSender, *versions: int) -> None:
-    for version in versions:
-        sender.send(SMALL.weights(version), version=version)
 
 
 def test_each_publish_writes_a_new_file_and_old_ones_go_in_time(

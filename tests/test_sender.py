@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
+from support import bits, random_bits, received
 from tensordict import TensorDict
 
 import dbuffer
@@ -44,32 +45,11 @@ def store(tmp_path):
     return tmp_path / "store"
 
 
-@pytest.fixture
-def sender(store):
-    with WeightSender(store) as sender:
-        yield sender
-
-
 def newest(store: Path) -> tuple[Path, dict]:
     """The newest weights file and its manifest, by the names in the files alone."""
     directory = store / json.loads((store / "CURRENT").read_bytes())["buffer"]
     manifest = json.loads((directory / "manifest.json").read_bytes())
     return directory / manifest["file"], manifest
-
-
-def received(store: Path) -> dict[str, torch.Tensor]:
-    with WeightReceiver(store) as receiver, receiver.open(timeout_s=5) as snapshot:
-        return {name: tensor.clone() for name, tensor in snapshot.tensors.items()}
-
-
-def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (num_bytes,), dtype=torch.uint8)
-    return data.view(dtype).view(shape)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 class TestVersions:

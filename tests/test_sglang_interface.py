@@ -244,7 +244,7 @@ def test_rules_reach_the_ranks_as_they_are() -> None:
 
 @pytest.mark.parametrize("tensors", [[], [("weight", None)], [("{}", None)], [("a", 1), ("b", 2)]])
 def test_loader_says_whose_it_is(tensors: Any) -> None:
-    with pytest.raises(dbuffer.OptionError, match="no command of dbuffer"):
+    with pytest.raises(dbuffer.OptionError, match="not a command of dbuffer"):
         Command.parse(tensors)
 
 

@@ -39,18 +39,14 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from worlds import Failure, World
 
 import dbuffer
 from dbuffer import LazyTensor, ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import TensorSpec
-from dbuffer.format.manifest import is_part_of
+from dbuffer.format.places import is_part_of
 from dbuffer.publish.rank_output import SharedFile
 from dbuffer.publish.shards import Box, make_plan
 from dbuffer.ranks import agreement

@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import bits, random_bits
 from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -28,20 +29,9 @@ compiles = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 MB = 1 << 20
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal to the last bit, NaN and -0.0 included."""
     return one.dtype is other.dtype and one.shape == other.shape and bits(one) == bits(other)
-
-
-def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (num_bytes,), dtype=torch.uint8)
-    return data.view(dtype).view(shape)
 
 
 def anonymous_bytes() -> int:

@@ -276,8 +276,8 @@ def test_read_and_copied_as_they_were_written(
             assert torch.equal(view, source)
         assert (memory[layout.checksums_offset :] == 0xA5).all()
         destination, copy = files.new(layout, "copy", size=0)
-        digests = transfer.copy_tensors(
-            file, handed(destination), path, layout, copier, hashed=hashed, on_bytes=done.append
+        digests = transfer.read_tensors(
+            file, path, layout, handed(destination), copier, hashed=hashed, on_bytes=done.append
         )
         assert digests == (checksums if hashed else None)
         assert copy.read_bytes() == data[: layout.checksums_offset]
@@ -303,7 +303,7 @@ def test_a_file_that_is_too_short_is_refused(
     with pytest.raises(dbuffer.StoreCorruptError, match="shorter"):
         transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
     with pytest.raises(dbuffer.StoreCorruptError, match="shorter"):
-        transfer.copy_tensors(file, handed(other), path, layout, copier, hashed=True)
+        transfer.read_tensors(file, path, layout, handed(other), copier, hashed=True)
     copier.close()
     files.close()
 
@@ -386,7 +386,7 @@ def test_no_descriptor_stays_open(files: Files, shm_path: Path) -> None:
     before = num_descriptors(shm_path)
     assert before == 3
     transfer.read_tensors(file, path, layout, memory, copier, hashed=True)
-    transfer.copy_tensors(file, handed(other), path, layout, copier, hashed=True)
+    transfer.read_tensors(file, path, layout, handed(other), copier, hashed=True)
     for _ in range(3):
         with pytest.raises(dbuffer.StoreCorruptError):
             transfer.read_tensors(short, path, layout, memory, copier, hashed=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from support import bits
 from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -21,11 +22,6 @@ from dbuffer.weights.targets import Tie
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def weights_of(value: float) -> dict[str, torch.Tensor]:
     return {
         "a.w": torch.arange(6.0).view(2, 3) + value,
@@ -37,12 +33,6 @@ def weights_of(value: float) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def store(tmp_path):
     return tmp_path / "store"
-
-
-@pytest.fixture
-def sender(store):
-    with WeightSender(store) as sender:
-        yield sender
 
 
 @pytest.fixture(params=[{}, {"num_threads": 1}, {"num_threads": 5}, {"verify": True}], ids=repr)

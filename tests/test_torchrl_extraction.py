@@ -14,7 +14,7 @@ from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer import InvalidWeightsError, StoreCorruptError
-from dbuffer.integrations.torchrl.extraction import decode, extract
+from dbuffer.integrations.torchrl.extraction import decode_state, extract
 
 pytestmark = pytest.mark.filterwarnings("ignore:state_dict strategy is experimental")
 
@@ -42,7 +42,7 @@ def extracted(weights: Any, strategy: str = "tensordict") -> Any:
 def back(found: Any) -> dict[str, Any]:
     """The extra state as it comes out at the other end, metadata having been JSON."""
     structures = json.loads(json.dumps(found.extra_state))
-    return {path: decode(s, found.tensors.__getitem__) for path, s in structures.items()}
+    return {path: decode_state(s, found.tensors.__getitem__) for path, s in structures.items()}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -169,4 +169,4 @@ def test_what_holds_no_weights_is_refused(weights: Any) -> None:
 )
 def test_metadata_that_is_no_such_structure_is_refused(structure: Any) -> None:
     with pytest.raises(StoreCorruptError):
-        decode(structure, {}.__getitem__)
+        decode_state(structure, {}.__getitem__)

@@ -32,7 +32,6 @@ from tiny_models import make_model, save_model
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
-    TIMEOUT_S,
     engine_arguments,
     environment,
     greedy,
@@ -640,7 +639,7 @@ def observed_in(directory: Path, role: str, *more: str) -> dict[str, Any]:
     place.mkdir()
     # Ray's workers would give way to every other process, and tests run side by side.
     env = environment(processes=False, RAY_worker_niceness="0")
-    seen: dict[str, Any] = observe(__file__, place, role, *more, timeout_s=TIMEOUT_S, env=env)
+    seen: dict[str, Any] = observe(__file__, place, role, *more, env=env)
     return seen
 
 

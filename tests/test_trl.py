@@ -52,7 +52,7 @@ def run(role: str, directory: Path) -> Any:
     more = {"PYTHONWARNINGS": "ignore", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu"}
     # Only the server has processes of its own.
     env = environment(processes=False, **more)
-    return observe(__file__, directory, role, timeout_s=TIMEOUT_S, env=env)
+    return observe(__file__, directory, role, env=env)
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,7 @@ from typing import Any
 
 import pytest
 from tiny_models import make_model, save_revealing, save_tokenizer, token_of
-from vllm_engines import (
-    PROMPTS,
-    TIMEOUT_S,
-    engine_arguments,
-    environment,
-    greedy,
-    leave,
-    observe,
-)
+from vllm_engines import PROMPTS, TIMEOUT_S, engine_arguments, environment, greedy, leave, observe
 
 import dbuffer
 
@@ -61,9 +53,7 @@ def observed(directory: Path) -> Any:
     env = environment(processes=True, PYTHONPATH=str(Path(__file__).parent), **ENVIRONMENT)
     # Sockets of Ray's have a path of their own: theirs may not be long.
     with tempfile.TemporaryDirectory(prefix="dbuffer-ray-", ignore_cleanup_errors=True) as session:
-        return observe(
-            __file__, directory, session, timeout_s=TIMEOUT_S, env=env, imports_anew=True
-        )
+        return observe(__file__, directory, session, env=env, imports_anew=True)
 
 
 def test_verl_knows_the_backend_by_configuration_alone(observed: Any) -> None:

@@ -22,14 +22,14 @@ from dbuffer.errors import (
     VersionTimeoutError,
     WriterActiveError,
 )
-from dbuffer.integrations.verl.syncing import Configuration, Incoming, Outgoing
+from dbuffer.integrations.verl.syncing import Incoming, Outgoing, SyncOptions
 
 STEP = 7
 
 
-def configuration(store: Path, **more: Any) -> Configuration:
+def configuration(store: Path, **more: Any) -> SyncOptions:
     options = {"local_store": None, "delta": False, "dtype": None, "timeout_s": 5.0}
-    return Configuration.checked(store=str(store), **(options | more))
+    return SyncOptions.checked(store=str(store), **(options | more))
 
 
 def weights(number: float) -> Iterator[tuple[str, torch.Tensor]]:
@@ -281,4 +281,4 @@ class TestOptions:
     ) -> None:
         told = {"store": str(store), "local_store": None, "delta": False, "dtype": None}
         with pytest.raises(OptionError, match=f"engine_kwargs.dbuffer.{option} "):
-            Configuration.checked(**({"timeout_s": 5.0, **told} | {option: value}))
+            SyncOptions.checked(**({"timeout_s": 5.0, **told} | {option: value}))

@@ -23,9 +23,7 @@ from support import is_soak
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
-    TIMEOUT_S,
     engine_arguments,
-    environment,
     greedy,
     greedy_parameters,
     kept,
@@ -61,11 +59,7 @@ WITH_HEAD = {**MISFITS, "head missing": lambda weights: weights.pop("lm_head.wei
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("vllm")
-    seen: dict[str, Any] = observe(
-        __file__, directory, timeout_s=TIMEOUT_S, env=environment(processes=False)
-    )
-    return seen
+    return dict(observe(__file__, tmp_path_factory.mktemp("vllm")))
 
 
 @pytest.mark.parametrize("swap", SWAPS)

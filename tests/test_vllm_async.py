@@ -30,7 +30,6 @@ from tiny_models import (
 from vllm_engines import (
     ANSWERS_TELL_VERSIONS,
     NEEDS_VLLM,
-    TIMEOUT_S,
     engine_arguments,
     environment,
     greedy_parameters,
@@ -81,7 +80,7 @@ def observed(directory: Path) -> dict[str, Any]:
     env = environment(processes=False, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     place = directory / "one"
     place.mkdir()
-    seen: dict[str, Any] = observe(__file__, place, "one-rank", timeout_s=TIMEOUT_S, env=env)
+    seen: dict[str, Any] = observe(__file__, place, "one-rank", env=env)
     return seen
 
 
@@ -91,7 +90,7 @@ def observed_two(directory: Path) -> dict[str, Any]:
     env = environment(processes=True, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     place = directory / "two"
     place.mkdir()
-    seen: dict[str, Any] = observe(__file__, place, "two-ranks", timeout_s=TIMEOUT_S, env=env)
+    seen: dict[str, Any] = observe(__file__, place, "two-ranks", env=env)
     return seen
 
 

@@ -273,7 +273,7 @@ def test_switched_engine_answers_as_a_fresh_one(
     tmp_path: Path, name: str, record_property: Record
 ) -> None:
     env = environment(processes="tensor_parallel_size" in CASES[name].arguments)
-    seen = observe(__file__, tmp_path, name, timeout_s=TIMEOUT_S, env=env)
+    seen = observe(__file__, tmp_path, name, env=env)
     first, second = seen["fresh"]
     assert all(one != other for one, other in zip(first, second, strict=True))
     if CASES[name].media:  # what was seen or heard has a part in the answers
@@ -300,7 +300,6 @@ def test_switched_under_load_answers_as_a_fresh_one(
         tmp_path,
         name,
         "under load",
-        timeout_s=TIMEOUT_S,
         env=environment(processes=name in TWO_RANKS),
     )
     first, second = seen["fresh"]

@@ -22,7 +22,7 @@ pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(TIMEOUT_S + 10)]
 
 def test_calls_under_way_when_the_engine_dies_end_with_it(tmp_path: Path) -> None:
     env = environment(processes=True)
-    seen = observe(__file__, tmp_path, timeout_s=TIMEOUT_S, env=env)
+    seen = observe(__file__, tmp_path, env=env)
     assert seen["errors"] == dict.fromkeys(seen["calls"], "EngineEndedError")
     assert seen["ended_s"] < SOON_S
     # An exception on one rank would shift the answers of the others.

@@ -19,9 +19,7 @@ from media_models import media_prompts, save_media_model
 from test_vllm import counted_reloads, error_of, set_packing
 from vllm_engines import (
     NEEDS_VLLM,
-    TIMEOUT_S,
     engine_arguments,
-    environment,
     greedy,
     greedy_answers,
     kept,
@@ -66,9 +64,7 @@ WARNING, LACK_BEGINS = ": Failed to load weights", "now something is missing"
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("layers")
-    seen: dict[str, Any] = observe(
-        __file__, directory, timeout_s=TIMEOUT_S, env=environment(processes=False)
-    )
+    seen: dict[str, Any] = observe(__file__, directory)
     return seen | {"log": (directory / "log.txt").read_text()}
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from support import Record, free_port, in_soaks_alone
 from tiny_models import make_model, revealing_weights, token_of
-from vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, observe
+from vllm_engines import NEEDS_VLLM, environment, observe
 from vllm_servers import API_KEY, BACKEND_FLAGS, WAIT_S, Server, question
 
 import dbuffer
@@ -46,7 +46,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = observe(
         __file__,
         tmp_path_factory.mktemp("load"),
-        timeout_s=TIMEOUT_S,
         env=environment(processes=True),
     )
     return found

@@ -14,9 +14,7 @@ from test_vllm import counted_reloads, error_of
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
-    TIMEOUT_S,
     engine_arguments,
-    environment,
     greedy,
     greedy_parameters,
     kept,
@@ -35,11 +33,7 @@ STEPS = (1, 2)
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("lora")
-    seen: dict[str, Any] = observe(
-        __file__, directory, timeout_s=TIMEOUT_S, env=environment(processes=False)
-    )
-    return seen
+    return dict(observe(__file__, tmp_path_factory.mktemp("lora")))
 
 
 def test_an_engine_follows_the_merged_model(observed: dict[str, Any]) -> None:

@@ -22,12 +22,7 @@ from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
 from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm import plugin
-from dbuffer.integrations.vllm.config import (
-    BACKEND,
-    default_engine_id,
-    engine_settings,
-    options_of,
-)
+from dbuffer.integrations.vllm.config import BACKEND, default_engine_id, engine_settings, options_of
 from dbuffer.integrations.vllm.facts import (
     EXTENSION,
     facts_of,

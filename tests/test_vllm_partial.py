@@ -15,9 +15,7 @@ import torch
 from test_vllm import error_of, set_packing
 from vllm_engines import (
     NEEDS_VLLM,
-    TIMEOUT_S,
     engine_arguments,
-    environment,
     greedy,
     kept,
     leave,
@@ -63,11 +61,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    directory = tmp_path_factory.mktemp("partial")
-    seen: dict[str, Any] = observe(
-        __file__, directory, timeout_s=TIMEOUT_S, env=environment(processes=False)
-    )
-    return seen
+    return dict(observe(__file__, tmp_path_factory.mktemp("partial")))
 
 
 @pytest.mark.parametrize("case", CASES)

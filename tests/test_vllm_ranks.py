@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import SHARED_MEMORY, is_soak
+from support import SHARED_MEMORY, error_of, is_running, is_soak
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 
 import dbuffer
@@ -69,7 +69,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("ranks")
     # Removed by this process: the program may be killed.
     with tempfile.TemporaryDirectory(prefix="dbuffer-test-", dir=SHARED_MEMORY) as scratch:
-        return observe(__file__, directory, scratch, timeout_s=TIMEOUT_S, env=env)
+        return observe(__file__, directory, scratch, env=env)
 
 
 @pytest.mark.parametrize("way", SWITCHES)
@@ -396,15 +396,6 @@ def model(seed: int) -> Any:
     from tiny_models import make_model
 
     return make_model("qwen3", seed)
-
-
-def error_of(function: Callable[[], object]) -> str | None:
-    """What it raises, if anything."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def start_engine(directory: Path, name: str, seed: int, how: str) -> Engine:
@@ -741,12 +732,6 @@ def observe_death(engine: Engine, version: int) -> dict[str, Any]:
     with dbuffer.WeightReceiver(engine.store, receiver_id="another", verify=True) as receiver:
         seen["read"] = receiver.load_into(dict(model(0).state_dict()))
     return seen
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

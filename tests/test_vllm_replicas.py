@@ -32,7 +32,6 @@ from vllm_engines import (
     ANSWERS_TELL_VERSIONS,
     NEEDS_VLLM,
     PROMPTS,
-    TIMEOUT_S,
     engine_arguments,
     environment,
     greedy_parameters,
@@ -82,7 +81,7 @@ def run(role: str, directory: Path) -> dict[str, Any]:
     env = environment(processes=False, VLLM_ALLOW_INSECURE_SERIALIZATION="1")
     place = directory / role
     place.mkdir()
-    seen: dict[str, Any] = observe(__file__, place, role, timeout_s=TIMEOUT_S, env=env)
+    seen: dict[str, Any] = observe(__file__, place, role, env=env)
     return seen
 
 

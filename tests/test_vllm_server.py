@@ -57,7 +57,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     def run(role: str, directory: Path) -> Any:
         env = environment(processes=True)
-        return observe(__file__, directory, role, timeout_s=TIMEOUT_S, env=env)
+        return observe(__file__, directory, role, env=env)
 
     with ThreadPoolExecutor(2) as pool:
         roles = ("inside", "outside", "refused")[: None if is_soak() else 2]

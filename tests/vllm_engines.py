@@ -73,18 +73,17 @@ def observe(
     program: str,
     directory: Path,
     *arguments: str,
-    timeout_s: float,
-    env: dict[str, str],
+    timeout_s: float = TIMEOUT_S,
+    env: dict[str, str] | None = None,
     imports_anew: bool = False,
 ) -> Any:
     """Run a test file as a program; what it left in ``observed.json`` of the directory.
 
     Everything that it started ends with it, whatever happens. If it hangs, the failure shows where
-    every thread of every process stood.
-
-    Args:
-        imports_anew: it is no fork of a process that has imported vLLM; see :mod:`preforked`.
+    every thread of every process stood. Its engines are in its own process, unless ``env`` says
+    otherwise. ``imports_anew``: it is no fork of a process that has imported vLLM; see `preforked`.
     """
+    env = environment(processes=False) if env is None else env
     log = directory / "log.txt"
     with log.open("wb") as output:
         process = preforked.start(

@@ -24,6 +24,15 @@ class Failure(NamedTuple):
     traceback: str
 
 
+class Coordinator:
+    """What is used of vLLM's groups of ranks."""
+
+    def __init__(self) -> None:
+        self.rank_in_group = distributed.get_rank()
+        self.world_size = distributed.get_world_size()
+        self.cpu_group = distributed.group.WORLD
+
+
 class World:
     """So many processes in one process group, killed at the end of the block."""
 

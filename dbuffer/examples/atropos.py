@@ -22,25 +22,18 @@ import httpx
 
 from dbuffer.examples.common import are_equal, run_example, say
 from dbuffer.integrations.atropos import BridgeConfig, VLLMWeightBridge
+from dbuffer.tools.demo import policy
 from dbuffer.tools.demo.engines import VLLMEngine, engine_dtype
-from dbuffer.tools.demo.policy import (
-    COMPLETION_TOKENS,
-    PolicyGradient,
-    Task,
-    Tokens,
-    make_model,
-    save_checkpoint,
-)
+from dbuffer.tools.demo.process import START_TIMEOUT_S
 
 NUM_STEPS = 4
-START_TIMEOUT_S = 240.0
 UPDATE_TIMEOUT_S = 120.0
 
 
 def run(directory: Path, *, broken_sync: bool) -> bool:
     """Train on a server's answers; whether it came along."""
-    task = Task(seed=0)
-    checkpoint = save_checkpoint(make_model(seed=0), directory / "initial")
+    task = policy.Task(seed=0)
+    checkpoint = policy.save_checkpoint(policy.make_model(seed=0), directory / "initial")
     say("starting a vLLM server")
     with serve(checkpoint) as server:
         config = BridgeConfig(
@@ -51,7 +44,7 @@ def run(directory: Path, *, broken_sync: bool) -> bool:
         )
         with VLLMWeightBridge(config, store=directory / "store") as bridge:
             model = bridge.get_trainable_model()
-            learner = PolicyGradient(model)
+            learner = policy.PolicyGradient(model)
             for step in range(1, NUM_STEPS + 1):
                 answers = ask(server, task.training_prompts, temperature=1.0)
                 rewards = task.rewards(answers)
@@ -64,7 +57,7 @@ def run(directory: Path, *, broken_sync: bool) -> bool:
             final = ask(server, task.prompts, temperature=0.0)
     say("asking a fresh engine, started from the final checkpoint")
     # The bridge has let it go by now: the model keeps its values, in ordinary memory.
-    fresh = VLLMEngine(save_checkpoint(model, directory / "final"), seed=0)
+    fresh = VLLMEngine(policy.save_checkpoint(model, directory / "final"), seed=0)
     expected = fresh.sample(task.prompts, greedy=True)
     return are_equal(final, expected, "the server's greedy answers and the fresh engine's")
 
@@ -113,12 +106,12 @@ def answers_at_all(client: httpx.Client) -> bool:
         return False
 
 
-def ask(client: httpx.Client, prompts: Tokens, temperature: float) -> Tokens:
+def ask(client: httpx.Client, prompts: policy.Tokens, temperature: float) -> policy.Tokens:
     """The server's answers, one to each prompt."""
     question = {
         "model": "policy",
         "prompt": prompts,
-        "max_tokens": COMPLETION_TOKENS,
+        "max_tokens": policy.COMPLETION_TOKENS,
         "temperature": temperature,
         "ignore_eos": True,
         "detokenize": False,

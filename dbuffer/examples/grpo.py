@@ -21,13 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from dbuffer.examples.common import are_equal, has_climbed, make_tokenizer, run_example, say
 from dbuffer.integrations.torchrl import VLLMDoubleBufferSyncScheme
+from dbuffer.tools.demo import policy
 from dbuffer.tools.demo.engines import generate, start_llm
-from dbuffer.tools.demo.policy import (
-    COMPLETION_TOKENS,
-    Task,
-    make_model,
-    save_checkpoint,
-)
 
 GROUP_SIZE = 8
 """Answers to one prompt, whose rewards are compared with each other."""
@@ -36,9 +31,9 @@ NUM_STEPS = 12
 
 def run(directory: Path, *, broken_sync: bool) -> bool:
     """Train; whether the engine came along."""
-    task, model, tokenizer = Task(seed=0), make_model(seed=0).eval(), make_tokenizer()
+    task, model, tokenizer = policy.Task(seed=0), policy.make_model(seed=0).eval(), make_tokenizer()
     say("starting a vLLM engine")
-    engine = start_llm(save_checkpoint(model, directory / "initial"), seed=0)
+    engine = start_llm(policy.save_checkpoint(model, directory / "initial"), seed=0)
     sampler, questions = wrap(engine, tokenizer), make_questions(task)
     learner = Learner(model, tokenizer, len(questions))
 
@@ -65,7 +60,7 @@ def run(directory: Path, *, broken_sync: bool) -> bool:
     engine.llm_engine.engine_core.shutdown()
 
     say("asking a fresh engine, started from the final checkpoint")
-    engine = start_llm(save_checkpoint(model, directory / "final"), seed=0)
+    engine = start_llm(policy.save_checkpoint(model, directory / "final"), seed=0)
     expected = generate(engine, task.prompts, greedy=True)
     engine.llm_engine.engine_core.shutdown()
     is_same = are_equal(final, expected, "the engine's greedy answers and the fresh one's")
@@ -107,7 +102,7 @@ class Learner:
         return float(loss.ESS)
 
 
-def make_questions(task: Task) -> TensorDictBase:
+def make_questions(task: policy.Task) -> TensorDictBase:
     """Each of the task's prompts, as often as it is answered."""
     return lazy_stack(
         [
@@ -122,7 +117,7 @@ def wrap(engine: Any, tokenizer: PreTrainedTokenizerFast) -> vLLMWrapper:
     """Let TorchRL sample from an engine, with the log-probability of each token."""
     # The wrapper does not say whether to draw a progress bar for each batch.
     engine.generate = functools.partial(engine.generate, use_tqdm=False)
-    options = {"max_new_tokens": COMPLETION_TOKENS, "ignore_eos": True, "detokenize": False}
+    options = {"max_new_tokens": policy.COMPLETION_TOKENS, "ignore_eos": True, "detokenize": False}
     return vLLMWrapper(
         engine,
         tokenizer=tokenizer,

@@ -22,15 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 from dbuffer.examples.common import are_equal, run_example, say
 from dbuffer.integrations.lightrft import BroadcastManager
+from dbuffer.tools.demo import policy
 from dbuffer.tools.demo.engines import generate, start_llm
-from dbuffer.tools.demo.policy import (
-    LEARNING_RATE,
-    PolicyGradient,
-    Task,
-    make_model,
-    policy_loss,
-    save_checkpoint,
-)
 
 NUM_RANKS = 2
 NUM_STEPS = 6
@@ -39,11 +32,11 @@ NUM_STEPS = 6
 def run(directory: Path, *, broken_sync: bool, zero3: bool) -> bool:
     """Train; whether all engines came along."""
     distributed.init_process_group("gloo")
-    rank, task, model = distributed.get_rank(), Task(seed=0), make_model(seed=0)
+    rank, task, model = distributed.get_rank(), policy.Task(seed=0), policy.make_model(seed=0)
     engine = make_engine(model, directory / "initial")
     # As LightRFT has it: the actor's `model` is what is trained, sharded over all ranks.
     actor = SimpleNamespace(model=start_deepspeed(model) if zero3 else shard(model))
-    learner = None if zero3 else PolicyGradient(actor.model)
+    learner = None if zero3 else policy.PolicyGradient(actor.model)
     arguments = SimpleNamespace(fsdp=not zero3, zero_stage=3, bf16=True)
     strategy = SimpleNamespace(engine_type="vllm", args=arguments)
     # LightRFT's class of this name takes the same line.
@@ -56,7 +49,7 @@ def run(directory: Path, *, broken_sync: bool, zero3: bool) -> bool:
         if learner is not None:
             learner.update(prompts, answers, rewards)
         else:
-            actor.model.backward(policy_loss(actor.model, prompts, answers, rewards))
+            actor.model.backward(policy.policy_loss(actor.model, prompts, answers, rewards))
             actor.model.step()
         if not broken_sync:
             manager.broadcast_to_engine()
@@ -76,7 +69,7 @@ def run(directory: Path, *, broken_sync: bool, zero3: bool) -> bool:
 
 def make_engine(model: nn.Module, directory: Path) -> vllm.LLM:
     """This rank's own, started as LightRFT does: with one of two ranks, say 2 for both."""
-    checkpoint = [save_checkpoint(model, directory)]  # transformers saves it on rank 0 only
+    checkpoint = [policy.save_checkpoint(model, directory)]  # transformers saves it on rank 0 only
     distributed.broadcast_object_list(checkpoint)
     return start_llm(
         checkpoint[0],
@@ -103,7 +96,7 @@ def start_deepspeed(model: nn.Module) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "Adam", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+        "optimizer": {"type": "Adam", "params": {"lr": policy.LEARNING_RATE, "torch_adam": True}},
     }
     return deepspeed.initialize(model=model, config=config)[0]
 
@@ -111,7 +104,7 @@ def start_deepspeed(model: nn.Module) -> Any:
 def whole_model(sharded: nn.Module) -> nn.Module:
     """A copy that is not sharded, to see what should have arrived."""
     module = getattr(sharded, "module", sharded)  # DeepSpeed's engine has it inside
-    model = make_model(seed=0).bfloat16()
+    model = policy.make_model(seed=0).bfloat16()
     model.load_state_dict({name: whole(value) for name, value in module.named_parameters()})
     return model
 

@@ -20,14 +20,8 @@ from vllm import LLM
 
 from dbuffer.examples.common import are_equal, has_climbed, make_tokenizer, run_example, say
 from dbuffer.integrations.trl import over_store
+from dbuffer.tools.demo import policy
 from dbuffer.tools.demo.engines import generate
-from dbuffer.tools.demo.policy import (
-    COMPLETION_TOKENS,
-    Task,
-    Tokens,
-    make_model,
-    save_checkpoint,
-)
 
 GROUP_SIZE = 8
 """Answers to one prompt, whose rewards are compared with each other."""
@@ -40,7 +34,7 @@ LORA = LoraConfig(r=16, lora_alpha=64, target_modules="all-linear")
 
 def run(directory: Path, *, broken_sync: bool, lora: bool) -> bool:
     """Train; whether the engine came along."""
-    task, rewards = Task(seed=0), []
+    task, rewards = policy.Task(seed=0), []
 
     def reward(completion_ids: list[list[int]], **_: object) -> list[float]:
         found = task.rewards(tuple(map(tuple, completion_ids)))
@@ -82,7 +76,7 @@ def configuration(directory: Path, num_prompts: int, **options: Any) -> GRPOConf
         "use_cpu": not torch.cuda.is_available(),
         "per_device_train_batch_size": GROUP_SIZE * num_prompts,
         "num_generations": GROUP_SIZE,
-        "max_completion_length": COMPLETION_TOKENS,
+        "max_completion_length": policy.COMPLETION_TOKENS,
         "generation_kwargs": {"ignore_eos": True},
         "max_steps": NUM_STEPS,
         "learning_rate": 1e-2,
@@ -97,14 +91,14 @@ def configuration(directory: Path, num_prompts: int, **options: Any) -> GRPOConf
 
 def first_model(*, lora: bool) -> Any:
     """The model that is trained, or that the adapter is trained on."""
-    model: Any = make_model(seed=0)
+    model: Any = policy.make_model(seed=0)
     if lora:  # TRL trains no adapter of the head, and the others reach the tokens only through it
         with torch.no_grad():
             model.lm_head.weight.mul_(10)
     return model
 
 
-def make_dataset(prompts: Tokens) -> Dataset:
+def make_dataset(prompts: policy.Tokens) -> Dataset:
     """The prompts as text, of which the tokenizer makes the same tokens."""
     texts = [" ".join(f"word-{token}" for token in prompt) for prompt in prompts]
     return Dataset.from_dict({"prompt": texts})
@@ -113,7 +107,7 @@ def make_dataset(prompts: Tokens) -> Dataset:
 def save(model: Any, directory: Path) -> Path:
     """A checkpoint with a tokenizer, which TRL and its engine ask for; the directory."""
     make_tokenizer().save_pretrained(directory)
-    return save_checkpoint(model, directory)
+    return policy.save_checkpoint(model, directory)
 
 
 def whole(model: Any) -> Any:

@@ -275,13 +275,13 @@ class Layout:
         for row in tensors:
             spec, offset = _decode_row(row)
             if offset % ALIGNMENT_BYTES or offset < free or offset + spec.num_bytes > end:
-                raise StoreCorruptError(f"layout: tensor {spec.name!r:.80} lies out of place")
+                raise StoreCorruptError(f"layout: tensor {spec.name!r:.80} is out of place")
             specs.append(spec)
             offsets.append(offset)
             free = offset + spec.num_bytes
         names = {spec.name for spec in specs}
         if len(names) != len(specs):
-            raise StoreCorruptError("layout: a name stands twice")
+            raise StoreCorruptError("layout: a name occurs twice")
         if not names.issuperset(aliases.values()) or not names.isdisjoint(aliases):
             raise StoreCorruptError("layout: an alias is not another name of a tensor")
         part_bytes, placed = _decode_parts(parts, pieces, specs)
@@ -349,14 +349,14 @@ def _decode_row(row: Any) -> tuple[TensorSpec, int]:
             and math.prod(size or 1 for size in shape) * ITEM_BYTES[dtype] <= _MAX_TENSOR_BYTES
         ):
             return TensorSpec(name, dtype, tuple(shape)), offset
-    raise StoreCorruptError(f"layout: {row!r:.120} describes no tensor")
+    raise StoreCorruptError(f"layout: {row!r:.120} is not the description of a tensor")
 
 
 def _decode_parts(
     parts: Any, pieces: Any, specs: list[TensorSpec]
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
     if not isinstance(parts, list) or not all(map(_is_size, parts)) or not isinstance(pieces, list):
-        raise StoreCorruptError("layout: its parts are no list of sizes and pieces")
+        raise StoreCorruptError("layout: its parts are not lists of sizes and of pieces")
     if not parts and not pieces:
         return (), ()
     placed = tuple(_decode_piece(row, parts, specs) for row in pieces)
@@ -366,13 +366,13 @@ def _decode_parts(
             raise StoreCorruptError(f"layout: a piece is missing, or out of place: {piece}")
         covered[piece.tensor] += piece.num_bytes
     if covered != [spec.num_bytes for spec in specs]:
-        raise StoreCorruptError("layout: its pieces do not make up its tensors")
+        raise StoreCorruptError("layout: its pieces do not cover its tensors")
     if not parts:
         return (), placed
     in_place = sorted(placed, key=lambda piece: (piece.part, piece.place))
     for before, piece in itertools.pairwise(in_place):
         if piece.part == before.part and piece.place < before.place + before.num_bytes:
-            raise StoreCorruptError(f"layout: a piece lies on another: {piece}")
+            raise StoreCorruptError(f"layout: a piece overlaps another: {piece}")
     return tuple(parts), placed
 
 
@@ -381,7 +381,7 @@ def _decode_piece(row: Any, parts: list[int], specs: list[TensorSpec]) -> Piece:
         piece = Piece(*row)
         if piece.tensor < len(specs) and piece.num_bytes and _is_inside(piece, parts):
             return piece
-    raise StoreCorruptError(f"layout: {row!r:.120} is no piece of a tensor")
+    raise StoreCorruptError(f"layout: {row!r:.120} is not a piece of a tensor")
 
 
 def _is_inside(piece: Piece, parts: list[int]) -> bool:

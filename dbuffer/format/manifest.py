@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dbuffer.errors import StoreCorruptError, StoreFormatError
+from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
 
 FORMAT = 3
 """Version of the on-disk format. Raised when an older reader would misread a newer store.
@@ -30,24 +31,9 @@ MAX_RECORD_BYTES = 1 << 20
 
 MAX_INTEGER = 2**63 - 1
 
-BUFFERS = ("A", "B")
-
-POINTER_FILE = "CURRENT"
-MANIFEST_FILE = "manifest.json"
-WRITER_FILE = "writer.json"
-WRITER_LOCK_FILE = "writer.lock"
-RECEIVERS_DIRECTORY = "receivers"
-DELTAS_DIRECTORY = "deltas"
-SCRATCH_DIRECTORY = "tmp"
-"""Where files are written before they are renamed to their places. A directory of its own: over
-NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
-hosts until the next one, and watchdog holds back the first of two events in one directory."""
-
 _RUN = DIGEST = ATTEMPT = re.compile(r"[0-9a-f]{16}")
 """What runs, digests, and attempts to switch an engine are known by."""
-_WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
 IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
-_DELTA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}\.delta")
 _BOOT = re.compile(r"[0-9a-f-]{0,36}")
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -134,7 +120,7 @@ class Manifest(Record):
     PATTERNS: ClassVar = {
         "run": _RUN,
         "history": _RUN,
-        "file": _WEIGHTS_FILE,
+        "file": WEIGHTS_FILE,
         "layout_xxh3": DIGEST,
         "checksums_xxh3": DIGEST,
         "origin": IDENTITY,
@@ -202,7 +188,7 @@ class Manifest(Record):
                 f"{self.NAME}: field 'anchor_buffer' is {self.anchor_buffer!r:.80}"
             )
         if (self.anchor is None) != (self.anchor_buffer is None):
-            raise StoreCorruptError(f"{self.NAME}: it names half of an anchor")
+            raise StoreCorruptError(f"{self.NAME}: anchor and anchor_buffer go together")
         if self.anchor is not None and self.anchor not in chain[:-1]:
             raise StoreCorruptError(f"{self.NAME}: its chain does not begin at its anchor")
         if self.state == "complete" and chain and chain[-1] != self.identity:
@@ -341,36 +327,6 @@ class ReceiverRecord(Record):
             return self.problem is not None  # of the store itself
         is_of_this_run = None in (history, self.history) or self.history == history
         return is_of_this_run and self.problem_version >= version
-
-
-def part_name(file: str, part: int) -> str:
-    """Name of a part of the weights file of this name; see `layout`."""
-    return f"{file.removesuffix('.td')}.r{part}.td"
-
-
-def version_file(name: str) -> str:
-    """The weights file to which one of this name belongs: itself, if it is no part."""
-    return re.sub(r"\.r[0-9]+\.td$", ".td", name)
-
-
-def is_weights_file(name: str) -> bool:
-    """Whether a writer names its weights files, or their parts, so."""
-    return _WEIGHTS_FILE.fullmatch(version_file(name)) is not None
-
-
-def delta_file(identity: str) -> str:
-    """Name of the file of the delta that leads to the version of this identity."""
-    return f"{identity}.delta"
-
-
-def is_delta_file(name: str) -> bool:
-    """Whether a writer names its deltas so."""
-    return _DELTA_FILE.fullmatch(name) is not None
-
-
-def is_part_of(name: str, file: str) -> bool:
-    """Whether ``name`` is that of a part of the weights file ``file``."""
-    return name.startswith(f"{file.removesuffix('.td')}.r") and name.endswith(".td")
 
 
 def is_receiver_id(text: str) -> bool:

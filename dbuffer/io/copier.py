@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import functools
 import logging
 import os
 import queue
@@ -19,6 +18,7 @@ import torch
 from dbuffer.errors import ClosedError
 from dbuffer.io.tensors import FileTensors, copy_one, is_plain, join_blocks, split_evenly
 from dbuffer.runtime import options
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -27,16 +27,16 @@ MAX_DEFAULT_THREADS = 8
 
 
 class _Batch:
-    """Pieces of work that several threads take one by one.
+    """Work in slices, which several threads take one by one.
 
     The caller works as well, and what the others do not take is done by it: a thread that cannot be
     had costs time and nothing else. When :meth:`settle` returns nobody works any more, also after a
     Control-C, which reaches the main thread and no other.
     """
 
-    def __init__(self, work: Callable[[int, int], Any], pieces: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
         self._work = work
-        self._left = collections.deque(pieces)
+        self._left = collections.deque(slices)
         self._streams = _callers_streams()
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
@@ -63,10 +63,10 @@ class _Batch:
         with torch.inference_mode():
             while True:
                 try:
-                    piece = self._left.popleft()
+                    first, end = self._left.popleft()
                 except IndexError:
                     return
-                self._work(*piece)
+                self._work(first, end)
 
     def settle(self) -> None:
         """Drop what nobody has begun, and wait for what somebody has."""
@@ -242,9 +242,5 @@ class Copier:
                     assert self._pool is not None  # noqa: S101 - made above
                     self._pool.submit(batch.help)
             except RuntimeError as error:  # at the interpreter's end, or at a limit
-                _log_once("no more threads to copy with (%s): copying with fewer", str(error))
-
-
-@functools.lru_cache(maxsize=16)
-def _log_once(message: str, error: str) -> None:
-    logger.warning(message, error)
+                message = "no more threads to copy with (%s): copying with fewer"
+                log_once(logger, message, str(error))

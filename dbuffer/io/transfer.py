@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,7 @@ import xxhash
 
 from dbuffer.errors import StoreCorruptError, StoreInsecureError
 from dbuffer.format.layout import BLOCK_BYTES, SPAN_BYTES, Layout, Span
-from dbuffer.format.manifest import part_name
+from dbuffer.format.places import part_name
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import DTYPES, FileTensors, as_bytes, is_plain, join_blocks, split_evenly
 from dbuffer.store import filesystem
@@ -42,16 +43,17 @@ def read_tensors(
     file: int,
     path: Path,
     layout: Layout,
-    memory: FileTensors,
+    into: FileTensors | Descriptor,
     copier: Copier,
     *,
     hashed: bool,
     on_bytes: OnBytes | None = None,
 ) -> list[int] | None:
-    """Read all tensors of an open weights file into memory; their checksums, if ``hashed``.
+    """Read all tensors of an open weights file; their checksums, if ``hashed``.
 
-    Its parts, if its layout has some, are beside ``path``. ``on_bytes`` is called with the bytes of
-    each span that was read, from several threads.
+    They go into memory, or into another open file, which holds all data itself. The file's parts,
+    if its layout has some, are beside ``path``. ``on_bytes`` is called with the bytes of each span
+    that was read, from several threads.
 
     Raises:
         StoreCorruptError: a file is shorter than its layout, or a part longer.
@@ -59,34 +61,25 @@ def read_tensors(
         StoreNotFoundError: a file was removed meanwhile.
         StoreAccessError: one cannot be read.
     """
+    # An empty tensor of a version in parts lies in none of them.
+    digests = [DIGEST_OF_NOTHING] * len(layout.blocks)
 
-    def read(span: Span, own: int) -> memoryview:
-        wanted = memory.raw[span.start : span.end]
-        _read_span(own, span, wanted, path)
-        return wanted
+    def work(first: int, end: int) -> None:
+        for part, spans in itertools.groupby(layout.spans[first:end], lambda span: span.part):
+            # Opened once more for each thread: sharing one spoils each other's read-ahead.
+            name = f"/proc/self/fd/{files[part]}"
+            with Descriptor(os.open(name, os.O_RDONLY | os.O_CLOEXEC)) as own:
+                for span in spans:
+                    data = _read_span(own.number, span, into, path)
+                    if hashed:
+                        _hash_span(layout, span, data, digests)
+                    if on_bytes is not None:
+                        on_bytes(data.nbytes)
 
-    return _for_each_span(file, path, layout, copier, read, hashed=hashed, on_bytes=on_bytes)
-
-
-def copy_tensors(
-    file: int,
-    destination: Descriptor,
-    path: Path,
-    layout: Layout,
-    copier: Copier,
-    *,
-    hashed: bool,
-    on_bytes: OnBytes | None = None,
-) -> list[int] | None:
-    """As :func:`read_tensors`, into another open file, which holds all data itself."""
-
-    def copy(span: Span, own: int) -> memoryview:
-        data = memoryview(bytearray(span.end - span.start))
-        _read_span(own, span, data, path)
-        filesystem.write_at(destination.number, span.start, data)
-        return data
-
-    return _for_each_span(file, path, layout, copier, copy, hashed=hashed, on_bytes=on_bytes)
+    with contextlib.ExitStack() as stack, filesystem.os_errors("read the weights", path):
+        files = _open_parts(stack, file, path, layout)
+        copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
+    return join_blocks(layout.blocks, digests) if hashed else None
 
 
 def write_tensors(
@@ -160,51 +153,13 @@ def _spans_of(source: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         yield as_bytes(memory[: some.numel()].copy_(some).view(torch.uint8))
 
 
-def pieces_of(file: Descriptor, path: Path) -> Iterator[bytes]:
+def chunks_of(file: Descriptor, path: Path) -> Iterator[bytes]:
     """All bytes of an open file, some :data:`SPAN_BYTES` at a time."""
     offset = 0
     with filesystem.os_errors("read", path):
-        while piece := filesystem.read_at(file.number, offset, SPAN_BYTES):
-            yield piece
-            offset += len(piece)
-
-
-def _for_each_span(
-    file: int,
-    path: Path,
-    layout: Layout,
-    copier: Copier,
-    move: Callable[[Span, int], memoryview],
-    *,
-    hashed: bool,
-    on_bytes: OnBytes | None,
-) -> list[int] | None:
-    """Let the copier's threads ``move`` all spans, each out of its open file; the checksums."""
-    # An empty tensor of a version in parts lies in none of them.
-    digests = [DIGEST_OF_NOTHING] * len(layout.blocks)
-
-    with contextlib.ExitStack() as stack, filesystem.os_errors("read the weights", path):
-        files = _open_parts(stack, file, path, layout)
-
-        def work(first: int, end: int) -> None:
-            # Opened once more for each thread: sharing one spoils each other's read-ahead.
-            with contextlib.ExitStack() as own:
-                number, part = -1, None
-                for span in layout.spans[first:end]:
-                    if number < 0 or span.part != part:
-                        own.close()
-                        part = span.part
-                        name = f"/proc/self/fd/{files[part]}"
-                        number = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
-                        own.callback(os.close, number)
-                    data = move(span, number)
-                    if hashed:
-                        _hash_span(layout, span, data, digests)
-                    if on_bytes is not None:
-                        on_bytes(data.nbytes)
-
-        copier.in_parallel(work, _cut_spans(layout, copier.num_threads))
-    return join_blocks(layout.blocks, digests) if hashed else None
+        while chunk := filesystem.read_at(file.number, offset, SPAN_BYTES):
+            yield chunk
+            offset += len(chunk)
 
 
 def _open_parts(
@@ -230,9 +185,17 @@ def _open_parts(
     return files
 
 
-def _read_span(file: int, span: Span, memory: memoryview, path: Path) -> None:
-    if filesystem.read_into(file, span.place, memory) < memory.nbytes:
+def _read_span(file: int, span: Span, into: FileTensors | Descriptor, path: Path) -> memoryview:
+    """Bring a span to its place; its bytes."""
+    if isinstance(into, FileTensors):
+        data = into.raw[span.start : span.end]
+    else:
+        data = memoryview(bytearray(span.end - span.start))
+    if filesystem.read_into(file, span.place, data) < data.nbytes:
         raise StoreCorruptError(f"{part_path(path, span.part)} is shorter than what was published")
+    if isinstance(into, Descriptor):
+        filesystem.write_at(into.number, span.start, data)
+    return data
 
 
 def _hash_span(layout: Layout, span: Span, data: memoryview, digests: list[int]) -> None:

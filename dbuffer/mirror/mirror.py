@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import xxhash
 
@@ -31,18 +31,12 @@ from dbuffer.errors import (
     VersionTimeoutError,
     WriterSupersededError,
 )
+from dbuffer.format import places
 from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import (
-    BUFFERS,
-    POINTER_FILE,
-    RECEIVERS_DIRECTORY,
-    WRITER_FILE,
-    Pointer,
-    host_in_id,
-)
+from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.transfer import pieces_of
+from dbuffer.io.transfer import chunks_of
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.publish.chaining import Link, names_in, trimmed
 from dbuffer.publish.draft import Draft, Drafts
@@ -50,6 +44,8 @@ from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import Progress, counter
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
+from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.trouble import Trouble
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer, Held
 from dbuffer.store.filesystem import Descriptor, os_errors
@@ -62,9 +58,6 @@ MIRROR_LOCK_FILE = "mirror.lock"
 
 _STAND_BY_S = 0.5
 """How often a mirror that stands by looks whether the one before it has ended."""
-
-_RETRY_MIN_S = 0.5
-_RETRY_MAX_S = 30.0
 
 _PREPARED_S = 10.0
 """How long another mirror may take between its election and having a stale store put away."""
@@ -80,7 +73,7 @@ class _OneStoreError(OptionError):
     """Remote and local store are one, seen through two mounts: fine for readers."""
 
 
-class Mirror:
+class Mirror(Closing):
     """Keeps a local store the same as a remote one.
 
     Any number may be started for one local store: one is elected, by a lock that the kernel drops
@@ -144,6 +137,7 @@ class Mirror:
         self._drafts: Drafts | None = None
         self._writing = contextlib.ExitStack()
         self._receiver: WeightReceiver | None = None
+        self._trouble = Trouble(logger)
         self._error: Exception | None = None
         self._stats = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 
@@ -179,7 +173,7 @@ class Mirror:
         """Mirror in this thread, until ``stop_event`` is set.
 
         What may pass (a network that is cut, a full disk, a damaged version, an emptied store) is
-        logged once, noted in the remote store, and tried again.
+        logged, noted in the remote store, and tried again, less and less often.
 
         Raises:
             StoreMismatchError: the local store holds another store's versions.
@@ -235,12 +229,6 @@ class Mirror:
             self._thread = None
         self._copier.close()
         self._give_up()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _has(self, wanted: Pointer | None) -> bool:
         if wanted is None:
@@ -323,12 +311,12 @@ class Mirror:
         root = self._local.root
         with writer_lock(root), os_errors("empty a stale store", root):
             # What was applied was of that store: the next one's sender must not hear of it.
-            for path in (root / RECEIVERS_DIRECTORY).glob("*.json"):
+            for path in (root / places.RECEIVERS_DIRECTORY).glob("*.json"):
                 path.unlink(missing_ok=True)
             # The pointer before the rest: without it nobody looks at that.
-            for name in (POINTER_FILE, WRITER_FILE):
+            for name in (places.POINTER_FILE, places.WRITER_FILE):
                 (root / name).unlink(missing_ok=True)
-            for buffer in BUFFERS:
+            for buffer in places.BUFFERS:
                 shutil.rmtree(root / buffer)
 
     def _users(self) -> list[str]:
@@ -358,19 +346,18 @@ class Mirror:
                     self._start_over(receiver, error)
 
     def _follow_one_history(self, receiver: WeightReceiver, stop: threading.Event) -> None:
-        retry_s = _RETRY_MIN_S
         self._drafts = None
         with contextlib.ExitStack() as self._writing:
             while not stop.is_set():
                 try:
                     self._copy_newer(receiver, stop)
-                    retry_s = _RETRY_MIN_S
                 except _FINAL:
                     raise
                 except DBufferError as error:
                     self._note_problem(receiver, error)
-                    self._wait_to_retry(receiver, retry_s, stop)
-                    retry_s = min(2 * retry_s, _RETRY_MAX_S)
+                    self._wait_to_retry(receiver, self._trouble.note(error), stop)
+                else:
+                    self._trouble.end(f"mirroring {self._remote.root}")
 
     def _start_over(self, receiver: WeightReceiver, why: StoreReplacedError) -> None:
         """Go on with what the remote store holds now; local readers see another history begin."""
@@ -491,7 +478,7 @@ class Mirror:
             for identity in manifest.deltas_after(chain[-1].identity):
                 path, file = held.open_delta(identity)
                 with file:
-                    num_bytes = draft.add_delta(pieces_of(file, path), identity)
+                    num_bytes = draft.add_delta(chunks_of(file, path), identity)
                 chain = [*chain, Link(identity, num_bytes)]
         except (StoreNotFoundError, StoreCorruptError) as error:
             # The version itself is here, whole.
@@ -508,10 +495,8 @@ class Mirror:
         return self._known
 
     def _note_problem(self, receiver: WeightReceiver, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        if text != receiver.record.current.problem:
-            logger.error("cannot mirror %s, trying again: %s", self._remote.root, text)
         self._stats["failures"] += 1
+        text = f"{type(error).__name__}: {error}"
         receiver.record.write(problem=text[:2000], stats=self.stats)
 
     def _forget_problem(self, receiver: WeightReceiver) -> None:
@@ -549,15 +534,12 @@ class _Described:
 def start_mirror(
     remote: str | os.PathLike[str],
     local: str | os.PathLike[str] | None,
-    *,
-    poll_interval_s: float = 1.0,
-    num_threads: int | None = None,
-    reader_timeout_s: float = 60.0,
-    allow_shared_store: bool = False,
+    **more: Any,
 ) -> Mirror | None:
     """Start a mirror for a receiver, which reads ``local``; None where there are no two stores.
 
-    Every receiver of a node may call it: one mirror works, and the others stand by.
+    Every receiver of a node may call it: one mirror works, and the others stand by. ``more``: as
+    for `Mirror`.
 
     Raises:
         OptionError: an option is not what it may be.
@@ -568,14 +550,7 @@ def start_mirror(
     remote, local = options.directory("remote", remote), options.directory("local", local)
     if filesystem.real_path(local) == filesystem.real_path(remote):
         return None
-    return Mirror(
-        remote,
-        local,
-        poll_interval_s=poll_interval_s,
-        num_threads=num_threads,
-        reader_timeout_s=reader_timeout_s,
-        allow_shared_store=allow_shared_store,
-    ).start()
+    return Mirror(remote, local, **more).start()
 
 
 def _newest_identity(store: DoubleBuffer) -> str | None:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from dbuffer.errors import DBufferError, ReceiverActiveError, StoreNotFoundError
-from dbuffer.format.manifest import RECEIVERS_DIRECTORY, ReceiverRecord
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import HEARTBEAT_S, Process
 from dbuffer.store.records import KeptFile

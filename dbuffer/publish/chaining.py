@@ -15,7 +15,8 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import Manifest, delta_file
+from dbuffer.format.manifest import Manifest
+from dbuffer.format.places import delta_file
 from dbuffer.io.chain import Chain
 from dbuffer.io.changes import Found
 from dbuffer.io.copier import Copier

@@ -23,7 +23,7 @@ from dbuffer.io.tensors import (
     copy_one,
     join_digests,
 )
-from dbuffer.io.transfer import OnBytes, copy_tensors, write_tensor, write_tensors
+from dbuffer.io.transfer import OnBytes, read_tensors, write_tensor, write_tensors
 from dbuffer.store.buffer import Held
 from dbuffer.store.writer import BufferWriter, Claim
 
@@ -177,8 +177,8 @@ class Draft:
                 )
             elif held.manifest.anchor is None:
                 file, own, hashed = held.file.number, self.claim.weights, self._hashed
-                self.checksums = copy_tensors(
-                    file, own, held.path, layout, copier, hashed=hashed, on_bytes=on_bytes
+                self.checksums = read_tensors(
+                    file, held.path, layout, own, copier, hashed=hashed, on_bytes=on_bytes
                 )
             else:
                 tensors = FileTensors.in_memory(self.layout)
@@ -191,13 +191,13 @@ class Draft:
         if hashed:
             self._written.append(join_digests(digests))
 
-    def add_delta(self, pieces: Iterable[bytes], identity: str | None = None) -> int:
+    def add_delta(self, chunks: Iterable[bytes], identity: str | None = None) -> int:
         """Write the file of a delta that leads to it, or to another version of its chain.
 
         Returns:
             The file's size.
         """
-        return self._drafts.writer.add_delta(self.claim, identity or self.claim.identity, pieces)
+        return self._drafts.writer.add_delta(self.claim, identity or self.claim.identity, chunks)
 
     def commit(self, metadata: dict[str, Any], **described: Any) -> Manifest:
         """Publish it. ``described``: fields of the manifest that are not this writer's to say.

@@ -11,14 +11,14 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Self
 
 from dbuffer.errors import WriterActiveError
 from dbuffer.format.layout import Layout
 from dbuffer.publish.publication import Publication
+from dbuffer.runtime.closing import Closing
 
 
-class Publisher(ABC):
+class Publisher(Closing, ABC):
     """What all senders are: a writer, closed for good when its ``with`` block is left."""
 
     def __init__(self) -> None:
@@ -87,9 +87,3 @@ class Publisher(ABC):
                 self._must_close = True  # this very thread: when it ends
             else:
                 self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -144,7 +144,6 @@ class SharedFile(RankOutput):
         self._kept.keep_only(layout)
 
     def begin(self, claimed: Claimed, footer: Footer) -> None:
-        """Map the file."""
         path = claimed.path_in(self._store)
         with filesystem.os_errors("open the buffer that rank 0 has claimed", path):
             # No lock: rank 0 holds it for all.

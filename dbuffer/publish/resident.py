@@ -24,6 +24,7 @@ from dbuffer.errors import DBufferError, ResidencyError
 from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import Layout
 from dbuffer.io.changes import write_changes
+from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import MappedTensors
 from dbuffer.publish.chaining import Chaining
 from dbuffer.publish.deltas import Last
@@ -32,6 +33,7 @@ from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import LocalSender
 from dbuffer.runtime import options
 from dbuffer.store.media import medium_of
+from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, is_same_memory, own_tensors
 
@@ -115,13 +117,14 @@ class ResidentModel(LocalSender):
         self._home: _Home | None = None
         self._last: Last | None = None
         source = self._describe_movable()
-        super().__init__(
+        copier = Copier(num_threads)
+        writer = BufferWriter(
             store,
             durable=durable,
-            num_threads=num_threads,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
+        super().__init__(copier, writer)
         self._chaining = Chaining(self._drafts)
         try:
             self._move_in(source)

@@ -37,24 +37,11 @@ class LocalSender(Publisher):
 
     _closed_message = "this sender of {store} is closed, or was made before a fork; make a new one"
 
-    def __init__(
-        self,
-        store: str | os.PathLike[str],
-        *,
-        durable: bool,
-        num_threads: int | None,
-        reader_timeout_s: float,
-        allow_shared_store: bool,
-    ) -> None:
+    def __init__(self, copier: Copier, writer: BufferWriter) -> None:
         super().__init__()
-        self._copier = Copier(num_threads)
-        self._writer = BufferWriter(
-            store,
-            durable=durable,
-            reader_timeout_s=reader_timeout_s,
-            allow_shared_store=allow_shared_store,
-        )
-        self._drafts = Drafts(self._writer)
+        self._copier = copier
+        self._writer = writer
+        self._drafts = Drafts(writer)
 
     @property
     def store(self) -> Path:
@@ -135,13 +122,14 @@ class WeightSender(LocalSender):
         if options.flag("delta", delta):
             require_compression()
         self._describer = Describer(dtype=dtype, rename=rename)
-        super().__init__(
+        copier = Copier(num_threads)
+        writer = BufferWriter(
             store,
             durable=durable,
-            num_threads=num_threads,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
         )
+        super().__init__(copier, writer)
         self._thread: ThreadPoolExecutor | None = None
         self._pending: PendingPublication | None = None
         self._checksum = self._writer.medium.has_checksums if checksum == "auto" else checksum
@@ -226,7 +214,7 @@ class WeightSender(LocalSender):
         def publish() -> Publication:
             with self._publishing(), streams.followed():
                 at = self._writer.next_version(version)
-                published = self._send_source(source, at, checked, progress, unchanged)
+                published = self._send_source(source, at, checked, progress, unchanged.require)
             return self._note(started, at, *published)
 
         if self._thread is None:
@@ -326,15 +314,12 @@ class WeightSender(LocalSender):
         version: int,
         metadata: dict[str, Any],
         progress: Progress | None,
-        unchanged: Unchanged | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> Published:
         footer = self._drafts.footer_of(source.specs, source.aliases)
-        wanted = Wanted(version, metadata)
-        if unchanged is not None:
-            wanted = Wanted(version, metadata, unchanged.require)
         if self._deltas is not None:
             fetched = list(map(sources.fetch, source.tensors))
-            return self._deltas.publish(footer, fetched, wanted)
+            return self._deltas.publish(footer, fetched, Wanted(version, metadata, check))
         with self._drafts.begin(version, footer, hashed=self._checksum) as draft:
             if source.is_lazy:
                 # One at a time: what was gathered or read is dropped before the next.
@@ -343,7 +328,7 @@ class WeightSender(LocalSender):
                 draft.fill_one_by_one(tensors, self._copier, count)
             else:
                 draft.fill(cast("list[torch.Tensor]", source.tensors), self._copier)
-            wanted.check()
+            check()
             draft.commit(metadata)
         return Published(footer.layout, None)
 

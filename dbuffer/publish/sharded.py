@@ -327,7 +327,7 @@ class ShardedWeightSender(Publisher):
         """
         draft = self._draft
         if draft is None:
-            raise ClosedError("nothing was begun that could be committed")
+            raise ClosedError("no version was begun, so there is nothing to commit")
         check_parts(draft)
         draft.checksums = checksums
         draft.commit(self._metadata)
@@ -387,7 +387,7 @@ def _find_place(store: Any, rank_s: Any, reader_s: Any) -> tuple[Path, float, Op
 def _describe(describer: Describer, weights: Weights) -> Source:
     if is_stream(weights):
         raise InvalidWeightsError(
-            "an iterator cannot be gone through by all ranks together: give the module, or a dict"
+            "iterators are not supported here, where all ranks publish: give the module, or a dict"
         )
     return describer.describe(weights)
 

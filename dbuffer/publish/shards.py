@@ -32,7 +32,7 @@ and must not be put together from several."""
 
 T = TypeVar("T")
 
-Tensors: TypeAlias = Sequence[torch.Tensor | LazyTensor]
+HeldTensors: TypeAlias = Sequence[torch.Tensor | LazyTensor]
 
 
 class Box(NamedTuple):
@@ -64,7 +64,7 @@ Boxes: TypeAlias = list[Box | None]
 """What a rank holds of each tensor; None where that is no box, or must be added up first."""
 
 
-def held_boxes(tensors: Tensors) -> Boxes:
+def held_boxes(tensors: HeldTensors) -> Boxes:
     """What this rank holds of each tensor."""
     return [_held_box(index, tensor) for index, tensor in enumerate(tensors)]
 
@@ -118,7 +118,7 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
 
 
 def each_gathered(
-    tensors: Tensors, plan: Plan, rank: int, action: Callable[[int, torch.Tensor], T]
+    tensors: HeldTensors, plan: Plan, rank: int, action: Callable[[int, torch.Tensor], T]
 ) -> list[T]:
     """Gather, one after another, what the plan says, and do ``action`` with what is the rank's.
 

@@ -27,14 +27,10 @@ _REMEDY = (
 
 
 def meet(store: Store, rank: int, size: int, *, timeout_s: float, where: str | None = None) -> None:
-    """Wait until all ranks are here.
+    """Wait until all ranks are here, this one of so many.
 
-    Args:
-        store: the same for all ranks; they can meet in it once, and try again if they do not.
-        rank: this one.
-        size: how many there are.
-        timeout_s: how long to wait for the last of them.
-        where: the place, for the message. Default: what the store says of itself.
+    They can meet once in a store, and try again if they do not. ``where``: the place, for the
+    message; None: what the store says of itself.
 
     Raises:
         RankTimeoutError: not all of them came.
@@ -73,12 +69,7 @@ def leave(store: Store, rank: int) -> None:
 def join(init_method: str, rank: int, size: int, *, meet_s: float, timeout_s: float) -> None:
     """Make torch.distributed's group of all ranks, over gloo; every rank calls it.
 
-    Args:
-        init_method: where they meet, as ``init_process_group`` takes it.
-        rank: this one.
-        size: how many there are.
-        meet_s: how long to wait for the last of them.
-        timeout_s: how long they wait for each other afterwards.
+    They wait ``meet_s`` for the last of them, and ``timeout_s`` for each other afterwards.
 
     Raises:
         OptionError: (a ``ValueError``) ranks cannot meet there.

@@ -10,24 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from dbuffer.errors import (
-    ChecksumError,
-    ClosedError,
-    SnapshotEvictedError,
-    StoreCorruptError,
-    StoreNotFoundError,
-    VersionError,
-    VersionTimeoutError,
-    WeightsMismatchError,
-)
+from dbuffer import errors
 from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import POINTER_FILE, Pointer, host_in_id, is_receiver_id
+from dbuffer.format.manifest import Pointer, host_in_id, is_receiver_id
+from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, copy_one
@@ -39,6 +31,7 @@ from dbuffer.receive.snapshot import (
     wrong_tensors,
 )
 from dbuffer.runtime import options
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer, Held, Patience, pointer_to
 from dbuffer.store.records import RecordFile
@@ -67,7 +60,7 @@ _STOP_CHECK_S = 0.1
 """How often a wait looks at its stop event."""
 
 
-class WeightReceiver:
+class WeightReceiver(Closing):
     """A reader of a store; any number of them, in any process.
 
     It may be made before the store is, and serves one thread at a time. It leaves no trace until
@@ -217,7 +210,7 @@ class WeightReceiver:
                     self._keep_to_go_on_from(held, tensors)
                 if not held.is_unchanged():
                     self._store.newest_pointer(self._seen)  # raises if the store was emptied
-                    raise SnapshotEvictedError(
+                    raise errors.SnapshotEvictedError(
                         f"version {held.manifest.version} of {self.store} was held for longer than "
                         "the sender waits, and its buffer was taken; open the newest and start over"
                     )
@@ -381,15 +374,9 @@ class WeightReceiver:
         self._kept.clear()
         self._in_memory = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _check_open(self) -> None:
         if self._is_closed or self._pid != os.getpid():
-            raise ClosedError(
+            raise errors.ClosedError(
                 f"this receiver of {self.store} is closed, or was made before a fork; "
                 "make a new one"
             )
@@ -397,7 +384,7 @@ class WeightReceiver:
     def _newest(self) -> int | None:
         if not self._store.exists():
             if self._seen is not None:
-                raise StoreNotFoundError(f"the store at {self.store} was removed")
+                raise errors.StoreNotFoundError(f"the store at {self.store} was removed")
             return None
         self._store.check()
         pointer = self._store.newest_pointer(self._seen)
@@ -413,7 +400,7 @@ class WeightReceiver:
         if version is None:
             wanted = "no version" if newer_than is None else f"no version above {newer_than}"
             there = "" if self._store.exists() else ", which is not there"
-            raise VersionTimeoutError(
+            raise errors.VersionTimeoutError(
                 f"{wanted} was published within {timeout_s:g} s in {self.store}{there}"
             )
 
@@ -449,7 +436,7 @@ class WeightReceiver:
         with self._cleared_on_error():
             held = self._store.hold_version(version, self.history, self._announce)
             if held is None:
-                raise VersionError(
+                raise errors.VersionError(
                     f"version {version} is no longer in {self.store}: version "
                     f"{self.seen_version} and the one before it are"
                 )
@@ -487,7 +474,7 @@ class WeightReceiver:
         """
         try:
             yield
-        except StoreCorruptError:
+        except errors.StoreCorruptError:
             if held.manifest.anchor is not None:
                 self.record.write(unreadable_version=held.manifest.version)
             raise
@@ -515,7 +502,7 @@ class WeightReceiver:
                     tensors = self._read_from_file(held, memory)
             if tensors is None:
                 return None
-        except StoreNotFoundError as error:
+        except errors.StoreNotFoundError as error:
             with self.telling_if_unreadable(held):
                 held.wait_after_loss(error, self._patience)
             return None
@@ -544,7 +531,7 @@ class WeightReceiver:
                 chain.read(tensors, self._copier, since=before.identity)
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
-        except (StoreCorruptError, StoreNotFoundError) as error:
+        except (errors.StoreCorruptError, errors.StoreNotFoundError) as error:
             logger.warning("reading version %d whole: %s", manifest.version, error)
             return None
         if wrong:
@@ -576,7 +563,7 @@ class WeightReceiver:
             return True
         try:
             match = self._matcher.match(target, self._layout_of(held), partial=partial)
-        except StoreNotFoundError as error:
+        except errors.StoreNotFoundError as error:
             held.wait_after_loss(error, self._patience)
             return False
         # Damage is found before the target is touched ...
@@ -585,7 +572,7 @@ class WeightReceiver:
             return False
         try:
             match.require_ties(tensors.tensor)
-        except WeightsMismatchError:
+        except errors.WeightsMismatchError:
             if held.is_unchanged():
                 raise
             return False  # a writer was faster
@@ -627,7 +614,7 @@ class WeightReceiver:
             return True
         # A writer marks the buffer before its first byte: one that is not marked was damaged.
         if self._store.manifest(held.buffer) == held.manifest:
-            raise ChecksumError(
+            raise errors.ChecksumError(
                 f"{held.path}: version {held.manifest.version} was damaged after it was "
                 f"published: {listed(wrong)}; publish again to replace it"
             )

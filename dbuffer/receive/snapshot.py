@@ -19,13 +19,7 @@ from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import (
-    FileTensors,
-    MappedTensors,
-    as_bytes,
-    copy_one,
-    view_tensor,
-)
+from dbuffer.io.tensors import FileTensors, MappedTensors, as_bytes, copy_one, view_tensor
 from dbuffer.runtime.messages import listed
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
@@ -180,7 +174,7 @@ class Snapshot:
             with Chain(self._held, layout) as chain:
                 found = chain.changed_since(identity, self._copier)
         except DBufferError as error:  # what unpacks deltas may be missing, too
-            logger.warning("%s: taking it whole: %s", self.path, error)
+            logger.warning("%s: reading it whole: %s", self.path, error)
             return None
         return {layout.specs[index].name: positions for index, positions in found.items()}
 

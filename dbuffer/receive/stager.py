@@ -21,15 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from dbuffer.errors import (
-    ClosedError,
-    DBufferError,
-    SnapshotEvictedError,
-    StoreReplacedError,
-    VersionRegressedError,
-    VersionTimeoutError,
-    WeightsMismatchError,
-)
+from dbuffer import errors
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Pointer
 from dbuffer.receive.receiver import WeightReceiver
@@ -61,19 +53,16 @@ class Prepared(Protocol):
     @property
     def is_enough(self) -> bool:
         """Whether the tensors themselves are not needed too, this time."""
-        ...
 
     @property
     def num_bytes(self) -> int: ...
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
         """The same of other tensors, which hold what those hold that it was made of."""
-        ...
 
     @property
     def staging_bytes(self) -> int:
         """What :meth:`copied_into` needs."""
-        ...
 
     def copied_into(
         self, memory: torch.Tensor, copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]
@@ -82,7 +71,6 @@ class Prepared(Protocol):
 
         ``copy`` copies views of the snapshot's tensors, the second, into the first.
         """
-        ...
 
 
 Prepare = Callable[[Snapshot], Prepared | None]
@@ -306,7 +294,7 @@ class Stager:
                 history = history or newest.history
                 at_least = at_least or newest.version
                 if are_apart(newest.history, history):
-                    raise StoreReplacedError(
+                    raise errors.StoreReplacedError(
                         f"{self.store} was started over, and version {version or at_least} of the "
                         "run before is no longer in it"
                     )
@@ -320,7 +308,7 @@ class Stager:
                 self._condition.wait_for(lambda: self._is_closed or self._is_answered(), timeout_s)
                 self._require_open()
                 if not self._is_answered():
-                    raise VersionTimeoutError(
+                    raise errors.VersionTimeoutError(
                         f"version {at_least} of {self._receiver.store} was not ready within "
                         f"{timeout_s:g} s; the newest is {self.newest()}"
                     )
@@ -381,7 +369,7 @@ class Stager:
 
     def _require_open(self) -> None:
         if self._is_closed or self._pid != os.getpid():
-            raise ClosedError(
+            raise errors.ClosedError(
                 f"this stager of {self._receiver.store} is closed, or was made before a fork; "
                 "make a new one"
             )
@@ -402,10 +390,10 @@ class Stager:
                 if found is None or not self._make_room(found):
                     continue
                 self._stage(found, exactly=wanted is not None)
-            except SnapshotEvictedError as error:
+            except errors.SnapshotEvictedError as error:
                 self._count("evictions")
                 logger.warning("staging was overtaken, starting over: %s", error)
-            except StoreReplacedError as error:
+            except errors.StoreReplacedError as error:
                 if self._new_history == "refuse":
                     self._note_problem(error, None)
                 else:
@@ -422,7 +410,7 @@ class Stager:
         with self._condition:
             failed, why = self._problem or (None, None)
             # What does not fit does not fit later either, unless somebody asks for it again.
-            retry_s = None if isinstance(why, WeightsMismatchError) else self._retry_s
+            retry_s = None if isinstance(why, errors.WeightsMismatchError) else self._retry_s
         if failed is None:
             return self._receiver.wait_for_version(after, None, self._interrupt)
         above = max(failed, after or 0)
@@ -431,7 +419,7 @@ class Stager:
             found = self._receiver.wait_for_version(after, 0.0)
         return found
 
-    def _start_over(self, why: StoreReplacedError) -> None:
+    def _start_over(self, why: errors.StoreReplacedError) -> None:
         logger.warning("%s (staging it)", why)
         with self._condition:
             self._receiver.start_over()
@@ -443,7 +431,7 @@ class Stager:
 
     def newest_or_none(self) -> int | None:
         """As :meth:`newest`, and None also where the store cannot be read."""
-        with contextlib.suppress(DBufferError, OSError):
+        with contextlib.suppress(errors.DBufferError, OSError):
             return self.newest()
         return None
 
@@ -483,13 +471,13 @@ class Stager:
         self._receiver.record.set(staged_version=None)
         try:
             self._hold.close()
-        except (SnapshotEvictedError, VersionRegressedError):
+        except (errors.SnapshotEvictedError, errors.VersionRegressedError):
             # Held for longer than the sender waits, or than there was a store: nobody needs it.
             self._stats["evictions"] += 1
             self._receiver.record.set(stats=dict(self._stats))
-        except (DBufferError, OSError) as error:
+        except (errors.DBufferError, OSError) as error:
             # It has been let go of all the same; who opens the next version meets this again.
-            logger.warning("letting go of a version of %s: %s", self._receiver.store, error)
+            logger.warning("releasing a version of %s: %s", self._receiver.store, error)
 
     def _stage(self, version: int, *, exactly: bool) -> None:
         started = time.monotonic()

@@ -10,9 +10,7 @@ from typing import Any
 def lazily(package: str, places: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
     """A package's ``__getattr__`` and ``__all__``.
 
-    Args:
-        package: its ``__name__``.
-        places: where each of its names is: ``".module"``, or ``".module:name there"``.
+    ``places`` says where each of its names is: ``".module"``, or ``".module:name there"``.
     """
 
     def get(name: str) -> Any:

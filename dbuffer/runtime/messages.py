@@ -1,4 +1,4 @@
-"""What error messages have in common."""
+"""What messages have in common."""
 
 from __future__ import annotations
 
@@ -11,3 +11,12 @@ def listed(items: Sequence[object], separator: str = ", ") -> str:
     """The first few of them, for a message, and how many more there are."""
     more = len(items) - _MAX_LISTED
     return separator.join(map(str, items[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes with a decimal unit, as ``1.23 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.2f} TB"

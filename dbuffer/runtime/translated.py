@@ -8,15 +8,14 @@ from types import TracebackType
 
 
 class TranslatedErrors(contextlib.AbstractContextManager[None]):
-    """Gives whoever translates each exception that leaves a ``with`` block.
+    """Gives each exception that leaves a ``with`` block to ``translate``.
+
+    That raises what is to be raised instead, or returns: the exception goes on.
 
     In the place of a generator that catches one and raises another: on Python 3.13 (not on 3.11)
     its frame and contextlib's then hold each other, and with them whatever the callers had in hand
     (memory of a version, descriptors), until the garbage collector comes by, which engines rarely
     let.
-
-    Args:
-        translate: raises what is to be raised instead, or returns: the exception goes on.
     """
 
     def __init__(self, translate: Callable[[BaseException], None]) -> None:

@@ -1,7 +1,11 @@
-"""`Trouble`: retries of what keeps failing, less and less often, and logged even less often."""
+"""`Trouble`: retries of what keeps failing, less and less often, and logged even less often.
+
+`log_once` is for what is no failure, and stays as it is.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 
@@ -21,9 +25,6 @@ class Trouble:
 
     An incident is logged when it begins, when it becomes one of another kind, after a minute, after
     two more, and so on up to every hour; and once more when it is over.
-
-    Args:
-        logger: of who tries.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -75,3 +76,9 @@ class Trouble:
         is_known = isinstance(error, DBufferError | OSError)
         what = error if is_known else f"{type(error).__name__}: {error}"
         self._logger.log(level, "%s; %s", what, more, exc_info=None if is_known else error)
+
+
+@functools.lru_cache(maxsize=256)
+def log_once(logger: logging.Logger, message: str, *arguments: object) -> None:
+    """Warn of something, unless this process has done so already."""
+    logger.warning(message, *arguments)

@@ -27,33 +27,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from dbuffer.errors import (
-    StoreCorruptError,
-    StoreFormatError,
-    StoreInsecureError,
-    StoreNotFoundError,
-    StoreReplacedError,
-    VersionRegressedError,
-)
+from dbuffer import errors
+from dbuffer.format import places
 from dbuffer.format.layout import KeptLayouts, Layout, digest
 from dbuffer.format.manifest import (
-    BUFFERS,
-    DELTAS_DIRECTORY,
-    MANIFEST_FILE,
     MAX_RECORD_BYTES,
-    POINTER_FILE,
-    RECEIVERS_DIRECTORY,
-    SCRATCH_DIRECTORY,
-    WRITER_FILE,
     Manifest,
     Pointer,
     ReceiverRecord,
     RecordT,
     WriterRecord,
     decode,
-    delta_file,
 )
 from dbuffer.runtime import options
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.liveness import Process
@@ -106,15 +93,15 @@ class Held:
             (found.run, found.generation) == (self.manifest.run, self.manifest.generation)
         )
 
-    def wait_after_loss(self, error: StoreNotFoundError, patience: Patience) -> None:
+    def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> None:
         """Its file went while it was read: wait a moment, before the newest is looked for again.
 
         Raises:
             StoreCorruptError: the manifest names that file, and has for long enough.
         """
-        logger.warning("version %d went while it was read: %s", self.manifest.version, error)
+        logger.warning("version %d was removed while it was read: %s", self.manifest.version, error)
         if not patience.wait(self.manifest.identity) and self.is_still_named():
-            raise StoreCorruptError(f"{error}; publish again to repair the store") from error
+            raise errors.StoreCorruptError(f"{error}; publish again to repair the store") from error
 
     def read_layout(self) -> Layout:
         """The layout at the end of the file, whose bytes are read and checked each time."""
@@ -122,13 +109,15 @@ class Held:
         data = self._read_at(manifest.layout_offset, manifest.layout_bytes)
         data_xxh3 = digest(data)
         if data_xxh3 != manifest.layout_xxh3:
-            raise StoreCorruptError(f"{self.path}: its layout was damaged after it was published")
+            raise errors.StoreCorruptError(
+                f"{self.path}: its layout was damaged after it was published"
+            )
         try:
             layout = self.store.layouts.decode(data, data_xxh3, manifest.checksums_offset)
-        except StoreCorruptError as error:
+        except errors.StoreCorruptError as error:
             raise type(error)(f"{self.path}: {error}") from None
         if len(layout.specs) != manifest.num_tensors:
-            raise StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
+            raise errors.StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
         return layout
 
     def read_checksums(self) -> bytes:
@@ -142,7 +131,7 @@ class Held:
             StoreNotFoundError: it was removed meanwhile.
             StoreCorruptError, StoreInsecureError, StoreAccessError: it cannot be read.
         """
-        path = self.store.root / DELTAS_DIRECTORY / delta_file(identity)
+        path = self.store.delta_path(identity)
         with os_errors("read", path):
             filesystem.refresh(path.parent)
             file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
@@ -179,9 +168,7 @@ class DoubleBuffer:
 
     def __init__(self, root: str | os.PathLike[str], *, allow_shared_store: bool = False) -> None:
         self.root = options.directory("store", root)
-        self.allow_shared_store = options.flag("allow_shared_store", allow_shared_store)
-        self.owner_only = not allow_shared_store
-        self._went_by_manifests = False
+        self.owner_only = not options.flag("allow_shared_store", allow_shared_store)
         self.layouts = KeptLayouts()
         """Those that were decoded last."""
         self._known: dict[str, _Listed] = {}
@@ -189,11 +176,16 @@ class DoubleBuffer:
     def check(self) -> None:
         """Refuse a store that is not there, or in which others could put weights."""
         if not self.exists():
-            raise StoreNotFoundError(f"there is no store at {self.root}")
-        if not self.allow_shared_store:
+            raise errors.StoreNotFoundError(f"there is no store at {self.root}")
+        if self.owner_only:
             filesystem.check_trust(self.root)
-            for name in (*BUFFERS, DELTAS_DIRECTORY, SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
-                with contextlib.suppress(StoreNotFoundError):  # a sender is making them
+            for name in (
+                *places.BUFFERS,
+                places.DELTAS_DIRECTORY,
+                places.SCRATCH_DIRECTORY,
+                places.RECEIVERS_DIRECTORY,
+            ):
+                with contextlib.suppress(errors.StoreNotFoundError):  # a sender is making them
                     filesystem.check_trust(self.root / name)
 
     @functools.cached_property
@@ -215,7 +207,7 @@ class DoubleBuffer:
 
     def pointer(self) -> Pointer | None:
         """What ``CURRENT`` says; None before the first publish."""
-        return self._read(Pointer, self.root / POINTER_FILE)
+        return self._read(Pointer, self.root / places.POINTER_FILE)
 
     def newest_pointer(self, seen: Pointer | None = None) -> Pointer | None:
         """What ``CURRENT`` says, for a reader that has ``seen`` an earlier one.
@@ -233,13 +225,13 @@ class DoubleBuffer:
 
     def _require_successor(self, seen: Pointer, found: Pointer | None) -> None:
         if found is not None and is_replaced(seen, found):
-            raise StoreReplacedError(
+            raise errors.StoreReplacedError(
                 f"{self.root} was emptied or replaced: it held version {seen.version}, and what it "
                 f"holds now, version {found.version}, is of another run; make a new receiver to "
                 "follow what is there now"
             )
         if found is None or found.version < seen.version:
-            raise VersionRegressedError(
+            raise errors.VersionRegressedError(
                 f"{self.root} went back from version {seen.version} to "
                 f"{0 if found is None else found.version}: it was emptied or replaced; make a new "
                 "receiver to follow what is there now"
@@ -268,34 +260,43 @@ class DoubleBuffer:
                 for pointer in whole
                 if pointer.generation >= seen.generation or pointer.history != seen.history
             ]
-        if whole and not self._went_by_manifests:
-            self._went_by_manifests = True
-            logger.warning("%s has no %s: going by its manifests", self.root, POINTER_FILE)
+        if whole:
+            message = "%s has no %s: going by its manifests"
+            log_once(logger, message, self.root, places.POINTER_FILE)
         return whole[0] if whole else None
 
     def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
         """Both, as they stood together: a writer may come round between one look and the other."""
         before = None
-        while (found := {buffer: self.manifest(buffer) for buffer in BUFFERS}) != before:
+        while (found := {buffer: self.manifest(buffer) for buffer in places.BUFFERS}) != before:
             before = found
         return found
 
+    def weights_path(self, buffer: str, manifest: Manifest) -> Path:
+        """Where the weights file is that a buffer's manifest names."""
+        return self.root / (manifest.anchor_buffer or buffer) / manifest.file
+
+    def delta_path(self, identity: str) -> Path:
+        return self.root / places.DELTAS_DIRECTORY / places.delta_file(identity)
+
+    def record_path(self, receiver_id: str) -> Path:
+        return self.root / places.RECEIVERS_DIRECTORY / f"{receiver_id}.json"
+
     def manifest(self, buffer: str) -> Manifest | None:
         """What a buffer holds; None if it never held anything."""
-        return self._read(Manifest, self.root / buffer / MANIFEST_FILE)
+        return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
     def delta_bytes(self, manifest: Manifest) -> int:
         """Size of the deltas that a manifest names, as far as they are there."""
-        paths = [self.root / DELTAS_DIRECTORY / delta_file(name) for name in manifest.chain[1:]]
         num_bytes = 0
-        for path in paths:
+        for identity in manifest.chain[1:]:
             with contextlib.suppress(FileNotFoundError):
-                num_bytes += path.stat().st_size
+                num_bytes += self.delta_path(identity).stat().st_size
         return num_bytes
 
     def writer(self) -> WriterRecord | None:
         """Who writes the store, or wrote it last."""
-        return self._read(WriterRecord, self.root / WRITER_FILE)
+        return self._read(WriterRecord, self.root / places.WRITER_FILE)
 
     def undamaged_pointer(self) -> Pointer | None:
         """As :meth:`pointer`, for who replaces it next; None also where it is damaged."""
@@ -309,7 +310,7 @@ class DoubleBuffer:
 
     def receiver(self, receiver_id: str) -> ReceiverRecord | None:
         """What one receiver says of itself; None if it never came, or has gone."""
-        return self._read(ReceiverRecord, self.root / RECEIVERS_DIRECTORY / f"{receiver_id}.json")
+        return self._read(ReceiverRecord, self.record_path(receiver_id))
 
     def receivers(self) -> list[ReceiverRecord]:
         """What each receiver that ever came says of itself.
@@ -332,20 +333,20 @@ class DoubleBuffer:
         return [listed.record for listed in found.values() if listed.record is not None]
 
     def _listed(self) -> list[os.DirEntry[str]]:
-        directory = self.root / RECEIVERS_DIRECTORY
+        directory = self.root / places.RECEIVERS_DIRECTORY
         try:
             with os_errors("list", directory), os.scandir(directory) as entries:
                 found = [e for e in entries if e.name.endswith(".json") and e.name[0] != "."]
-        except StoreNotFoundError:
+        except errors.StoreNotFoundError:
             return []
         return sorted(found, key=lambda entry: entry.name)
 
     def _look_at(self, name: str, seen: _State | None, before: _Listed | None) -> _Listed:
         try:
-            record = self._read(ReceiverRecord, self.root / RECEIVERS_DIRECTORY / name)
-        except (StoreCorruptError, StoreInsecureError) as error:
+            record = self._read(ReceiverRecord, self.root / places.RECEIVERS_DIRECTORY / name)
+        except (errors.StoreCorruptError, errors.StoreInsecureError) as error:
             if before is None or before.problem != str(error):
-                logger.warning("passing over a record that is of no use, remove it: %s", error)
+                logger.warning("ignoring an unusable record, remove it: %s", error)
             return _Listed(None, seen, str(error))
         return _Listed(record, seen)
 
@@ -370,7 +371,7 @@ class DoubleBuffer:
                 return True
             if record.carried is None:
                 return False
-        path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
+        path = self.record_path(record.receiver)
         return self.medium.shows_life(path, is_locked=bool(record.boot))
 
     def readers(self) -> list[ReceiverRecord]:
@@ -407,8 +408,8 @@ class DoubleBuffer:
             if isinstance(held, Held):
                 return held
             if not patience.wait(pointer):
-                raise StoreCorruptError(
-                    f"{self.root}: {POINTER_FILE} names version {pointer.version} in buffer "
+                raise errors.StoreCorruptError(
+                    f"{self.root}: {places.POINTER_FILE} names version {pointer.version} in buffer "
                     f"{pointer.buffer}, but {held.reason}; publish again to repair the store"
                 )
 
@@ -422,7 +423,7 @@ class DoubleBuffer:
             return held
         # A writer locks a file before it marks its buffer: locked is as good as being written.
         if not held.is_locked and self.manifest(buffer) == manifest:
-            raise StoreCorruptError(f"{self.root}: {held.reason}")
+            raise errors.StoreCorruptError(f"{self.root}: {held.reason}")
         return None
 
     def hold_version(
@@ -438,7 +439,7 @@ class DoubleBuffer:
                 and not are_apart(manifest.history, history)
             )
 
-        for buffer in BUFFERS:
+        for buffer in places.BUFFERS:
             if is_it(self.manifest(buffer)):
                 held = self.hold_buffer(buffer, announce)
                 if held is not None and is_it(held.manifest):
@@ -454,12 +455,12 @@ class DoubleBuffer:
         self.medium.check_readable(manifest)
         if announce is not None:
             announce(pointer.version)
-        path = self.root / (manifest.anchor_buffer or pointer.buffer) / manifest.file
+        path = self.weights_path(pointer.buffer, manifest)
         try:
             with os_errors("read", path):
                 filesystem.refresh(path.parent)
                 file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.owner_only)
-        except StoreNotFoundError:
+        except errors.StoreNotFoundError:
             return _Hindrance(f"{path} is not there")
         hindrance = self._reason_not_to_read(file, path, pointer.buffer, manifest)
         if hindrance is not None:
@@ -480,7 +481,7 @@ class DoubleBuffer:
         try:
             with os_errors("read", path):
                 size = os.fstat(file.number).st_size
-        except StoreNotFoundError:
+        except errors.StoreNotFoundError:
             return _Hindrance(f"{path} is not there")
         if size == manifest.file_bytes:
             return None
@@ -490,20 +491,20 @@ class DoubleBuffer:
         try:
             with os_errors("read", path):
                 data = filesystem.read_small(path, MAX_RECORD_BYTES, owner_only=self.owner_only)
-        except StoreNotFoundError:
+        except errors.StoreNotFoundError:
             return None
         try:
             return decode(kind, data)
-        except StoreCorruptError as error:
+        except errors.StoreCorruptError as error:
             raise type(error)(f"{path}: {error}") from None
 
 
 def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
     try:
         return read()
-    except StoreFormatError:
+    except errors.StoreFormatError:
         raise  # a newer dbuffer wrote it: not damage, and not ours to replace
-    except StoreCorruptError as error:
+    except errors.StoreCorruptError as error:
         logger.warning("ignoring a damaged record, which a sender replaces: %s", error)
         return None
 
@@ -571,4 +572,4 @@ def is_replaced(seen: Pointer, found: Pointer) -> bool:
 
 def other_buffer(buffer: str) -> str:
     """``"B"`` for ``"A"``, and ``"A"`` for ``"B"``."""
-    return BUFFERS[1 - BUFFERS.index(buffer)]
+    return places.BUFFERS[1 - places.BUFFERS.index(buffer)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import itertools
 import logging
 import os
@@ -15,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from dbuffer.errors import (
     ClosedError,
@@ -26,7 +25,9 @@ from dbuffer.errors import (
     StoreInsecureError,
     StoreNotFoundError,
 )
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.translated import TranslatedErrors
+from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -234,12 +235,12 @@ def _read_small(path: Path, max_bytes: int, *, owner_only: bool) -> bytes:
 
 def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
     """Exactly ``num_bytes`` from ``offset``; shorter only at the end of the file."""
-    pieces = []
-    while num_bytes > 0 and (piece := os.pread(descriptor, min(num_bytes, 1 << 30), offset)):
-        pieces.append(piece)
-        offset += len(piece)
-        num_bytes -= len(piece)
-    return b"".join(pieces)
+    chunks = []
+    while num_bytes > 0 and (chunk := os.pread(descriptor, min(num_bytes, 1 << 30), offset)):
+        chunks.append(chunk)
+        offset += len(chunk)
+        num_bytes -= len(chunk)
+    return b"".join(chunks)
 
 
 def read_into(descriptor: int, offset: int, memory: memoryview) -> int:
@@ -302,13 +303,9 @@ def replace_file(
 ) -> bool:
     """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
 
-    Args:
-        path: where.
-        data: what.
-        scratch: the directory of the temporary file, one that nobody watches or lists.
-        durable: flush file and directory.
-        open_files: on a network mount, those of the process.
-        only_new: do nothing, and return False, if there is one already.
+    The temporary file is in ``scratch``, which nobody watches or lists. ``durable``: flush file and
+    directory. ``open_files``: on a network mount, those of the process. ``only_new``: do nothing,
+    and return False, if there is one already.
     """
 
     def finish(file: Descriptor) -> None:
@@ -486,7 +483,8 @@ def sync_directory(path: Path) -> None:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
         # SMB and some FUSE mounts: what a rename is worth there is the server's affair.
-        _log_once("%s cannot be flushed as a directory: renames rest on its server", path)
+        message = "%s cannot be flushed as a directory: renames rest on its server"
+        log_once(logger, message, path)
     finally:
         os.close(descriptor)
 
@@ -495,11 +493,6 @@ def identity_of(descriptor: int) -> tuple[int, int]:
     """What tells an open file from another that took its name: device and inode."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
-
-
-@functools.lru_cache(maxsize=256)
-def _log_once(message: str, path: Path) -> None:
-    logger.warning(message, path)
 
 
 def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | None:
@@ -517,7 +510,8 @@ def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | N
         except OSError as error:
             if error.errno not in NO_LOCKS or not may_lack_locks:
                 raise
-            _log_once("no locks on %s: a second sender is detected, not prevented", path)
+            message = "no locks on %s: a second sender is detected, not prevented"
+            log_once(logger, message, path)
             return lock
     lock.close()
     return None
@@ -607,7 +601,7 @@ def path_of(descriptor: int) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
-class Descriptor:
+class Descriptor(Closing):
     """An open file that is closed when dropped, and in every child that is forked.
 
     Hand on the descriptor, and not its number: that may be another file's as soon as this one is
@@ -627,7 +621,7 @@ class Descriptor:
     def number(self) -> int:
         """The kernel's number of it, for as long as it is open; a `ClosedError` after that."""
         if not self.is_open:
-            raise ClosedError("a file was closed, or opened before a fork, and is used no more")
+            raise ClosedError("this file is closed, or was opened before a fork")
         return self._number
 
     def close(self) -> None:
@@ -637,12 +631,6 @@ class Descriptor:
     @property
     def is_open(self) -> bool:
         return self._finalizer.alive and self._pid == os.getpid()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 _open_descriptors: weakref.WeakSet[Descriptor] = weakref.WeakSet()

@@ -13,15 +13,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
-from dbuffer.format.manifest import (
-    DELTAS_DIRECTORY,
-    Manifest,
-    ReceiverRecord,
-    delta_file,
-    is_delta_file,
-    is_part_of,
-    is_weights_file,
-)
+from dbuffer.format import places
+from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, OpenFiles
 
@@ -79,9 +72,7 @@ class Medium(ABC):
     def shows_life(self, record: Path, *, is_locked: bool) -> bool:
         """Whether the owner of a receiver's record, of another container or host, may live.
 
-        Args:
-            record: its file.
-            is_locked: whether its owner locks it while it lives, on a medium that has locks.
+        ``is_locked``: its owner locks the file while it lives, on a medium that has locks.
         """
 
     @abstractmethod
@@ -230,7 +221,9 @@ class WeightsFiles(ABC):
 
     def all_in(self, directory: str) -> list[Path]:
         """The files that a writer may have made there; what else lies there is not ours."""
-        is_ours = is_delta_file if directory == DELTAS_DIRECTORY else is_weights_file
+        is_ours = (
+            places.is_delta_file if directory == places.DELTAS_DIRECTORY else places.is_weights_file
+        )
         return [
             path
             for path in (self.records.root / directory).glob("*")
@@ -239,14 +232,16 @@ class WeightsFiles(ABC):
 
     def named_by(self, buffer: str, manifest: Manifest) -> list[Path]:
         """All files that a buffer's manifest names: weights, parts of them, deltas."""
-        deltas = self.records.root / DELTAS_DIRECTORY
+        deltas = self.records.root / places.DELTAS_DIRECTORY
         return [
             *self.parts_of(manifest.anchor_buffer or buffer, manifest.file),
-            *(deltas / delta_file(identity) for identity in manifest.chain[1:]),
+            *(deltas / places.delta_file(identity) for identity in manifest.chain[1:]),
         ]
 
     def parts_of(self, buffer: str, file: str) -> list[Path]:
         """The weights file of this name, and its parts."""
         directory = self.records.root / buffer
-        parts = [path for path in directory.glob("weights-*.td") if is_part_of(path.name, file)]
+        parts = [
+            path for path in directory.glob("weights-*.td") if places.is_part_of(path.name, file)
+        ]
         return [directory / file, *parts]

@@ -16,15 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from dbuffer.errors import StoreAccessError
-from dbuffer.format.manifest import (
-    BUFFERS,
-    DELTAS_DIRECTORY,
-    MANIFEST_FILE,
-    SCRATCH_DIRECTORY,
-    WRITER_FILE,
-    Manifest,
-    version_file,
-)
+from dbuffer.format import places
+from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, OpenFiles, os_errors
 from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S
@@ -63,7 +56,7 @@ class NetworkMedium(Medium):
             self._measured_at = now
             # Who may not write there takes the clocks for the same.
             with contextlib.suppress(OSError):
-                self._ahead_s = filesystem.clock_ahead_s(self.root / SCRATCH_DIRECTORY)
+                self._ahead_s = filesystem.clock_ahead_s(self.root / places.SCRATCH_DIRECTORY)
         return time.time() + self._ahead_s
 
     def shows_life(self, record: Path, *, is_locked: bool) -> bool:  # noqa: ARG002
@@ -178,10 +171,10 @@ class _NewFiles(WeightsFiles):
         left = [path for path in found if path not in keep and not self._retired.knows(path)]
         if left:
             # With deltas a file may have been named from the other buffer, until just now.
-            has_deltas = bool(self.all_in(DELTAS_DIRECTORY))
+            has_deltas = bool(self.all_in(places.DELTAS_DIRECTORY))
             ages_s = {} if has_deltas else self._ages_s(directory, found)
             for path in left:
-                self._retired.add(path, None, age_s=ages_s.get(version_file(path.name), 0.0))
+                self._retired.add(path, None, age_s=ages_s.get(places.version_file(path.name), 0.0))
 
     def note_published(self, read_back: Callable[[], None]) -> None:
         self._retired.note_newest()
@@ -201,12 +194,12 @@ class _NewFiles(WeightsFiles):
         directory = root / buffer
         with os_errors("look at old versions", directory):
             filesystem.refresh(directory)
-            marked_at = _changed_at(directory / MANIFEST_FILE)
+            marked_at = _changed_at(directory / places.MANIFEST_FILE)
             # Whichever this writer has just written.
-            now = max(marked_at, _changed_at(root / WRITER_FILE))
+            now = max(marked_at, _changed_at(root / places.WRITER_FILE))
             written: dict[str, float] = {}
             for path in files:
-                name = version_file(path.name)
+                name = places.version_file(path.name)
                 written[name] = max(written.get(name, 0.0), _changed_at(path))
         ages = {}
         for name, written_at in written.items():
@@ -215,7 +208,7 @@ class _NewFiles(WeightsFiles):
         return ages
 
     def _named_versions(self) -> set[int]:
-        manifests = map(self.records.undamaged_manifest, BUFFERS)
+        manifests = map(self.records.undamaged_manifest, places.BUFFERS)
         return {found.version for found in manifests if found is not None}
 
 

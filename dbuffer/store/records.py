@@ -19,19 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dbuffer.errors import (
-    ReceiverActiveError,
-    StoreAccessError,
-    StoreCorruptError,
-    StoreInsecureError,
-    StoreNotFoundError,
-)
-from dbuffer.format.manifest import (
-    RECEIVERS_DIRECTORY,
-    SCRATCH_DIRECTORY,
-    ReceiverRecord,
-    encode,
-)
+from dbuffer import errors
+from dbuffer.format.manifest import ReceiverRecord, encode
+from dbuffer.format.places import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
@@ -61,7 +51,7 @@ class KeptFile:
         self._store = DoubleBuffer(store, allow_shared_store=True)
         self._receiver_id = receiver_id
         self.directory = store / RECEIVERS_DIRECTORY
-        self.path = self.directory / f"{receiver_id}.json"
+        self.path = self._store.record_path(receiver_id)
         self._scratch = store / SCRATCH_DIRECTORY
         self._pid = os.getpid()
 
@@ -82,7 +72,7 @@ class KeptFile:
 
     def let_go(self, record: ReceiverRecord) -> None:
         """Say, where no lock does, that the name may be taken; the file stays."""
-        with contextlib.suppress(StoreAccessError, StoreNotFoundError):
+        with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):
             if not self.sign.is_lock and self.sign.is_ours():
                 self._put(dataclasses.replace(record, owner=None), only_new=False)
         self.sign.close()
@@ -104,7 +94,7 @@ class KeptFile:
                 with filesystem.os_errors("look at", self.path):
                     filesystem.refresh(self.directory)
                     old = filesystem.open_regular(self.path, os.O_RDONLY, owner_only=False)
-            except StoreNotFoundError:
+            except errors.StoreNotFoundError:
                 if self._put(record, only_new=True):
                     return
                 continue
@@ -112,7 +102,7 @@ class KeptFile:
                 if self._is_free(old, record):
                     self._put(record, only_new=False)
                     return
-        raise StoreAccessError(f"{self.path} is replaced by others all the time")
+        raise errors.StoreAccessError(f"{self.path} is constantly replaced by others")
 
     def _is_free(self, old: Descriptor, record: ReceiverRecord) -> bool:
         """Whether nobody owns what has the name; False if it changed meanwhile.
@@ -122,7 +112,7 @@ class KeptFile:
         """
         found = None
         # Whoever wrote what is damaged or insecure, it is no receiver.
-        with contextlib.suppress(StoreCorruptError, StoreInsecureError):
+        with contextlib.suppress(errors.StoreCorruptError, errors.StoreInsecureError):
             found = self._store.receiver(self._receiver_id)
         is_free = self.sign.is_free(old, lambda: self._may_be_owned(found, record))
         if not filesystem.is_at(old, self.path):
@@ -130,7 +120,7 @@ class KeptFile:
         if is_free:
             return True
         who = "another process" if found is None else f"process {found.pid} on {found.host}"
-        raise ReceiverActiveError(
+        raise errors.ReceiverActiveError(
             f"{who} has a receiver {self._receiver_id!r} of {self.directory.parent} open; two "
             "would acknowledge for each other: close that one, or give this one another name"
         )
@@ -185,7 +175,7 @@ class RecordFile:
             with self._lock:
                 self._record = dataclasses.replace(self._record, updated_at=time.time())
                 self._write()
-        except (StoreAccessError, StoreNotFoundError) as error:
+        except (errors.StoreAccessError, errors.StoreNotFoundError) as error:
             if self._can_write:
                 receiver = self._record.receiver
                 logger.warning("receiver %s cannot acknowledge: %s", receiver, error)
@@ -197,7 +187,7 @@ class RecordFile:
         _owned[str(self._record.owner)] = self._kept
         try:
             self._kept.write(self._record)
-        except ReceiverActiveError as error:
+        except errors.ReceiverActiveError as error:
             if self.spare is None:
                 raise
             logger.warning("%s; this one goes by %s", error, self.spare.receiver)

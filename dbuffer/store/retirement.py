@@ -37,12 +37,9 @@ class RetiredFiles:
     Ages are counted on this process's own clock, from when a file was no longer named. For what a
     dead writer left, :meth:`add` is told its age; clocks of hosts are not compared.
 
-    Args:
-        readers: gives the records of receivers that may live.
-        reader_timeout_s: a file goes after so long, whoever says that it is being read.
-        let_go: called with a file's path just before it is removed.
-        named_versions: those in files that are named. Who reads another one may read any file whose
-            version is not known.
+    A file goes after ``reader_timeout_s``, whoever says that it is being read, and ``let_go`` is
+    called with its path just before. Who reads a version that is in no named file may read any file
+    whose version is not known.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class RetiredFiles:
         readers: Callable[[], list[ReceiverRecord]],
         reader_timeout_s: float,
         let_go: Callable[[Path], None],
-        named_versions: Callable[[], Collection[int]] = tuple,
+        named_versions: Callable[[], Collection[int]],
     ) -> None:
         self._named_versions = named_versions
         self._let_go = let_go

@@ -28,23 +28,8 @@ from dbuffer.errors import (
     WriterActiveError,
     WriterSupersededError,
 )
-from dbuffer.format.manifest import (
-    BUFFERS,
-    DELTAS_DIRECTORY,
-    MANIFEST_FILE,
-    MAX_INTEGER,
-    POINTER_FILE,
-    RECEIVERS_DIRECTORY,
-    SCRATCH_DIRECTORY,
-    WRITER_FILE,
-    WRITER_LOCK_FILE,
-    Manifest,
-    Pointer,
-    Record,
-    WriterRecord,
-    delta_file,
-    encode,
-)
+from dbuffer.format import places
+from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, Record, WriterRecord, encode
 from dbuffer.runtime import options
 from dbuffer.store import filesystem
 from dbuffer.store.acknowledgements import wait_applied
@@ -138,16 +123,18 @@ class BufferWriter:
         options.flag("durable", durable)
         filesystem.make_directory(self.root, parents=True, durable=durable)
         self.store.check()
-        for name in (SCRATCH_DIRECTORY, *BUFFERS, RECEIVERS_DIRECTORY):
+        for name in (places.SCRATCH_DIRECTORY, *places.BUFFERS, places.RECEIVERS_DIRECTORY):
             filesystem.make_directory(self.root / name)
         self.medium = self.store.medium
         self._sync = durable or self.medium.is_seen_when_flushed
         self._open_files = self.medium.open_files()
         self._files = self.medium.weights_files(self.store, self._reader_timeout_s)
         self._generation = 0
-        self._has_deltas = (self.root / DELTAS_DIRECTORY).is_dir()
+        self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
         self._forgot_at = time.monotonic()
-        lock = filesystem.take_lock(self.root / WRITER_LOCK_FILE, "writer's", may_lack_locks=True)
+        lock = filesystem.take_lock(
+            self.root / places.WRITER_LOCK_FILE, "writer's", may_lack_locks=True
+        )
         if lock is None:
             holder = self.store.undamaged_writer()
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
@@ -228,20 +215,19 @@ class BufferWriter:
             history=self.record.history,
             file=name,
         )
-        self._put(self.root / buffer / MANIFEST_FILE, marked)
+        self._put(self.root / buffer / places.MANIFEST_FILE, marked)
         path = self.root / buffer / name
         keep = self._files_of(found, other_buffer(buffer)) | {path}
         if file is None:
             self._files.put_away(buffer, old, keep=keep)
         if self._has_deltas:
-            self._files.clear_away(DELTAS_DIRECTORY, keep=keep)
+            self._files.clear_away(places.DELTAS_DIRECTORY, keep=keep)
         if file is None and with_file:
             file = self._files.make(path, file_bytes)
             self._files.note_version(path, version)
         return Claim(buffer, path, file, marked, held_before)
 
     def _files_of(self, found: _Found, *buffers: str) -> set[Path]:
-        """What the manifests of these buffers name."""
         manifests = [(buffer, found.manifests[buffer]) for buffer in buffers]
         return {
             path
@@ -250,26 +236,26 @@ class BufferWriter:
             for path in self._files.named_by(buffer, manifest)
         }
 
-    def add_delta(self, claim: Claim, identity: str, pieces: Iterable[bytes]) -> int:
+    def add_delta(self, claim: Claim, identity: str, chunks: Iterable[bytes]) -> int:
         """Write the delta that leads to the version of this identity; its size.
 
         Raises:
             StoreFullError, StoreAccessError: it cannot be written.
         """
         self._check_open()
-        directory = self.root / DELTAS_DIRECTORY
+        directory = self.root / places.DELTAS_DIRECTORY
         filesystem.make_directory(directory, durable=self._sync)
         self._has_deltas = True
-        path = directory / delta_file(identity)
+        path = self.store.delta_path(identity)
         path.unlink(missing_ok=True)  # of a writer that died before any manifest named it
         self._files.note_version(path, claim.marked.version)
         num_bytes = 0
         with filesystem.make_file(path, os.O_WRONLY) as file:
             claim.deltas[path] = num_bytes
             with os_errors("write a delta", path):
-                for piece in pieces:
-                    filesystem.write_at(file.number, num_bytes, piece)
-                    num_bytes += len(piece)
+                for chunk in chunks:
+                    filesystem.write_at(file.number, num_bytes, chunk)
+                    num_bytes += len(chunk)
             if self._sync:
                 filesystem.sync_file(file.number, path)
         claim.deltas[path] = num_bytes
@@ -280,7 +266,7 @@ class BufferWriter:
 
     def delta_files(self) -> set[str]:
         """Names of the deltas that are there."""
-        directory = self.root / DELTAS_DIRECTORY
+        directory = self.root / places.DELTAS_DIRECTORY
         with contextlib.suppress(StoreNotFoundError), os_errors("list", directory):
             filesystem.refresh(directory)
             return {path.name for path in directory.iterdir()}
@@ -288,7 +274,7 @@ class BufferWriter:
 
     def has_weights(self, buffer: str, manifest: Manifest) -> bool:
         """Whether the weights file that a manifest names is there, and as long as it says."""
-        path = self.root / (manifest.anchor_buffer or buffer) / manifest.file
+        path = self.store.weights_path(buffer, manifest)
         with contextlib.suppress(StoreNotFoundError), os_errors("look at", path):
             return path.stat().st_size == manifest.file_bytes
         return False
@@ -334,14 +320,14 @@ class BufferWriter:
         # writes over that one's manifest, and once more before the flip. A successor that comes
         # between a check and the line after it is not seen.
         self._check_not_superseded()
-        self._put(directory / MANIFEST_FILE, complete)
+        self._put(directory / places.MANIFEST_FILE, complete)
         self._check_not_superseded()
         pointer = pointer_to(claim.buffer, complete)
         # Unlocked first: a receiver that is woken by the pointer finds the file free.
         if claim.file is not None:
             filesystem.unlock(claim.file.number)
-        self._put(self.root / POINTER_FILE, pointer)
-        weights = self.root / (complete.anchor_buffer or claim.buffer) / complete.file
+        self._put(self.root / places.POINTER_FILE, pointer)
+        weights = self.store.weights_path(claim.buffer, complete)
         sizes = {weights: complete.file_bytes, **claim.deltas}
         self._files.note_published(lambda: self._read_back(pointer, complete, sizes))
         self._forget_now_and_then()
@@ -385,12 +371,14 @@ class BufferWriter:
             started_at=time.time(),
             **owner_fields(),  # type: ignore[arg-type]  # each under its name
         )
-        self._put(self.root / WRITER_FILE, record)
-        filesystem.remove_stale_temporaries(self.root / SCRATCH_DIRECTORY)
+        self._put(self.root / places.WRITER_FILE, record)
+        filesystem.remove_stale_temporaries(self.root / places.SCRATCH_DIRECTORY)
         # Of dead writers; what a manifest names may be the newest version, and one that is not dead
         # may have published it since we looked: now it knows that it is superseded.
-        keep = self._files_of(self._look(), *BUFFERS)
-        for directory in (*BUFFERS, DELTAS_DIRECTORY) if self._has_deltas else BUFFERS:
+        keep = self._files_of(self._look(), *places.BUFFERS)
+        for directory in (
+            (*places.BUFFERS, places.DELTAS_DIRECTORY) if self._has_deltas else places.BUFFERS
+        ):
             self._files.clear_away(directory, keep=keep)
         self._forget_dead_receivers()
         return record
@@ -403,12 +391,15 @@ class BufferWriter:
         known = [record for record in found.all if record.history is not None]
         if known:
             return max(known, key=lambda record: record.generation).history
-        files = [POINTER_FILE, *(f"{buffer}/{MANIFEST_FILE}" for buffer in BUFFERS)]
+        files = [
+            places.POINTER_FILE,
+            *(f"{buffer}/{places.MANIFEST_FILE}" for buffer in places.BUFFERS),
+        ]
         is_empty = not any((self.root / file).exists() for file in files)
         return None if is_empty or before is None else before.history
 
     def _put(self, path: Path, record: Record) -> None:
-        scratch = self.root / SCRATCH_DIRECTORY
+        scratch = self.root / places.SCRATCH_DIRECTORY
         filesystem.replace_file(
             path, encode(record), scratch=scratch, durable=self._sync, open_files=self._open_files
         )
@@ -428,7 +419,7 @@ class BufferWriter:
             )
 
     def _look(self) -> _Found:
-        manifests = {buffer: self.store.undamaged_manifest(buffer) for buffer in BUFFERS}
+        manifests = {buffer: self.store.undamaged_manifest(buffer) for buffer in places.BUFFERS}
         return _Found(self.store.undamaged_pointer(), manifests)
 
     def _idle_buffer(self, found: _Found) -> str:
@@ -436,9 +427,9 @@ class BufferWriter:
             return other_buffer(found.pointer.buffer)
         if self._was_nothing_published():
             # What a dead writer began: it must not come to light as the older of two versions.
-            return BUFFERS[1]
+            return places.BUFFERS[1]
         # With no pointer to go by, spare the buffer that may hold the newest version.
-        newest = max(BUFFERS, key=found.version_in)
+        newest = max(places.BUFFERS, key=found.version_in)
         return other_buffer(newest)
 
     def _last_version(self) -> int:
@@ -446,15 +437,17 @@ class BufferWriter:
         if pointer is not None:
             return pointer.version
         found = self._look()
-        newest = max(map(found.version_in, BUFFERS))
-        if None in found.manifests.values() and not (self.root / POINTER_FILE).exists():
+        newest = max(map(found.version_in, places.BUFFERS))
+        if None in found.manifests.values() and not (self.root / places.POINTER_FILE).exists():
             # The first version of all: its writer died before it moved the pointer.
             return max(newest, 1) - 1
         return newest
 
     def _was_nothing_published(self) -> bool:
-        first, second = (self.root / buffer / MANIFEST_FILE for buffer in BUFFERS)
-        return not (self.root / POINTER_FILE).exists() and not (first.exists() and second.exists())
+        first, second = (self.root / buffer / places.MANIFEST_FILE for buffer in places.BUFFERS)
+        return not (self.root / places.POINTER_FILE).exists() and not (
+            first.exists() and second.exists()
+        )
 
     def _forget_dead_receivers(self) -> None:
         """Remove records that nobody needs any more; there is no end of names that are made up."""
@@ -462,7 +455,7 @@ class BufferWriter:
         now = self.store.medium.now()
         for record in self.store.receivers():
             keep_s = FORGET_MADE_UP_AFTER_S if record.is_made_up else FORGET_RECEIVERS_AFTER_S
-            path = self.root / RECEIVERS_DIRECTORY / f"{record.receiver}.json"
+            path = self.store.record_path(record.receiver)
             with contextlib.suppress(StoreNotFoundError):
                 if now - record.updated_at > keep_s and not self.store.may_live(record):
                     path.unlink(missing_ok=True)
@@ -481,7 +474,7 @@ class BufferWriter:
 @contextlib.contextmanager
 def writer_lock(root: Path) -> Iterator[None]:
     """Keep senders out of a store for a ``with`` block."""
-    lock = filesystem.take_lock(root / WRITER_LOCK_FILE, "writer's", may_lack_locks=True)
+    lock = filesystem.take_lock(root / places.WRITER_LOCK_FILE, "writer's", may_lack_locks=True)
     if lock is None:
         raise WriterActiveError(f"a sender has {root} open for writing; give another directory")
     with lock:

@@ -26,13 +26,7 @@ from dbuffer.tools.commands.follow import follow
 from dbuffer.tools.commands.ls import ls
 from dbuffer.tools.commands.mirror import mirror
 from dbuffer.tools.commands.publish import publish
-from dbuffer.tools.commands.shared import (
-    EXIT_FAILED,
-    EXIT_TIMEOUT,
-    EXIT_USAGE,
-    console,
-    errors,
-)
+from dbuffer.tools.commands.shared import EXIT_FAILED, EXIT_TIMEOUT, EXIT_USAGE, console, errors
 from dbuffer.tools.commands.status import status
 from dbuffer.tools.commands.verify import verify
 from dbuffer.tools.render import PrintableFormatter, printable

@@ -14,7 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.tools.doctor import GUARANTEES, Examination
+from dbuffer.runtime.messages import format_bytes
+from dbuffer.tools.doctor import Examination
+from dbuffer.tools.doctor.findings import GUARANTEES
 from dbuffer.tools.status import BufferStatus, ReceiverStatus, StoreStatus
 from dbuffer.weights.comparison import Comparison
 
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
 def printable(text: object) -> str:
     r"""Text with what a terminal would act on, or not show, written out (``\x1b``); lines stay."""
     return "".join(
-        character if character.isprintable() or character == "\n" else _written_out(character)
-        for character in str(text)
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii")
+        for c in str(text)
     )
 
 
-def cell(text: object, style: str = "") -> Text:
+def cell(text: object) -> Text:
     """Text from elsewhere for a table or a line: printable, and taken for no markup."""
-    return Text(printable(text).replace("\n", "\\n"), style=style)
+    return Text(printable(text).replace("\n", "\\n"))
 
 
 class PrintableFormatter(logging.Formatter):
@@ -41,19 +43,6 @@ class PrintableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The message, and a traceback if it has one, made printable."""
         return printable(super().format(record))
-
-
-def _written_out(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes with a decimal unit, as ``1.23 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.2f} TB"
 
 
 def format_age(age_s: float | None) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dbuffer.errors import StoreCorruptError
-from dbuffer.format.manifest import BUFFERS, Manifest, ReceiverRecord
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.places import BUFFERS
 from dbuffer.store.buffer import DoubleBuffer
 
 
@@ -17,17 +18,17 @@ class BufferStatus:
     buffer: str
     state: str
     """``"newest"``, ``"previous"``, ``"writing"``, ``"empty"`` or ``"damaged"``."""
-    version: int | None
-    num_tensors: int
-    file_bytes: int
-    age_s: float | None
-    has_checksums: bool
-    num_deltas: int
+    version: int | None = None
+    num_tensors: int = 0
+    file_bytes: int = 0
+    age_s: float | None = None
+    has_checksums: bool = False
+    num_deltas: int = 0
     """That its manifest names; of a version that stands on an anchor, they are a part of it."""
-    delta_bytes: int
-    is_whole: bool
+    delta_bytes: int = 0
+    is_whole: bool = True
     """Whether its weights file holds the version; else that holds an earlier one, the anchor."""
-    held_by: list[str]
+    held_by: list[str] = field(default_factory=list)
     """Receivers that say they read it now."""
 
 
@@ -107,32 +108,28 @@ def read_status(store: DoubleBuffer) -> StoreStatus:
 def _buffer_status(
     store: DoubleBuffer, name: str, newest: str | None, receivers: list[ReceiverRecord]
 ) -> BufferStatus:
-    manifest: Manifest | None = None
-    state: str
     try:
         manifest = store.manifest(name)
-        state = "empty" if manifest is None else manifest.state
     except StoreCorruptError:
-        state = "damaged"
-    if state == "complete":
-        state = "newest" if name == newest else "previous"
+        return BufferStatus(buffer=name, state="damaged")
+    if manifest is None:
+        return BufferStatus(buffer=name, state="empty")
+    age = "newest" if name == newest else "previous"
     return BufferStatus(
         buffer=name,
-        state=state,
-        version=manifest.version if manifest else None,
-        num_tensors=manifest.num_tensors if manifest else 0,
-        file_bytes=manifest.file_bytes if manifest else 0,
-        age_s=time.time() - manifest.published_at if manifest and manifest.published_at else None,
-        has_checksums=manifest is not None and manifest.checksums_xxh3 is not None,
-        num_deltas=max(0, len(manifest.chain) - 1) if manifest else 0,
-        delta_bytes=store.delta_bytes(manifest) if manifest else 0,
-        is_whole=manifest is None or manifest.anchor is None,
+        state=age if manifest.state == "complete" else manifest.state,
+        version=manifest.version,
+        num_tensors=manifest.num_tensors,
+        file_bytes=manifest.file_bytes,
+        age_s=time.time() - manifest.published_at if manifest.published_at else None,
+        has_checksums=manifest.checksums_xxh3 is not None,
+        num_deltas=max(0, len(manifest.chain) - 1),
+        delta_bytes=store.delta_bytes(manifest),
+        is_whole=manifest.anchor is None,
         held_by=[
             record.receiver
             for record in receivers
-            if manifest is not None
-            and record.held_version == manifest.version
-            and store.may_live(record)
+            if record.held_version == manifest.version and store.may_live(record)
         ],
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dbuffer.errors import StoreCorruptError, StoreNotFoundError, VersionTimeoutError
-from dbuffer.format.manifest import BUFFERS
+from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import map_privately, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer, Held, Patience

@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    TensorDictBase,
-    is_non_tensor,
-    is_tensor_collection,
-)
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
 from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass

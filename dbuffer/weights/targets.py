@@ -21,18 +21,8 @@ from torch.nn.parameter import is_lazy as has_no_shape
 from dbuffer.errors import InvalidWeightsError, TargetTypeError, WeightsMismatchError
 from dbuffer.format.layout import Layout
 from dbuffer.runtime.messages import listed
+from dbuffer.weights import sources
 from dbuffer.weights.comparison import Comparison, compare
-from dbuffer.weights.sources import (
-    Outline,
-    clean_names,
-    is_extra_state,
-    is_made_of_others,
-    is_same_memory,
-    module_state,
-    own_tensors,
-    spec_of,
-    tensordict_tensors,
-)
 
 ADAPTER_KEY = "adapter_config"
 """In the metadata of a version that holds an adapter: its configuration, as peft saves it."""
@@ -78,7 +68,7 @@ class _Known:
     """A match, and what tells whether the next one is like it."""
 
     layout: Layout
-    outline: Outline
+    outline: sources.Outline
     addresses: list[int]
     order: list[int]
     is_all: bool
@@ -121,7 +111,7 @@ class Matcher:
         is_plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in named.values())
         if is_plain and not match.aliases and not match.ties and (is_all or partial):
             addresses = list(map(torch.Tensor.data_ptr, named.values()))
-            self._known = _Known(layout, Outline.of(named), addresses, order, is_all)
+            self._known = _Known(layout, sources.Outline.of(named), addresses, order, is_all)
         return match
 
     def _match_like_before(
@@ -169,7 +159,6 @@ class LoadedNames:
         self._first = {}
 
     def require_all(self, names: Set[str], version: int) -> None:
-        """Refuse a version that lacks some of them."""
         if lacking := sorted(self._first.keys() - names):
             told = listed([f"{name!r} of version {self._first[name]}" for name in lacking], "; ")
             raise WeightsMismatchError(
@@ -183,9 +172,9 @@ def _match_each(
     target: Any, named: Mapping[str, Any], layout: Layout, *, partial: bool
 ) -> tuple[Match, list[int]]:
     """The match, and for each of its tensors its index in the target."""
-    tensors = dict(zip(clean_names(named), named.values(), strict=True))
+    tensors = dict(zip(sources.clean_names(named), named.values(), strict=True))
     unfit = _unfit(target, tensors)
-    specs = [spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
+    specs = [sources.spec_of(name, tensor) for name, tensor in tensors.items() if name not in unfit]
     comparison = compare(layout, specs)
     fills: dict[int, list[str]] = {}
     for name, index in comparison.sources.items():
@@ -221,7 +210,7 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
     filled = [tensors[name] for name in comparison.sources]
     for spec in comparison.missing:
         tensor = tensors[spec.name]
-        if not (tensor.numel() and any(is_same_memory(tensor, other) for other in filled)):
+        if not (tensor.numel() and any(sources.is_same_memory(tensor, other) for other in filled)):
             yield f"the store has no {spec.name!r}"
 
 
@@ -234,7 +223,7 @@ def _overlaps(
     for group in _overlap_groups(tensors):
         apart: dict[str, torch.Tensor] = {}
         for name in group:
-            twin = next((n for n in apart if is_same_memory(apart[n], tensors[name])), None)
+            twin = next((n for n in apart if sources.is_same_memory(apart[n], tensors[name])), None)
             if twin is None:
                 apart[name] = tensors[name]
                 continue
@@ -329,11 +318,11 @@ def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
 def _named_in(target: Any) -> Mapping[str, Any]:
     if isinstance(target, TensorDictBase):
         try:
-            return tensordict_tensors(target)
+            return sources.tensordict_tensors(target)
         except InvalidWeightsError as error:
             raise WeightsMismatchError(f"this target cannot be filled: {error}") from error
     if isinstance(target, nn.Module):
-        return module_state(target)
+        return sources.module_state(target)
     if isinstance(target, Mapping):
         return target
     raise TargetTypeError(
@@ -354,26 +343,26 @@ def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Tensors that the target makes at each access and does not keep, and why."""
     if isinstance(target, nn.Module) and not isinstance(target, TensorDictBase):
-        own = [tensor for tensor in own_tensors(target) if not has_no_shape(tensor)]
+        own = [tensor for tensor in sources.own_tensors(target) if not has_no_shape(tensor)]
         ids, places = set(map(id, own)), {_storage_address(tensor) for tensor in own} - {0}
         return {
             name: _why_not_kept(target, name)
             for name, tensor in tensors.items()
             if _has_elements(tensor)
             if (id(tensor) not in ids and _storage_address(tensor) not in places)
-            or is_extra_state(name)
+            or sources.is_extra_state(name)
         }
     again = _named_in(target)
     return {
         name: _why_not_kept(target, name)
         for name, one, other in zip(tensors, tensors.values(), again.values(), strict=True)
         if one is not other and _has_elements(one)
-        if not is_same_memory(one, other)
+        if not sources.is_same_memory(one, other)
     }
 
 
 def _why_not_kept(target: Any, name: str) -> str:
-    if isinstance(target, nn.Module) and is_extra_state(name):
+    if isinstance(target, nn.Module) and sources.is_extra_state(name):
         return (
             f"{name!r} of the target is extra state, which only set_extra_state of its module can "
             "load: publish it as metadata, or load with a function"
@@ -391,7 +380,7 @@ def _has_elements(tensor: Any) -> bool:
 
 def _storage_address(tensor: torch.Tensor) -> int:
     """The address of the memory that a tensor is a view of; 0 if unknown."""
-    is_plain = tensor.layout is torch.strided and not is_made_of_others(tensor)
+    is_plain = tensor.layout is torch.strided and not sources.is_made_of_others(tensor)
     return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
@@ -404,10 +393,10 @@ def _reason_not_to_fill(name: str, tensor: Any) -> str:
         return f"{name!r} of the target is on the meta device"
     if hasattr(tensor, "full_tensor"):
         return f"{name!r} of the target is sharded"
-    if tensor.layout is not torch.strided or tensor.is_nested or is_made_of_others(tensor):
+    if tensor.layout is not torch.strided or tensor.is_nested or sources.is_made_of_others(tensor):
         return f"{name!r} of the target is sparse, nested or composed of other tensors"
     try:
-        spec_of(name, tensor)
+        sources.spec_of(name, tensor)
     except InvalidWeightsError as error:
         return str(error)
     if tensor.is_conj() or tensor.is_neg():

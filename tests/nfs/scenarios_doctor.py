@@ -27,17 +27,19 @@ def look_without_a_pause(connection: Connection, path: Path, times: int) -> None
     site = probes.Site.at(path, allow_shared_store=False)
     for _ in range(times):
         connection.send("looks")
-        connection.send(len(peer.meet(site, timeout_s=TIMEOUT_S / 2, progress=lambda _: None)))
+        connection.send(
+            len(peer.measure_with_peers(site, timeout_s=TIMEOUT_S / 2, progress=lambda _: None))
+        )
 
 
 def come_when_asked(connection: Connection, path: Path, times: int) -> None:
     for _ in range(times):
         connection.recv()
-        connection.send(doctor.wait_for_host(path, timeout_s=TIMEOUT_S / 2) is not None)
+        connection.send(peer.wait_for_host(path, timeout_s=TIMEOUT_S / 2) is not None)
 
 
 def be_the_second_host(connection: Connection, path: Path) -> None:
-    connection.send(doctor.wait_for_host(path, timeout_s=TIMEOUT_S) is not None)
+    connection.send(peer.wait_for_host(path, timeout_s=TIMEOUT_S) is not None)
 
 
 @scenario(both=True)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
-from dbuffer.format.manifest import BUFFERS, part_name
+from dbuffer.format.places import BUFFERS, part_name
 from dbuffer.store import retirement
 from dbuffer.store.buffer import DoubleBuffer
 

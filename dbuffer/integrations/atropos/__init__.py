@@ -7,10 +7,7 @@ returns when the server, or with several nodes every server, answers with them.
 
 from __future__ import annotations
 
-from dbuffer.integrations.atropos.bridge import (
-    VLLMWeightBridge,
-    create_bridge_from_training_config,
-)
+from dbuffer.integrations.atropos.bridge import VLLMWeightBridge, create_bridge_from_training_config
 from dbuffer.integrations.atropos.config import BridgeConfig
 from dbuffer.integrations.atropos.mapping import get_name_conversions
 from dbuffer.integrations.atropos.rotary import (

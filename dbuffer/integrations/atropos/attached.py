@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dbuffer.errors import OptionError
+from dbuffer.runtime.messages import listed
 from dbuffer.weights.sources import clean_names, is_same_memory
 
 
@@ -39,7 +40,7 @@ def take_over(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     if problems:
         raise OptionError(
             f"the attached tensors do not match {type(model).__name__}, {len(problems)} "
-            f"difference(s): {'; '.join(problems[:5])}"
+            f"difference(s): {listed(problems, '; ')}"
         )
     model.load_state_dict(taken, strict=False, assign=True)
 

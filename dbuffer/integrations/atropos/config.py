@@ -85,11 +85,10 @@ class BridgeConfig:
         Raises:
             EngineUnsupportedError, OptionError: see the class.
         """
+        names = ("trainer_rank", "world_size", "init_method", "num_inference_nodes")
+        given = {name: getattr(config, name) for name in names if hasattr(config, name)}
         return cls(
-            trainer_rank=getattr(config, "trainer_rank", 0),
-            world_size=getattr(config, "world_size", 1),
-            init_method=getattr(config, "init_method", "env://"),
-            num_inference_nodes=getattr(config, "num_inference_nodes", 0),
+            **given,
             model_name=config.model_name,
             device=config.device,
             log_dir=os.environ.get("LOGDIR") or None,

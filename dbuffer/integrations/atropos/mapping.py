@@ -21,6 +21,7 @@ import torch
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.atropos.rotary import permute_for_rotary
+from dbuffer.runtime.messages import listed
 from dbuffer.weights.names import Exact, NameMap, read_mapping_file
 
 logger = logging.getLogger(__name__)
@@ -115,11 +116,9 @@ class ParameterMapping:
 
     @property
     def changes_anything(self) -> bool:
-        """Whether it changes how any tensor is published."""
         return bool(self.names.rules or self.permuted)
 
     def does_as(self, other: Self) -> bool:
-        """Whether it publishes tensors in the same way as another one."""
         return (self.names.rules, self.permuted) == (other.names.rules, other.permuted)
 
     def check(self, names: Iterable[str]) -> None:
@@ -130,7 +129,7 @@ class ParameterMapping:
         if unknown:
             raise OptionError(
                 f"{self.path} maps {len(unknown)} names that the trainer's model does not have: "
-                f"{', '.join(unknown[:5])}; is it another model's?"
+                f"{listed(unknown)}; is it another model's?"
             )
         counts = Counter(map(self.names, names))
         twice = [name for name, count in counts.items() if count > 1]

@@ -15,12 +15,13 @@ from dbuffer.errors import EngineEndedError, VersionTimeoutError
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
 
-class InBackground(ABC):
+class InBackground(Closing, ABC):
     """What follows until it is closed: an engine, or all replicas of one."""
 
     @property
@@ -57,12 +58,6 @@ class InBackground(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop following, after the switch that is under way. Not for the engine's event loop."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     async def aclose(self) -> None:
         """As :meth:`close`, in the engine's event loop, which a switch needs to end."""
@@ -144,10 +139,8 @@ class ReplicaFollowers(InBackground):
     """Follows with each replica of an engine by itself, so that the others serve on meanwhile.
 
     One that cannot switch serves on with what it has, and is tried again; what it answers tells
-    its own version. All have a version when :attr:`applied` says so.
-
-    Args:
-        followers: of each replica, not begun.
+    its own version. All have a version when :attr:`applied` says so. The followers, one of each
+    replica, are not begun.
     """
 
     def __init__(self, followers: Sequence[Follower]) -> None:
@@ -158,7 +151,6 @@ class ReplicaFollowers(InBackground):
 
     @property
     def engine_id(self) -> str:
-        """The names of all replicas."""
         return ", ".join(replica.engine_id for replica in self.replicas)
 
     @property

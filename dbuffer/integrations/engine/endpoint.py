@@ -7,22 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from dbuffer.errors import (
-    DBufferError,
-    EngineUnsupportedError,
-    EngineUpdateError,
-    OptionError,
-    RankFailedError,
-    WeightsMismatchError,
-)
-from dbuffer.integrations.engine.messages import (
-    BeginRequest,
-    CheckRequest,
-    EndRequest,
-    RankAnswer,
-    RankOutcome,
-    RankRequest,
-)
+from dbuffer import errors
+from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, Serving
@@ -30,14 +16,14 @@ from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, Serving
 logger = logging.getLogger(__name__)
 
 
-def answer_of(call: Callable[[], RankAnswer]) -> RankAnswer:
+def answer_of(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
     """What a call answers, or what tells of the error that it raised; nothing is raised."""
     try:
         return call()
     except Exception as error:  # every rank must answer, whatever it met
-        if not isinstance(error, DBufferError):
+        if not isinstance(error, errors.DBufferError):
             logger.warning("a request of the follower failed", exc_info=True)
-        return RankAnswer.of_error(error)
+        return messages.RankAnswer.of_error(error)
 
 
 class RankEndpoint:
@@ -60,23 +46,25 @@ class RankEndpoint:
             setattr(model, KEPT_AS, endpoint)
         return endpoint
 
-    def do(self, request: RankRequest, make_rank: Callable[[], EngineRank]) -> RankAnswer:
+    def do(
+        self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
+    ) -> messages.RankAnswer:
         """Do what was asked, or raise; ``make_rank`` is called where this rank is to be known."""
         match request:
-            case BeginRequest():
+            case messages.BeginRequest():
                 self.begin(make_rank, request)
             case UpdateRequest():
                 self.update(request)
-            case CheckRequest():
+            case messages.CheckRequest():
                 try:
                     make_rank().make_check(partial=False)(request.tensors)
-                except WeightsMismatchError as error:
-                    return RankAnswer(RankOutcome.MISFIT, str(error))
-            case EndRequest():
+                except errors.WeightsMismatchError as error:
+                    return messages.RankAnswer(messages.RankOutcome.MISFIT, str(error))
+            case messages.EndRequest():
                 self.end()
-        return RankAnswer()
+        return messages.RankAnswer()
 
-    def begin(self, make_rank: Callable[[], EngineRank], request: BeginRequest) -> None:
+    def begin(self, make_rank: Callable[[], EngineRank], request: messages.BeginRequest) -> None:
         """Follow a store, on all ranks or on none."""
         rank = make_rank()
         if request.unless_following:
@@ -85,8 +73,8 @@ class RankEndpoint:
                 is_following = self._is_following(rank, request.options)
                 if all(rank.ranks.gather(is_following, begins=True)):
                     return
-            except RankFailedError as failure:
-                raise EngineUpdateError(
+            except errors.RankFailedError as failure:
+                raise errors.EngineUpdateError(
                     f"the engine cannot follow {request.options.store}: {failure}"
                 ) from failure
         # What was ended, or could not begin, still knows which weights the model has.
@@ -101,9 +89,9 @@ class RankEndpoint:
         ids = {"engine_id": None, "instance_id": None}
         return asdict(options) | ids == asdict(self.receiver.options) | ids
 
-    def update(self, request: UpdateRequest | OptionError) -> None:
+    def update(self, request: UpdateRequest | errors.OptionError) -> None:
         if self.receiver is None:
-            raise EngineUnsupportedError(
+            raise errors.EngineUnsupportedError(
                 "this engine follows no store yet: name one first (vLLM's own call for that: "
                 "init_weight_transfer_engine, with init_info={'store': directory})"
             )
@@ -139,16 +127,16 @@ def start_on_all_ranks(
         logger.warning("cannot follow %s", options.store, exc_info=True)
         problem = f"{type(error).__name__}: {error}"
         # It would go no better the next time.
-        is_final = isinstance(error, EngineUnsupportedError | OptionError)
-    kind: type[DBufferError] = EngineUpdateError
+        is_final = isinstance(error, errors.EngineUnsupportedError | errors.OptionError)
+    kind: type[errors.DBufferError] = errors.EngineUpdateError
     try:
         problems, finals = zip(*rank.ranks.gather((problem, is_final), begins=True), strict=True)
         if receiver is not None and not any(problems):
             return receiver
         why = by_rank(problems)
         if any(finals):
-            kind = EngineUnsupportedError
-    except RankFailedError as failure:
+            kind = errors.EngineUnsupportedError
+    except errors.RankFailedError as failure:
         why = str(failure)
     if receiver is not None:
         receiver.close()

@@ -15,16 +15,8 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Self
 
-from dbuffer.errors import (
-    DBufferError,
-    EngineBrokenError,
-    EngineUnreachableError,
-    EngineUpdateError,
-    OptionError,
-    VersionTimeoutError,
-)
+from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.messages import BeginRequest, EndRequest, specs_of
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
@@ -34,6 +26,7 @@ from dbuffer.integrations.engine.serving import Served
 from dbuffer.integrations.engine.states import FollowerEvent, FollowerState
 from dbuffer.integrations.engine.store_view import StoreView
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.translated import TranslatedErrors
 
 logger = logging.getLogger(__name__)
@@ -45,7 +38,7 @@ _MIN_WAIT_S = 0.5
 """Between two attempts, also when a newer version came at once after the one that failed."""
 
 
-class Follower:
+class Follower(Closing):
     """Switches one engine when told to. Made by :func:`follow`.
 
     It serves one thread. The engine must not be followed by anyone else. What it knows of the
@@ -97,7 +90,7 @@ class Follower:
         Raises:
             OptionError, EngineUnsupportedError: see :meth:`start`.
         """
-        with contextlib.suppress(EngineUnreachableError, EngineUpdateError):
+        with contextlib.suppress(errors.EngineUnreachableError, errors.EngineUpdateError):
             self._options_for(self._engine.facts())
 
     def start(self) -> None:
@@ -134,7 +127,7 @@ class Follower:
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
         options = self._given or facts.configured
         if options is None:
-            raise OptionError(
+            raise errors.OptionError(
                 "no store given: name one, or start a vLLM engine with "
                 "additional_config={'dbuffer': {'store': directory}}"
             )
@@ -237,9 +230,9 @@ class Follower:
             return True
         try:
             view.wait_ready(goal, self._served, 0.0, None)
-        except VersionTimeoutError:
+        except errors.VersionTimeoutError:
             return False
-        except DBufferError:
+        except errors.DBufferError:
             return True
         return True
 
@@ -278,7 +271,7 @@ class Follower:
         )
         view.report.switched(switch)
         # It has switched, whatever has become of the store meanwhile: the next look tells.
-        with contextlib.suppress(DBufferError, OSError):
+        with contextlib.suppress(errors.DBufferError, OSError):
             view.newer_than(self._served)
         return switch
 
@@ -319,11 +312,11 @@ class Follower:
             if is_serving and _served_by(record) == self._served:
                 return
             self._note(FollowerEvent.LOST)
-            with contextlib.suppress(DBufferError), self._in_our_terms("report its version"):
+            with contextlib.suppress(errors.DBufferError), self._in_our_terms("report its version"):
                 self._label(UNKNOWN_VERSION)
             is_broken = record is not None and record.state == "broken"
-            if is_broken and isinstance(error, EngineUpdateError):
-                raise EngineBrokenError(str(error)) from error
+            if is_broken and isinstance(error, errors.EngineUpdateError):
+                raise errors.EngineBrokenError(str(error)) from error
 
         return TranslatedErrors(learn)
 
@@ -333,9 +326,11 @@ class Follower:
 
     def _in_our_terms(self, what: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:
-            if isinstance(error, Exception) and not isinstance(error, DBufferError):
+            if isinstance(error, Exception) and not isinstance(error, errors.DBufferError):
                 # From another process: whatever the engine raises, with the worker's message in it.
-                raise EngineUpdateError(f"{self.engine_id} could not {what}: {error}") from error
+                raise errors.EngineUpdateError(
+                    f"{self.engine_id} could not {what}: {error}"
+                ) from error
 
         return TranslatedErrors(translate)
 
@@ -371,7 +366,7 @@ class Follower:
     # Between two attempts
 
     def _note_failure(self, error: Exception, version: int | None) -> None:
-        if isinstance(error, EngineUnreachableError):
+        if isinstance(error, errors.EngineUnreachableError):
             self._note(FollowerEvent.LOST)
         failure = Failure(version)
         if self._view is not None:
@@ -390,7 +385,7 @@ class Follower:
             self._view.report.retried()
             if failed is not None and not stop_event.is_set():
                 left_s = max(0.0, end - time.monotonic())
-                with contextlib.suppress(DBufferError, OSError):
+                with contextlib.suppress(errors.DBufferError, OSError):
                     if self._view.wait_for_version(failed, left_s, stop_event) is not None:
                         return
         stop_event.wait(max(0.0, end - time.monotonic()))
@@ -423,18 +418,12 @@ class Follower:
         if self._state.owes_resume:
             try:
                 self._resume_as_unknown()
-            except (DBufferError, OSError) as error:
+            except (errors.DBufferError, OSError) as error:
                 logger.error("%s is left paused: %s", self.engine_id, error)
         if self._view is not None:
             self._view.report.ended()
             self._view.close()
         self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _served_by(record: ReceiverRecord | None) -> Served | None:

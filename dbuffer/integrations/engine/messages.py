@@ -10,13 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from dbuffer.errors import (
-    DBufferError,
-    EngineBrokenError,
-    EngineUnsupportedError,
-    EngineUpdateError,
-    OptionError,
-)
+from dbuffer import errors
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 
@@ -75,7 +69,7 @@ def decode_request(values: Any) -> RankRequest:
                 return EndRequest(**values["arguments"])
         raise KeyError(values["call"])
     except (KeyError, TypeError) as error:
-        raise OptionError(
+        raise errors.OptionError(
             f"{values!r:.300} is no request of this version of dbuffer ({error!r:.100}): use the "
             "same version in the engine and in its follower"
         ) from None
@@ -97,11 +91,11 @@ class RankOutcome(enum.Enum):
     """The weights are half loaded, and the engine refuses to serve."""
 
 
-_ERRORS: dict[RankOutcome, type[DBufferError]] = {
-    RankOutcome.INVALID: OptionError,
-    RankOutcome.UNSUPPORTED: EngineUnsupportedError,
-    RankOutcome.REFUSED: EngineUpdateError,
-    RankOutcome.BROKEN: EngineBrokenError,
+_ERRORS: dict[RankOutcome, type[errors.DBufferError]] = {
+    RankOutcome.INVALID: errors.OptionError,
+    RankOutcome.UNSUPPORTED: errors.EngineUnsupportedError,
+    RankOutcome.REFUSED: errors.EngineUpdateError,
+    RankOutcome.BROKEN: errors.EngineBrokenError,
 }
 _SEVERITY = list(RankOutcome)
 
@@ -115,14 +109,12 @@ class RankAnswer:
 
     @classmethod
     def of_error(cls, error: Exception) -> Self:
-        """The answer of a rank on which this was raised."""
         for outcome, kind in _ERRORS.items():
             if isinstance(error, kind):
                 return cls(outcome, str(error))
         return cls(RankOutcome.REFUSED, f"{type(error).__name__}: {error}")
 
     def require_done(self) -> None:
-        """Raise the error that tells the outcome."""
         if self.outcome in _ERRORS:
             raise _ERRORS[self.outcome](self.problem)
 
@@ -134,7 +126,7 @@ def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
         EngineUpdateError: no rank has answered, so that nothing is known to be done.
     """
     if not answers:
-        raise EngineUpdateError("no rank of the engine has answered")
+        raise errors.EngineUpdateError("no rank of the engine has answered")
     return max(answers, key=lambda answer: _SEVERITY.index(answer.outcome))
 
 
@@ -148,7 +140,7 @@ def decode_answer(values: Any) -> RankAnswer:
     try:
         return RankAnswer(RankOutcome(values["outcome"]), str(values["problem"]))
     except (KeyError, TypeError, ValueError):
-        raise EngineUpdateError(
+        raise errors.EngineUpdateError(
             f"{values!r:.300} is no answer of this version of dbuffer: use the same version in the "
             "engine and in its follower"
         ) from None

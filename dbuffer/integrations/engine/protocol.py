@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.messages import (
-    CheckRequest,
-    RankAnswer,
-    RankOutcome,
-    RankRequest,
-    worst_of,
-)
+from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.options import PAUSE_MODES, EngineOptions
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -62,19 +56,21 @@ class Engine:
         """How it was started."""
         raise NotImplementedError
 
-    def ask(self, request: RankRequest) -> list[RankAnswer]:
+    def ask(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
         """Ask all ranks; what each answers."""
         raise NotImplementedError
 
-    def do(self, request: RankRequest) -> None:
+    def do(self, request: messages.RankRequest) -> None:
         """Let all ranks do something, or raise what the one answers on which it went worst."""
-        worst_of(self.ask(request)).require_done()
+        messages.worst_of(self.ask(request)).require_done()
 
     def misfits(self, tensors: Sequence[TensorSpec]) -> list[str]:
         """Why such tensors do not fit, on each rank on which they do not."""
-        answers = self.ask(CheckRequest(tensors=tuple(tensors)))
-        worst_of(answers).require_done()
-        return [answer.problem for answer in answers if answer.outcome is RankOutcome.MISFIT]
+        answers = self.ask(messages.CheckRequest(tensors=tuple(tensors)))
+        messages.worst_of(answers).require_done()
+        return [
+            answer.problem for answer in answers if answer.outcome is messages.RankOutcome.MISFIT
+        ]
 
     def is_paused(self) -> bool:
         """Whether somebody has paused it."""

@@ -44,9 +44,7 @@ _LENGTH_BYTES = 8
 class Ranks:
     """All ranks of an engine. A gather is a step that all of them take, or none can go on.
 
-    Args:
-        group: a ``GroupCoordinator`` of vLLM's, or of SGLang's, which was vLLM's once.
-        timeout_s: how long a gather waits.
+    ``group`` is a ``GroupCoordinator`` of vLLM's, or of SGLang's, which was vLLM's once.
     """
 
     def __init__(self, group: Any, *, timeout_s: float = RANK_TIMEOUT_S) -> None:
@@ -59,11 +57,9 @@ class Ranks:
     def gather(self, answer: AnswerT, *, begins: bool = False) -> list[AnswerT]:
         """Everyone's answers, by rank, to everyone.
 
-        Args:
-            answer: this rank's.
-            begins: it is the first of several that belong together. A rank that comes late to one
-                of them, after others have given it up, fails in it, and is in step again with the
-                next that begins.
+        One that ``begins`` is the first of several that belong together. A rank that comes late to
+        one of them, after others have given it up, fails in it, and is in step again with the next
+        that begins.
 
         Raises:
             RankFailedError: a rank did not come within ``timeout_s``, or was lost; the message says
@@ -168,7 +164,8 @@ class _Told:
             with contextlib.suppress(RuntimeError):
                 for part in (framed[:_FRAME_BYTES].ljust(_FRAME_BYTES), framed[_FRAME_BYTES:]):
                     if part:
-                        group.send([_tensor(part)], rank, 0).wait(_FOR_EVER)
+                        tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                        group.send([tensor], rank, 0).wait(_FOR_EVER)
             is_taken.set()
 
 
@@ -220,10 +217,6 @@ def _receive(group: Any, rank: int, num_bytes: int) -> bytes:
     tensor = torch.empty(num_bytes, dtype=torch.uint8)
     group.recv([tensor], rank, 0).wait(_FOR_EVER)
     return bytes(tensor.numpy())
-
-
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 _FOR_EVER = datetime.timedelta(days=3650)

@@ -91,7 +91,6 @@ class FollowerReport:
             self._forget("version_applied", "lag_versions", "lag_seconds")
 
     def retried(self) -> None:
-        """It is about to be tried again."""
         self._add("retries")
 
     def ended(self) -> None:
@@ -100,7 +99,6 @@ class FollowerReport:
         self._forget("version_available", "lag_versions", "lag_seconds")
 
     def switched(self, switch: Switch) -> None:
-        """It serves another version."""
         logger.info(
             "%s serves version %d: ready on all ranks after %.1f ms (staged in %.1f ms), paused "
             "for %.1f ms, %.1f MB",

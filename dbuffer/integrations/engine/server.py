@@ -9,11 +9,7 @@ import socket
 import time
 from typing import Any
 
-from dbuffer.errors import (
-    EngineUnreachableError,
-    EngineUnsupportedError,
-    EngineUpdateError,
-)
+from dbuffer.errors import EngineUnreachableError, EngineUnsupportedError, EngineUpdateError
 from dbuffer.integrations.engine.protocol import Engine
 
 _CONNECT_S = 5.0

@@ -36,23 +36,18 @@ class ServingModel(Protocol):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
 
-        Args:
-            tensors: names and tensors; what the check of :meth:`EngineRank.make_check` let pass.
-            partial: layers that get nothing keep all that they have.
+        They have passed the check of :meth:`EngineRank.make_check`. ``partial``: layers that get
+        nothing keep all that they have.
         """
-        ...
 
     def load_checkpoint(self) -> None:
         """Swap in the weights that the engine was started with, from where it read them."""
-        ...
 
     def refuse_to_serve(self, reason: str) -> None:
         """Let every step of this model fail, and say why, until :meth:`serve_again`."""
-        ...
 
     def serve_again(self) -> None:
         """Take :meth:`refuse_to_serve` back, after whole weights were loaded."""
-        ...
 
 
 class EngineRank:

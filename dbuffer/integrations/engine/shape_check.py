@@ -64,8 +64,7 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Raise :class:`WeightsMismatchError` if something is missing, or was not used.
 
-        Args:
-            tensors: what was handed over, under what it is called in the message.
+        ``tensors`` were handed over, each under what it is called in the message.
         """
         raise NotImplementedError
 
@@ -135,11 +134,7 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _CopiedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements that are copied while it is on, in this thread.
-
-    Args:
-        recorder: what is told of them, where nobody else tells it.
-    """
+    """Counts the elements that are copied while it is on, in this thread; tells the recorder."""
 
     def __init__(self, recorder: LoadRecorder | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -10,16 +10,9 @@ import logging
 import threading
 import time
 
-from dbuffer.errors import (
-    ClosedError,
-    DBufferError,
-    EngineBrokenError,
-    EngineUpdateError,
-    StoreReplacedError,
-    VersionRegressedError,
-    VersionTimeoutError,
-)
-from dbuffer.format.manifest import BUFFERS, ReceiverRecord
+from dbuffer import errors
+from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.places import BUFFERS
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.reporting import FollowerReport
@@ -89,10 +82,12 @@ class StoreView:
         record = self.engine_record()
         if record is not None and record.problem is not None:
             # Of a rank whose errors the engine does not pass on.
-            kind = EngineBrokenError if record.state == "broken" else EngineUpdateError
+            kind = (
+                errors.EngineBrokenError if record.state == "broken" else errors.EngineUpdateError
+            )
             raise kind(record.problem)
         if record is None or not record.has_applied(goal.version, goal.history):
-            raise EngineUpdateError(
+            raise errors.EngineUpdateError(
                 f"{self.engine_id} did not acknowledge version {goal.version} in "
                 f"{self.options.store}: do its workers see the same directory, and may they write "
                 "there?"
@@ -101,7 +96,7 @@ class StoreView:
 
     def outcome_of(self, attempt: str) -> ReceiverRecord | None:
         """The engine's own record, if it tells how this attempt to switch it ended."""
-        with contextlib.suppress(DBufferError, OSError):
+        with contextlib.suppress(errors.DBufferError, OSError):
             record = self.engine_record()
             if record is not None and record.attempt == attempt:
                 return record
@@ -111,7 +106,7 @@ class StoreView:
 
     def history_now(self) -> str | None:
         """Which run of versions the store holds; None where that cannot be read just now."""
-        with contextlib.suppress(DBufferError, OSError):
+        with contextlib.suppress(errors.DBufferError, OSError):
             pointer = self._store.newest_pointer()
             return None if pointer is None else pointer.history
         return None
@@ -131,7 +126,7 @@ class StoreView:
             self._admit_new_history(served, Served(newest, history))
             has = 0  # of what is there now
         elif newest < has:
-            raise VersionRegressedError(
+            raise errors.VersionRegressedError(
                 f"{store.root} went back from version {has} to {newest}: it was emptied or replaced"
             )
         wanted = max(newest, at_least or 0)
@@ -146,13 +141,13 @@ class StoreView:
             f"{found.version} of another"
         )
         if self.options.new_history == "refuse":
-            raise StoreReplacedError(
+            raise errors.StoreReplacedError(
                 f"{what}; it serves on with what it has. To go on with what is there now, let it "
                 "follow the store again with new_history='follow'"
             )
         if self._logged_history != found.history:
             self._logged_history = found.history
-            logger.warning("%s, which it goes on with", what)
+            logger.warning("%s, and it follows those now", what)
 
     def _measure_lag(self, served: Served | None, goal: Served | None, *, num_behind: int) -> None:
         applied = 0 if served is None else served.version
@@ -181,7 +176,7 @@ class StoreView:
         """
         try:
             return self._receiver.wait_for_version(newer_than, timeout_s, stop_event)
-        except StoreReplacedError:
+        except errors.StoreReplacedError:
             self._receiver.start_over()
             return self._receiver.wait_for_version(None, 0.0)
 
@@ -216,15 +211,15 @@ class StoreView:
             gone = [rank for rank in self._seen if records[rank] is None]
             here_at = here_at if gone else time.monotonic()
             if time.monotonic() - here_at > _GONE_S:
-                raise EngineUpdateError(
+                raise errors.EngineUpdateError(
                     f"{', '.join(sorted(gone))} left {self.options.store}: another follower told "
                     "the engine to follow another store, or none. An engine has one follower: "
                     "close one of them, and then make the other anew"
                 )
             if stop_event is not None and stop_event.is_set():
-                raise ClosedError("told to stop following")
+                raise errors.ClosedError("told to stop following")
             if time.monotonic() > deadline:
-                raise VersionTimeoutError(
+                raise errors.VersionTimeoutError(
                     f"version {goal.version} of {self.options.store} was not ready within "
                     f"{timeout_s:g} s on {', '.join(behind)}; {serves_on}"
                 )
@@ -243,7 +238,7 @@ def _require_unhindered(
 ) -> None:
     for rank, record in records.items():
         if record is not None and _is_hindered(record, goal, began[rank]):
-            raise EngineUpdateError(
+            raise errors.EngineUpdateError(
                 f"{record.receiver} cannot get ready: {record.problem}; {serves_on}"
             )
 

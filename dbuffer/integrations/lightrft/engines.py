@@ -38,7 +38,7 @@ def _without_wrapper(engine: Any) -> Any:
     return engine._engine if engine._tp_rank == 0 else None  # noqa: SLF001 - no other way to it
 
 
-def follow(
+def start_follower(
     engine_type: str, engine: Any, store: Path, api_key: str | None, timeout_s: float
 ) -> EngineFollower:
     """Let an engine follow a store. It switches when it is told to."""

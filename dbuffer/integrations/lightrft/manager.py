@@ -8,15 +8,21 @@ import logging
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.lightrft.configuration import Configuration
 from dbuffer.integrations.lightrft.directory import JobDirectory
-from dbuffer.integrations.lightrft.engines import EngineFollower, follow, mine_of, switch_all
+from dbuffer.integrations.lightrft.engines import (
+    EngineFollower,
+    mine_of,
+    start_follower,
+    switch_all,
+)
 from dbuffer.publish.sharded import ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
+from dbuffer.runtime.closing import Closing
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Weights
 
@@ -27,7 +33,7 @@ _LOAD_TIMEOUT_S = 600.0
 is given to answer."""
 
 
-class BroadcastManager:
+class BroadcastManager(Closing):
     """Brings an actor's weights to its inference engines. Every rank makes one, and every call.
 
     A version is published by all ranks together, each writing what it holds: nothing is gathered
@@ -80,8 +86,7 @@ class BroadcastManager:
         self._api_key = api_key
         self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
         options.positive_seconds("rank_timeout_s", rank_timeout_s)
-        if store is not None:
-            store = options.directory("store", store)
+        place = None if store is None else options.directory("store", store)
         self._has_deltas = options.flag("delta", delta)
         self._followers: list[EngineFollower] = []
         self._sender: ShardedWeightSender | None = None
@@ -97,7 +102,7 @@ class BroadcastManager:
         self._agreement = Agreement(None, timeout_s=rank_timeout_s + engines_s)
         self._opened.callback(self._agreement.close)
         try:
-            self._open(store, rename, rank_timeout_s)
+            self._open(place, rename, rank_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -133,18 +138,7 @@ class BroadcastManager:
         self._closing()
         atexit.unregister(self._closing)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _open(
-        self,
-        store: str | os.PathLike[str] | None,
-        rename: Rename | None,
-        rank_timeout_s: float,
-    ) -> None:
+    def _open(self, store: Path | None, rename: Rename | None, rank_timeout_s: float) -> None:
         self._weights_on_all_ranks()  # to refuse now what could not be published later
         self._configuration = Configuration.of(self.strategy)
         self._require_an_engine()
@@ -177,9 +171,9 @@ class BroadcastManager:
         if not any(self._agreement.each("count its engines", lambda: len(mine))):
             raise OptionError("no rank has an inference engine")
 
-    def _find_store(self, store: str | os.PathLike[str] | None) -> Path:
+    def _find_store(self, store: Path | None) -> Path:
         if store is not None:
-            return Path(store).absolute()
+            return store
         self._directory = JobDirectory()
         return self._directory.store
 
@@ -194,7 +188,9 @@ class BroadcastManager:
     def _follow(self) -> None:
         engine_type = self._configuration.engine_type
         for engine in mine_of(self.inference_engine, self._agreement.rank):
-            follower = follow(engine_type, engine, self.store, self._api_key, self._timeout_s)
+            follower = start_follower(
+                engine_type, engine, self.store, self._api_key, self._timeout_s
+            )
             self._opened.callback(_stop, follower)
             self._followers.append(follower)
 

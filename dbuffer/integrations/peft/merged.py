@@ -20,7 +20,7 @@ from torch import nn
 
 from dbuffer.errors import InvalidWeightsError
 from dbuffer.weights.checkpoint import LazyTensor
-from dbuffer.weights.sources import only_tensors
+from dbuffer.weights.sources import only_tensors, own_tensors
 
 
 def merged_weights(
@@ -45,8 +45,8 @@ def merged_weights(
     """
     _check(peft_model, adapters)
     names = None if adapters is None else list(adapters)
-    stand_ins = {id(tensor): _without_data(tensor) for tensor in _tensors_of(peft_model)}
-    real_of = {id(stand_ins[id(tensor)]): tensor for tensor in _tensors_of(peft_model)}
+    stand_ins = {id(tensor): _without_data(tensor) for tensor in own_tensors(peft_model)}
+    real_of = {id(stand_ins[id(tensor)]): tensor for tensor in own_tensors(peft_model)}
     merged = _merge_whole(copy.deepcopy(peft_model, dict(stand_ins)), names)
     state = only_tensors(merged.state_dict(keep_vars=True))
     published = [real_of[id(tensor)] for tensor in state.values() if id(tensor) in real_of]
@@ -128,11 +128,6 @@ def _merge_whole(peft_model: PeftModel, adapters: list[str] | None) -> nn.Module
     return merged
 
 
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _place(tensor: torch.Tensor) -> int:
     """What tensors have in common that are changed together: their memory."""
     return tensor.untyped_storage().data_ptr() or -id(tensor)
@@ -147,7 +142,7 @@ class _Groups:
         layers = dict(_layers_of(model))
         self._keys_at: dict[int, list[str]] = {}
         for key, layer in layers.items():
-            for place in {_place(tensor) for tensor in _tensors_of(layer)}:
+            for place in {_place(tensor) for tensor in own_tensors(layer)}:
                 self._keys_at.setdefault(place, []).append(key)
         label = {key: key for key in layers}
         for tensor in published:

@@ -32,7 +32,6 @@ class Command:
         return None if self.rename is None else NameMap.parse(self.rename, "rename")
 
     def as_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """As an engine takes it."""
         return [(json.dumps(asdict(self)), torch.empty(0, dtype=torch.uint8))]
 
     def as_payload(self) -> bytes:
@@ -44,12 +43,11 @@ class Command:
 
     @classmethod
     def parse(cls, tensors: list[tuple[str, torch.Tensor]]) -> Self:
-        """From what a loader was given."""
         try:
             [(text, _)] = tensors
             return cls(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise OptionError(
-                f"{len(tensors)} tensors that are no command of dbuffer ({error}): this loader is "
-                "for dbuffer.integrations.sglang.follow"
+                f"{len(tensors)} tensors that are not a command of dbuffer ({error}): this loader "
+                "is for dbuffer.integrations.sglang.follow"
             ) from None

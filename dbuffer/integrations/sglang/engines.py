@@ -13,20 +13,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dbuffer.errors import (
-    EngineBusyError,
-    EngineUnsupportedError,
-    EngineUpdateError,
-)
+from dbuffer.errors import EngineBusyError, EngineUnsupportedError, EngineUpdateError
 from dbuffer.format.manifest import host_in_id
-from dbuffer.integrations.engine.messages import (
-    BeginRequest,
-    CheckRequest,
-    RankAnswer,
-    RankOutcome,
-    RankRequest,
-    encode_request,
-)
+from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.options import EngineNames, UpdateRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
@@ -83,10 +72,10 @@ class _Sglang(Engine):
         self._store: DoubleBuffer | None = None
         self._names = EngineNames("", "")
 
-    def ask(self, request: RankRequest) -> list[RankAnswer]:
-        if isinstance(request, CheckRequest):
+    def ask(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
+        if isinstance(request, messages.CheckRequest):
             raise EngineUnsupportedError("SGLang's ranks cannot be asked whether tensors fit")
-        if isinstance(request, BeginRequest):
+        if isinstance(request, messages.BeginRequest):
             options = request.options
             self._names = EngineNames(options.engine_id or "", options.instance_id or "")
             self._store = DoubleBuffer(
@@ -96,11 +85,10 @@ class _Sglang(Engine):
         return [self._outcome_of(request)]
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
-        """Let all ranks carry a command out."""
         raise NotImplementedError
 
-    def _command(self, request: RankRequest | None) -> Command:
-        encoded = None if request is None else encode_request(request)
+    def _command(self, request: messages.RankRequest | None) -> Command:
+        encoded = None if request is None else messages.encode_request(request)
         return Command(request=encoded, rename=self._rename)
 
     def _flush_caches(self) -> None:
@@ -111,24 +99,25 @@ class _Sglang(Engine):
         """
         self._command_ranks(self._command(None), flush_cache=True)
 
-    def _outcome_of(self, request: RankRequest) -> RankAnswer:
+    def _outcome_of(self, request: messages.RankRequest) -> messages.RankAnswer:
         """What the engine's record says; the ranks themselves must not raise it."""
         if self._store is None or not self._store.exists():
-            return RankAnswer()
+            return messages.RankAnswer()
         record = self._names.record(self._store, self._names.engine_id)
         if record is None or record.problem is None:
-            return RankAnswer()
+            return messages.RankAnswer()
         # What was half loaded before following began is repaired by an update.
-        if isinstance(request, BeginRequest) and record.state != "broken":
-            return RankAnswer(RankOutcome.UNSUPPORTED, record.problem)
+        if isinstance(request, messages.BeginRequest) and record.state != "broken":
+            return messages.RankAnswer(messages.RankOutcome.UNSUPPORTED, record.problem)
         if isinstance(request, UpdateRequest) and not record.has_applied(
             request.at_least or 0, request.history
         ):
             is_broken = record.state == "broken"
-            return RankAnswer(
-                RankOutcome.BROKEN if is_broken else RankOutcome.REFUSED, record.problem
+            return messages.RankAnswer(
+                messages.RankOutcome.BROKEN if is_broken else messages.RankOutcome.REFUSED,
+                record.problem,
             )
-        return RankAnswer()
+        return messages.RankAnswer()
 
 
 class OfflineSglang(_Sglang):

@@ -14,13 +14,8 @@ from typing import Any
 import torch
 
 from dbuffer.errors import OptionError
+from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
-from dbuffer.integrations.engine.messages import (
-    BeginRequest,
-    RankAnswer,
-    RankOutcome,
-    decode_request,
-)
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions
 from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.rank import SchedulerRank, all_ranks
@@ -35,22 +30,22 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
         command = Command.parse(named_tensors)
         if command.request is None:
             return
-        request = decode_request(command.request)
+        request = messages.decode_request(command.request)
     except OptionError:
         logger.exception("a request of the follower cannot be read")
         return
     endpoint = RankEndpoint.of(model)
     answer = answer_of(lambda: endpoint.do(request, lambda: SchedulerRank(model, command.names)))
-    if answer.outcome is RankOutcome.DONE:
+    if answer.outcome is messages.RankOutcome.DONE:
         return
     logger.error("%s: %s", type(request).__name__, answer.problem)
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(answer.problem)
-    elif isinstance(request, BeginRequest) and all_ranks().rank == 0:
+    elif isinstance(request, messages.BeginRequest) and all_ranks().rank == 0:
         _record_refusal(request.options, answer)
 
 
-def _record_refusal(options: EngineOptions, answer: RankAnswer) -> None:
+def _record_refusal(options: EngineOptions, answer: messages.RankAnswer) -> None:
     """Leave word of why nothing follows, in the record that a receiver would have kept."""
     names = EngineNames(options.engine_id or "", options.instance_id or "")
     spare = names.spare(names.engine_id)

@@ -13,6 +13,7 @@ from torchrl.weight_update.utils import _resolve_attr
 
 from dbuffer.errors import NotReadyError, OptionError
 from dbuffer.integrations.torchrl.options import TransportOptions
+from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
 from dbuffer.runtime import options as checks
 
 Strategy = Literal["tensordict", "state_dict"]
@@ -78,7 +79,6 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         return self
 
     def get_receiver(self) -> Any:
-        """What receives."""
         if not self.initialized_on_receiver:
             raise NotReadyError("call init_on_receiver() before get_receiver()")
         return self
@@ -123,6 +123,19 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         if isinstance(weights, nn.Module) and not isinstance(weights, TensorDictBase):
             return (strategy or self._strategy).extract_weights(weights)
         return weights
+
+    def create_transport(
+        self,
+        pipe_or_context: Any = None,  # noqa: ARG002 - of TorchRL's first schemes
+        **kwargs: Any,  # noqa: ARG002
+    ) -> VLLMDoubleBufferTransport:
+        """A way to write and read the store by hand; collectors need none."""
+        remote, local = self._store_at(self.remote_addr), self._store_at(self.local_addr)
+        return VLLMDoubleBufferTransport(remote, local, options=self.options)
+
+    def _store_at(self, address: str | Path) -> str | Path:
+        """The model's store, below an address or at it."""
+        return address
 
     def shutdown(self) -> None:
         """Close the store on this side. A second call does nothing."""
@@ -173,7 +186,7 @@ def find_model(context: Any, model_id: str | None) -> Any:
     return model
 
 
-def make_model(context: Any, model_id: str | None) -> Any:
+def model_of_factory(context: Any, model_id: str | None) -> Any:
     """A policy from the factory that all workers of a collector share; None if they do not."""
     if (model_id or DEFAULT_MODEL_ID) != DEFAULT_MODEL_ID:
         return None

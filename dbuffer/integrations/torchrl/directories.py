@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from dbuffer.format.manifest import POINTER_FILE
+from dbuffer.format.places import POINTER_FILE
 from dbuffer.store.buffer import DoubleBuffer
 
 

@@ -17,13 +17,16 @@ from torch import nn
 
 from dbuffer.errors import InvalidWeightsError, StoreCorruptError
 from dbuffer.receive.snapshot import Snapshot
-from dbuffer.weights.sources import own_tensors, tensordict_tensors, without_wrappers
+from dbuffer.runtime.messages import listed
+from dbuffer.weights.sources import (
+    is_extra_state,
+    own_tensors,
+    tensordict_tensors,
+    without_wrappers,
+)
 
 EXTRA_STATE = "__extra_state__"
 """TorchRL's key for it in a TensorDict of weights, and the beginning of our tensors' names."""
-
-TORCH_EXTRA_STATE = "_extra_state"
-"""PyTorch's, at the end of a key of a state dict."""
 
 _KEY = "torchrl"
 """Of what a version's metadata says to workers."""
@@ -75,11 +78,9 @@ class VersionInfo:
 
 
 def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """Bring what a scheme's ``send`` takes into one form.
+    """Bring a module, a TensorDict (nested or flat) or a state dict into one form.
 
-    Args:
-        weights: a module, a TensorDict (nested or flat) or a state dict.
-        extract_weights: TorchRL's strategy for modules.
+    ``extract_weights`` is TorchRL's strategy for modules.
 
     Raises:
         InvalidWeightsError: it is nothing of that kind, or holds what cannot be published.
@@ -93,11 +94,11 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
     else:
         named = _named_values(weights)
         for key in [key for key in named if _is_extra_state(key)]:
-            collected[_module_path(key)] = named.pop(key)
+            collected[key.rpartition(".")[0]] = named.pop(key)
     tensors: dict[str, torch.Tensor] = dict(named)
     encoder = _Encoder(tensors)
     extra_state = {
-        without_wrappers(f"{path}.").removesuffix("."): encoder.encode(state, path or "the model")
+        clean_path(path): encoder.encode(state, path or "the model")
         for path, state in collected.items()
     }
     return Extracted(tensors, extra_state)
@@ -121,6 +122,11 @@ def without_torchrl_wrapper(model: Any) -> Any:
     return inner if isinstance(inner, nn.Module) else model
 
 
+def clean_path(path: str) -> str:
+    """A module's path in the model, without the parts that wrappers insert."""
+    return without_wrappers(f"{path}.").removesuffix(".")
+
+
 def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
     """Refuse a module whose state has more than what was extracted: parameters and buffers."""
     own = set(map(id, own_tensors(model)))
@@ -133,11 +139,11 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
     if lost:
         raise InvalidWeightsError(
             "the module's state has more than parameters and buffers, which would be lost: "
-            f"{', '.join(lost[:5])}; return it from get_extra_state, or make buffers of it"
+            f"{listed(lost)}; return it from get_extra_state, or make buffers of it"
         )
 
 
-def decode(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
+def decode_state(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
     """What was encoded, with every tensor fetched by name."""
     match structure:
         case {"tensor": str(name)}:
@@ -145,13 +151,13 @@ def decode(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
         case {"value": value}:
             return value
         case {"list": list(items)}:
-            return [decode(item, get_tensor) for item in items]
+            return [decode_state(item, get_tensor) for item in items]
         case {"tuple": list(items)}:
-            return tuple(decode(item, get_tensor) for item in items)
+            return tuple(decode_state(item, get_tensor) for item in items)
         case {"dict": dict(items)}:
-            return {key: decode(item, get_tensor) for key, item in items.items()}
+            return {key: decode_state(item, get_tensor) for key, item in items.items()}
         case {"tensordict": dict(items), "batch_size": list(batch_size)}:
-            decoded = {key: decode(item, get_tensor) for key, item in items.items()}
+            decoded = {key: decode_state(item, get_tensor) for key, item in items.items()}
             return TensorDict(decoded, batch_size=batch_size)
     raise StoreCorruptError(f"invalid extra state in the metadata: {structure!r:.200}")
 
@@ -215,11 +221,7 @@ def _flattened(weights: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _is_extra_state(key: str) -> bool:
-    return key.rpartition(".")[2] in (EXTRA_STATE, TORCH_EXTRA_STATE)
-
-
-def _module_path(key: str) -> str:
-    return key.rpartition(".")[0]
+    return key.rpartition(".")[2] == EXTRA_STATE or is_extra_state(key)
 
 
 def _extra_states_of(model: nn.Module) -> dict[str, Any]:

@@ -13,11 +13,16 @@ from torch import nn
 
 from dbuffer.errors import TargetTypeError, WeightsMismatchError
 from dbuffer.format.layout import Layout
-from dbuffer.integrations.torchrl.extraction import EXTRA_STATE, Structure, VersionInfo, decode
+from dbuffer.integrations.torchrl.extraction import (
+    EXTRA_STATE,
+    Structure,
+    VersionInfo,
+    clean_path,
+    decode_state,
+)
 from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
 from dbuffer.io.tensors import copy_one
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
-from dbuffer.weights.sources import without_wrappers
 from dbuffer.weights.targets import Match, Matcher, tensordict_targets
 
 logger = logging.getLogger(__name__)
@@ -147,13 +152,14 @@ def _states_of(staged: StagedVersion, model: Any) -> list[tuple[nn.Module, Any]]
     modules: dict[str, nn.Module] = {}
     if isinstance(model, nn.Module):
         for path, module in model.named_modules():
-            modules[without_wrappers(f"{path}.").removesuffix(".")] = module
+            modules[clean_path(path)] = module
     if missing := structures.keys() - modules.keys():
         raise WeightsMismatchError(
             f"extra state was published for {sorted(missing)}, which the model has no modules for"
         )
     return [
-        (modules[path], decode(structure, staged.tensor)) for path, structure in structures.items()
+        (modules[path], decode_state(structure, staged.tensor))
+        for path, structure in structures.items()
     ]
 
 

@@ -59,7 +59,6 @@ class TransportOptions:
 
     @classmethod
     def parse(cls, num_threads: int, options: dict[str, Any]) -> Self:
-        """Make them from a scheme's keyword arguments."""
         known = {item.name for item in fields(cls)}
         if unknown := options.keys() - known:
             raise OptionError(

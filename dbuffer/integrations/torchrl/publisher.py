@@ -1,4 +1,4 @@
-"""`Publisher`: the trainer's side of one model's stores."""
+"""`ModelPublisher`: the trainer's side of one model's stores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dbuffer.publish.sender import WeightSender
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class ForWorkers:
     """A version that workers are to apply."""
 
     sender: WeightSender
@@ -22,14 +22,11 @@ class Published:
     workers: tuple[int, ...]
 
 
-class Publisher:
+class ModelPublisher:
     """Publishes for all workers of a model, or for some of them.
 
-    Args:
-        directory: the model's stores.
-        num_workers: workers that acknowledge, counted from 0. With none, nobody is waited for.
-        options: for the senders.
-        last_version: the newest version for all workers that is there, 0 if none is.
+    So many acknowledge, counted from 0; with none, nobody is waited for. ``last_version`` is the
+    newest for all workers that is there, 0 if none is.
     """
 
     def __init__(
@@ -49,8 +46,7 @@ class Publisher:
 
     def publish(
         self, weights: Extracted, workers: Iterable[int] | None = None, *, is_initial: bool = False
-    ) -> list[Published]:
-        """Publish for all workers, or for those."""
+    ) -> list[ForWorkers]:
         chosen = self._workers if workers is None else tuple(dict.fromkeys(workers))
         if unknown := set(chosen) - set(self._workers):
             raise OptionError(
@@ -61,15 +57,14 @@ class Publisher:
         info = VersionInfo(extra_state=weights.extra_state, is_initial=is_initial)
         publication = self._for_all.send(weights.tensors, metadata=info.to_metadata())
         self._version = publication.version
-        return [Published(self._for_all, self._version, self._workers)]
+        return [ForWorkers(self._for_all, self._version, self._workers)]
 
     def wait_present(self, timeout_s: float) -> None:
         """Wait until all workers have opened the store."""
         names = [receiver_id(worker) for worker in self._workers]
         self._for_all.wait_applied(0, receivers=names, timeout_s=timeout_s)
 
-    def wait(self, published: Iterable[Published], timeout_s: float) -> None:
-        """Wait until the workers have applied all of it."""
+    def wait(self, published: Iterable[ForWorkers], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for item in published:
             item.sender.wait_applied(
@@ -82,7 +77,7 @@ class Publisher:
         for sender in (self._for_all, *self._for_one.values()):
             sender.close()
 
-    def _publish_for(self, worker: int, weights: Extracted, is_initial: bool) -> Published:
+    def _publish_for(self, worker: int, weights: Extracted, is_initial: bool) -> ForWorkers:
         sender = self._for_one.get(worker)
         if sender is None:
             sender = self._options.make_sender(self._directory.for_worker(worker))
@@ -91,4 +86,4 @@ class Publisher:
             extra_state=weights.extra_state, is_initial=is_initial, after_version=self._version
         )
         version = sender.send(weights.tensors, metadata=info.to_metadata()).version
-        return Published(sender, version, (worker,))
+        return ForWorkers(sender, version, (worker,))

@@ -20,13 +20,12 @@ from dbuffer.integrations.torchrl.base import (
     StoreScheme,
     Strategy,
     find_model,
-    make_model,
+    model_of_factory,
 )
 from dbuffer.integrations.torchrl.directories import ModelDirectory, versions_below
 from dbuffer.integrations.torchrl.extraction import VersionInfo, extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
-from dbuffer.integrations.torchrl.publisher import Published, Publisher
-from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
+from dbuffer.integrations.torchrl.publisher import ForWorkers, ModelPublisher
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
 from dbuffer.runtime import options as checks
 
@@ -129,7 +128,9 @@ class DoubleBufferSyncScheme(StoreScheme):
         self._passed_over = self._versions_there()
         directory = self._directory(self.remote_addr)
         last_version = self._passed_over.get(directory.for_all.name, 0)
-        self._sender = Publisher(directory, num_workers, self.options, last_version=last_version)
+        self._sender = ModelPublisher(
+            directory, num_workers, self.options, last_version=last_version
+        )
         try:
             self._find_source(weights, model, params_map)
             if device_map_fn is not None and self._source is not None:
@@ -151,7 +152,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             self._source = lambda: model if weights is None else weights
         else:
             if self.model is None:
-                self._made_model = make_model(self.context, self._model_id)
+                self._made_model = model_of_factory(self.context, self._model_id)
             self._source = lambda: self.model
 
     def _choose_first(self) -> Literal["all", "worker", "none"]:
@@ -172,7 +173,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         weights: Any | None = None,
     ) -> None:
         """Publish the first weights, without waiting: workers may only be starting."""
-        published: list[Published] = []
+        published: list[ForWorkers] = []
         if weights is not None or self._first != "none":
             published = self._publish(
                 self._find_weights(weights, self.context), None, is_initial=True
@@ -215,7 +216,7 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     def _publish(
         self, weights: Any, worker_ids: WorkerIds, *, is_initial: bool = False
-    ) -> list[Published]:
+    ) -> list[ForWorkers]:
         workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         parts: list[tuple[Any, Iterable[int] | None]] = [(weights, workers)]
         if _is_by_worker(weights):
@@ -239,8 +240,8 @@ class DoubleBufferSyncScheme(StoreScheme):
     def _extract(self, weights: Any) -> Any:
         return extract(weights, self._strategy.extract_weights)
 
-    def _open_publisher(self) -> Publisher:
-        publisher: Publisher | None = self._sender
+    def _open_publisher(self) -> ModelPublisher:
+        publisher: ModelPublisher | None = self._sender
         if publisher is None:
             raise NotReadyError("this scheme was shut down")
         return publisher
@@ -272,7 +273,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         if model is None:
             model = find_model(context, self._model_id)
         if model is None:
-            model = self._made_model = make_model(context, self._model_id)
+            model = self._made_model = model_of_factory(context, self._model_id)
             if model is not None:
                 context.policy = model  # for the collector's own workers, and to keep it
         self.model = model
@@ -341,17 +342,8 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     # Both sides.
 
-    def create_transport(
-        self,
-        pipe_or_context: Any = None,  # noqa: ARG002 - of TorchRL's first schemes
-        **kwargs: Any,  # noqa: ARG002
-    ) -> VLLMDoubleBufferTransport:
-        """A way to send and receive by hand; collectors need none."""
-        return VLLMDoubleBufferTransport(
-            self._directory(self.remote_addr).for_all,
-            self._directory(self.local_addr).for_all,
-            options=self.options,
-        )
+    def _store_at(self, address: str | Path) -> Path:
+        return self._directory(address).for_all
 
     def _directory(self, address: str | Path, remote: str | Path | None = None) -> ModelDirectory:
         mirrored = None if remote is None else Path(remote)

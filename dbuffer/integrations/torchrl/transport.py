@@ -70,7 +70,6 @@ class VLLMDoubleBufferTransport:
         return publication
 
     def publish(self, extracted: Extracted) -> Publication:
-        """Publish what was extracted already."""
         if self._sender is None:
             self._sender = self._options.make_sender(self.remote_addr)
         info = VersionInfo(extra_state=extracted.extra_state)
@@ -147,7 +146,7 @@ class VLLMDoubleBufferTransport:
         except StoreNotFoundError:
             if os.path.lexists(store.root):  # a file, or a link that leads nowhere
                 return False
-            there = next(parent for parent in store.root.absolute().parents if parent.exists())
+            there = next(parent for parent in store.root.parents if parent.exists())
             return os.access(there, os.W_OK | os.X_OK)
         except DBufferError:
             return False

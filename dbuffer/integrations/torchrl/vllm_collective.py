@@ -26,12 +26,11 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
 )
 from dbuffer.io.tensors import DTYPE_NAMES
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime.messages import listed
 from dbuffer.weights.sources import clean_names
 
 ModelMetadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Dtype and shape by name, as :func:`get_model_metadata` returns them."""
-
-_MAX_LISTED = 20
 
 
 class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
@@ -197,12 +196,8 @@ def _require_same(expected: ModelMetadata, found: ModelMetadata, what: str) -> N
         if wanted != there:
             differences.append(f"{there}, expected {wanted}")
     if differences:
-        more = len(differences) - _MAX_LISTED
-        listed = "; ".join(sorted(differences)[:_MAX_LISTED])
-        raise WeightsMismatchError(
-            f"{what} differs from the model's metadata: {listed}"
-            + (f" and {more} more" if more > 0 else "")
-        )
+        told = listed(sorted(differences), "; ")
+        raise WeightsMismatchError(f"{what} differs from the model's metadata: {told}")
 
 
 def _spec(name: str, dtype: torch.dtype, shape: torch.Size) -> TensorSpec:

@@ -71,14 +71,6 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
         self.strategy_name = strategy
 
-    def create_transport(
-        self,
-        pipe_or_context: Any = None,  # noqa: ARG002 - of TorchRL's first schemes
-        **kwargs: Any,  # noqa: ARG002
-    ) -> VLLMDoubleBufferTransport:
-        """A way to write and read the store by hand."""
-        return VLLMDoubleBufferTransport(self.remote_addr, self.local_addr, options=self.options)
-
     def create_sender(self) -> VLLMDoubleBufferWeightSender:
         return VLLMDoubleBufferWeightSender(self)
 

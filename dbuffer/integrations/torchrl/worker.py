@@ -14,12 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dbuffer.errors import (
-    ClosedError,
-    DBufferError,
-    SnapshotEvictedError,
-    VersionTimeoutError,
-)
+from dbuffer import errors
 from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
 from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
@@ -53,14 +48,9 @@ class Feed:
 class WorkerReceiver:
     """Follows both stores in the background, and loads what they bring.
 
-    Args:
-        directory: the model's stores, as this worker sees them.
-        worker_idx: counted from 0.
-        options: for the receivers.
-        versions: versions to pass over, by store: those of an earlier run.
-        get_model: the worker's model; it may be another one at another time.
-        applied: called after each load of something new, when the model may run again: the worker's
-            own bookkeeping.
+    ``versions`` of an earlier run, by store, are passed over. ``get_model`` may give another model
+    at another time. ``applied``, the worker's own bookkeeping, is called after each load of
+    something new, when the model may run again.
     """
 
     def __init__(
@@ -107,7 +97,7 @@ class WorkerReceiver:
         self._register()
         taken = False
         for feed in self._feeds:
-            with contextlib.suppress(VersionTimeoutError):
+            with contextlib.suppress(errors.VersionTimeoutError):
                 taken |= self._take(feed, 0.0)
         return taken
 
@@ -162,10 +152,10 @@ class WorkerReceiver:
         while not self._stop_event.is_set():
             try:
                 version = receiver.wait_for_version(feed.seen, _LOOK_S, self._stop_event)
-            except ClosedError:
+            except errors.ClosedError:
                 return
             # Mostly transient; a store that was recreated is for a new scheme to follow.
-            except (DBufferError, OSError) as error:
+            except (errors.DBufferError, OSError) as error:
                 wait_s = trouble.note(error)
                 receiver.record.write(problem=str(error), problem_version=None)
                 self._stop_event.wait(wait_s)
@@ -214,7 +204,7 @@ class WorkerReceiver:
                     order = feed.order_of(snapshot.version, info)
                     is_newer = self._order is None or order > self._order
                     staged = StagedVersion.of(snapshot, info) if is_newer else None
-            except SnapshotEvictedError as error:
+            except errors.SnapshotEvictedError as error:
                 logger.warning("%s; reading the newest", error)
                 continue
             return snapshot.version, staged

@@ -39,7 +39,7 @@ class StoreWeightTransfer:
         timeout_s: float = 600.0,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.store = options.directory("store", store).absolute()
+        self.store = options.directory("store", store)
         """The store's directory."""
         options.names("receivers", receivers)
         self._receivers = receivers

@@ -58,7 +58,7 @@ def over_store(
         WriterActiveError, StoreInsecureError, StoreAccessError: from what is returned, as
             `WeightSender` raises them.
     """
-    place = options.directory("store", store).absolute()
+    place = options.directory("store", store)
     options.names("receivers", receivers)
     options.positive_seconds("timeout_s", timeout_s)
     options.flag("delta", delta)

@@ -13,16 +13,16 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from dbuffer.errors import NotReadyError
 from dbuffer.integrations.verl.syncing import (
     LOOK_AGAIN_S,
-    Configuration,
     Incoming,
     Outgoing,
+    SyncOptions,
     take_part,
 )
 
-BACKEND = "dbuffer"
+VERL_BACKEND = "dbuffer"
 
 
-@CheckpointEngineRegistry.register(BACKEND)
+@CheckpointEngineRegistry.register(VERL_BACKEND)
 class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is not typed
     """Brings weights from verl's actor to its rollout workers through a store.
 
@@ -57,7 +57,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         dtype: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        configuration = Configuration.checked(
+        configuration = SyncOptions.checked(
             store=store, local_store=local_store, delta=delta, dtype=dtype, timeout_s=timeout_s
         )
         self._is_master = is_master

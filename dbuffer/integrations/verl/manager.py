@@ -9,7 +9,7 @@ from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngin
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.ray_utils import auto_await
 
-from dbuffer.integrations.verl.checkpoint_engine import BACKEND
+from dbuffer.integrations.verl.checkpoint_engine import VERL_BACKEND
 from dbuffer.runtime import options
 
 _WORKER_CLASS = ray.remote(CheckpointEngineWorker)
@@ -34,7 +34,7 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:
-        options.choice("checkpoint_engine.backend", config.backend, (BACKEND, "naive"))
+        options.choice("checkpoint_engine.backend", config.backend, (VERL_BACKEND, "naive"))
         super().__init__(config, actor_wg, replicas)
 
     @auto_await  # type: ignore[untyped-decorator]
@@ -50,7 +50,7 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
                 If loading fails, they stay paused: some may have other weights than others. Whether
                 that is raised is verl's: its adapter for vLLM waits on for an engine that failed.
         """
-        if self.backend != BACKEND:
+        if self.backend != VERL_BACKEND:
             metrics: dict[str, Any] = await super().update_weights(global_steps)
             return metrics
         rollout = self._rollout_workers()

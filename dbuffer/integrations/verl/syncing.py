@@ -1,6 +1,6 @@
 """Both halves of a sync: `Outgoing` in the actor, `Incoming` beside each rollout engine.
 
-`Configuration` is what both are told. None of it needs verl.
+`SyncOptions` is what both are told. None of it needs verl.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from dbuffer.errors import DBufferError, NotReadyError, VersionTimeoutError
 from dbuffer.format.delta import require_compression
 from dbuffer.io.tensors import DTYPES
-from dbuffer.mirror.mirror import Mirror
+from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.sender import WeightSender
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
@@ -38,7 +38,7 @@ _FLOATS = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
-class Configuration:
+class SyncOptions:
     """What ``checkpoint_engine.engine_kwargs.dbuffer`` says, checked.
 
     `StoreCheckpointEngine` describes it.
@@ -86,7 +86,7 @@ class Outgoing:
     The store is opened with the first sync.
     """
 
-    def __init__(self, configuration: Configuration) -> None:
+    def __init__(self, configuration: SyncOptions) -> None:
         self._configuration = configuration
         self._sender: WeightSender | None = None
         self._sync: str | None = None
@@ -150,7 +150,7 @@ class Incoming:
     It holds one after the other, each until its engine has loaded it.
     """
 
-    def __init__(self, configuration: Configuration) -> None:
+    def __init__(self, configuration: SyncOptions) -> None:
         self._configuration = configuration
         self._receiver: WeightReceiver | None = None
         self._mirror: Mirror | None = None
@@ -218,10 +218,8 @@ class Incoming:
 
     def _open(self) -> WeightReceiver:
         store, local_store = self._configuration.store, self._configuration.local_store
-        if local_store is None:
-            return WeightReceiver(store)
-        self._mirror = Mirror(store, local_store).start()
-        return WeightReceiver(local_store)
+        self._mirror = start_mirror(store, local_store)
+        return WeightReceiver(local_store or store)
 
     def _hold(self, sync: str) -> bool:
         assert self._receiver is not None  # noqa: S101 - a sync has begun

@@ -10,7 +10,8 @@ import typer
 
 from dbuffer.errors import VersionTimeoutError
 from dbuffer.tools.commands import shared
-from dbuffer.tools.doctor import examine, wait_for_host
+from dbuffer.tools.doctor import examine
+from dbuffer.tools.doctor.peer import wait_for_host
 from dbuffer.tools.render import doctor_table
 
 

@@ -16,18 +16,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import dbuffer
-from dbuffer.errors import (
-    DBufferError,
-    StoreReplacedError,
-    VersionRegressedError,
-    VersionTimeoutError,
-)
+from dbuffer import errors
 from dbuffer.runtime import options
+from dbuffer.runtime.messages import format_bytes
 from dbuffer.runtime.trouble import Trouble
 from dbuffer.store.filesystem import path_of
 from dbuffer.tools.commands import shared
 from dbuffer.tools.commands.follow_server import Server, follow_server
-from dbuffer.tools.render import format_bytes
 
 if TYPE_CHECKING:
     from dbuffer.receive.snapshot import Snapshot
@@ -164,7 +159,7 @@ def follow(
             held = contextlib.ExitStack()
             snapshot = _hold_next(receiver, held, newer_than, timeout_s, new_history)
             # That the store was emptied meanwhile is found, and decided on, by the next look.
-            with contextlib.suppress(VersionRegressedError), held:
+            with contextlib.suppress(errors.VersionRegressedError), held:
                 _report(snapshot, as_json=as_json)
                 if command is not None:
                     _execute(command, store, snapshot)
@@ -189,14 +184,14 @@ def _hold_next(
                 snapshot = held.enter_context(receiver.open(newer_than))
                 trouble.end(str(receiver.store))
                 return snapshot
-        except StoreReplacedError as error:
+        except errors.StoreReplacedError as error:
             if new_history == "refuse":
                 raise
             logger.warning("%s (following it)", error)
             receiver.start_over()
             newer_than = None
             continue
-        except (DBufferError, OSError) as error:
+        except (errors.DBufferError, OSError) as error:
             wait_s = trouble.note(error)
             if wait_s >= left_s:
                 raise
@@ -204,7 +199,7 @@ def _hold_next(
             continue
         trouble.end(str(receiver.store))
         if left_s <= 0:
-            raise VersionTimeoutError(f"nothing new in {receiver.store} for {timeout_s:g} s")
+            raise errors.VersionTimeoutError(f"nothing new in {receiver.store} for {timeout_s:g} s")
 
 
 def _report(snapshot: Snapshot, *, as_json: bool) -> None:
@@ -243,6 +238,6 @@ def _execute(command: str, store: Path, snapshot: Snapshot) -> None:
         # A shell command is what --exec promises.
         done = subprocess.run(command, shell=True, env=environment, check=False)  # noqa: S602
     if done.returncode:
-        raise DBufferError(
+        raise errors.DBufferError(
             f"the command for version {snapshot.version} ended with {done.returncode}: {command}"
         )

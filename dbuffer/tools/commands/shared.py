@@ -16,7 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from dbuffer.tools.render import cell, format_bytes, printable
+from dbuffer.runtime.messages import format_bytes
+from dbuffer.tools.render import cell, printable
 
 if TYPE_CHECKING:
     from dbuffer.publish.publication import Publication

@@ -121,7 +121,6 @@ class TorchEngine:
 
     @torch.inference_mode()
     def sample(self, prompts: Tokens, *, greedy: bool) -> Tokens:
-        """One completion per prompt, at temperature 1 or greedy."""
         completions: dict[int, list[int]] = {}
         # Rows of one length need no padding.
         for length in {len(prompt) for prompt in prompts}:
@@ -141,7 +140,6 @@ class TorchEngine:
         return self._receiver
 
     def refresh(self) -> Refreshed | None:
-        """Take the newest version, if there is a newer one."""
         started = time.perf_counter()
         version = self._receiver.load_into(self._model)
         if version is None:
@@ -149,6 +147,6 @@ class TorchEngine:
         return Refreshed(version, 0.0, 1e3 * (time.perf_counter() - started))
 
 
-Engine: TypeAlias = VLLMEngine | TorchEngine
+AnyEngine: TypeAlias = VLLMEngine | TorchEngine
 
-ENGINES: dict[str, type[Engine]] = {"vllm": VLLMEngine, "torch": TorchEngine}
+ENGINES: dict[str, type[AnyEngine]] = {"vllm": VLLMEngine, "torch": TorchEngine}

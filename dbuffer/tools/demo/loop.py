@@ -26,7 +26,7 @@ _AVERAGED_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class TrainingStep:
     """One training step."""
 
     step: int
@@ -51,7 +51,7 @@ class DemoResult:
 
     engine: str
     """What sampled, as "vLLM 0.32.0, float32 on CPU"."""
-    steps: tuple[Step, ...]
+    steps: tuple[TrainingStep, ...]
     reward_first: float
     """Mean over the first five steps; ``reward_last`` over the last five."""
     reward_last: float
@@ -69,7 +69,7 @@ class DemoResult:
     """Whether the weights reached the engine and made the reward climb."""
 
 
-Report: TypeAlias = Callable[[str | Step], None]
+Report: TypeAlias = Callable[[str | TrainingStep], None]
 """Called with each phase that begins, as text, and with each training step."""
 
 
@@ -147,7 +147,7 @@ def _train(
     sender: WeightSender,
     process: EngineProcess,
     num_steps: int,
-) -> Iterator[Step]:
+) -> Iterator[TrainingStep]:
     """Train on one batch while the engine samples the next with the weights there are."""
     prompts = task.training_prompts
     process.request(prompts)
@@ -158,7 +158,7 @@ def _train(
         rewards = task.rewards(completions)
         learner.update(prompts, completions, rewards)
         publication = sender.send(learner.model, metadata={"step": number})
-        yield Step(
+        yield TrainingStep(
             step=number,
             version_trained=publication.version,
             version_sampled=weights.version,

@@ -84,7 +84,6 @@ class PolicyGradient:
         self._optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
 
     def update(self, prompts: Tokens, completions: Tokens, rewards: torch.Tensor) -> None:
-        """One step on one batch of rollouts."""
         self._optimizer.zero_grad()
         policy_loss(self.model, prompts, completions, rewards).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

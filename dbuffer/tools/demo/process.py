@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dbuffer.errors import DBufferError
-from dbuffer.tools.demo.engines import Engine, Refreshed
+from dbuffer.tools.demo.engines import AnyEngine, Refreshed
 from dbuffer.tools.demo.policy import Tokens
 
 START_TIMEOUT_S = 240.0
@@ -35,17 +35,12 @@ class DemoError(DBufferError, RuntimeError):
 class EngineProcess:
     """A process with one engine in it, which ends with its ``with`` block.
 
-    Args:
-        engine: its class.
-        checkpoint: what it is started from.
-        seed: of its sampling.
-        log: file for everything the process prints.
-        store: followed: each request is answered with the newest version in it. None: the engine
-            stays on the checkpoint's weights.
+    All that it prints goes to ``log``. Each request is answered with the newest version in
+    ``store``; None: with the checkpoint's weights.
     """
 
     def __init__(
-        self, engine: type[Engine], checkpoint: Path, seed: int, log: Path, store: Path | None
+        self, engine: type[AnyEngine], checkpoint: Path, seed: int, log: Path, store: Path | None
     ) -> None:
         self._log = log
         # Forking a process that has used torch's threads can deadlock.
@@ -63,7 +58,6 @@ class EngineProcess:
         return str(self._receive(START_TIMEOUT_S))
 
     def sample(self, prompts: Tokens, *, greedy: bool = False) -> Tokens:
-        """Ask for completions, and wait for them."""
         self.request(prompts, greedy=greedy)
         return self.reply()[0]
 
@@ -110,13 +104,12 @@ class EngineProcess:
 
 def _run(
     connection: Connection,
-    kind: type[Engine],
+    kind: type[AnyEngine],
     checkpoint: Path,
     seed: int,
     log: Path,
     store: Path | None,
 ) -> None:
-    """Main function of the engine's process."""
     # Ctrl-C reaches both processes; the trainer decides, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -136,7 +129,7 @@ def _run(
         raise
 
 
-def _serve(connection: Connection, engine: Engine, *, follows: bool) -> None:
+def _serve(connection: Connection, engine: AnyEngine, *, follows: bool) -> None:
     """Answer requests, each with the newest weights, until the trainer closes the pipe."""
     weights = Refreshed(0, 0.0, 0.0)
     with contextlib.suppress(EOFError):

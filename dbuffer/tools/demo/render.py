@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from dbuffer.tools.demo.loop import DemoResult, Step, run_demo
+from dbuffer.tools.demo.loop import DemoResult, TrainingStep, run_demo
 from dbuffer.tools.demo.policy import TARGET_SHARE
 from dbuffer.tools.render import cell, printable
 
-_COLUMNS: dict[str, Callable[[Step], str]] = {
+_COLUMNS: dict[str, Callable[[TrainingStep], str]] = {
     "step": lambda step: str(step.step),
     "version trained": lambda step: str(step.version_trained),
     "version sampling": lambda step: str(step.version_sampled),
@@ -32,7 +32,7 @@ def show_demo(console: Console, output: Path, **options: Any) -> DemoResult:
     """Run the demo, a line per step on ``console``; draw ``result.plot``, and print a summary."""
     with console.status("") as spinner:  # which only a terminal shows
 
-        def report(what: str | Step) -> None:
+        def report(what: str | TrainingStep) -> None:
             if isinstance(what, str):
                 spinner.update(cell(what))
                 _print_line(console, what)

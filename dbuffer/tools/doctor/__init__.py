@@ -10,20 +10,9 @@ from dbuffer.errors import DBufferError
 from dbuffer.runtime import options
 from dbuffer.store import filesystem
 from dbuffer.tools.doctor import peer
-from dbuffer.tools.doctor.findings import GUARANTEES, Finding, Progress, unknown
-from dbuffer.tools.doctor.peer import Meeting, PeerReport, judge, wait_for_host
+from dbuffer.tools.doctor.findings import Finding, OnStep, unknown
 from dbuffer.tools.doctor.probes import LOOKS, PROBES, WRITING, Site
 from dbuffer.tools.doctor.scratch import remove_stale
-
-__all__ = [
-    "GUARANTEES",
-    "Examination",
-    "Finding",
-    "Meeting",
-    "PeerReport",
-    "examine",
-    "wait_for_host",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +29,7 @@ class Examination:
     options: tuple[str, ...]
     is_network: bool
     findings: tuple[Finding, ...]
-    peers: tuple[Meeting, ...]
+    peers: tuple[peer.Meeting, ...]
     """What was measured with other hosts."""
 
     @property
@@ -54,14 +43,14 @@ def examine(
     *,
     timeout_s: float = 0.0,
     allow_shared_store: bool = False,
-    progress: Progress | None = None,
+    progress: OnStep | None = None,
 ) -> Examination:
     """Probe the place of a store. A store that is there is not touched, and none is made.
 
     Args:
         path: the store's directory, or the one above it; where there is none yet, probes are
             made in the nearest directory above it that is there.
-        timeout_s: how long to wait for another host (`wait_for_host`) to measure with. With 0,
+        timeout_s: how long to wait for another host (`peer.wait_for_host`) to measure with. With 0,
             those that already wait are measured with.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
@@ -75,7 +64,7 @@ def examine(
     site = Site.at(options.directory("path", path), allow_shared_store)
     say = progress or (lambda _: None)
     findings = [probe.try_on(site, say) for probe in (*LOOKS, WRITING)]
-    meetings: tuple[Meeting, ...] = ()
+    meetings: tuple[peer.Meeting, ...] = ()
     if findings[-1].verdict == "broken":
         untried = ", ".join(probe.title for probe in PROBES)
         findings.append(unknown(f"not tried: {untried}", "nothing can be written").of("the rest"))
@@ -98,11 +87,11 @@ def examine(
 
 
 def _meet(
-    site: Site, timeout_s: float, progress: Progress
-) -> tuple[tuple[Meeting, ...], list[Finding]]:
+    site: Site, timeout_s: float, progress: OnStep
+) -> tuple[tuple[peer.Meeting, ...], list[Finding]]:
     try:
         remove_stale(site.base)
-        meetings = peer.meet(site, timeout_s=timeout_s, progress=progress)
+        meetings = peer.measure_with_peers(site, timeout_s=timeout_s, progress=progress)
     except (DBufferError, OSError) as error:
         return (), [unknown(str(error), "run it again on both hosts").of("other hosts")]
-    return meetings, judge(site, meetings)
+    return meetings, peer.judge(site, meetings)

@@ -19,7 +19,7 @@ GUARANTEES = {
 
 POLLING = "receivers poll every poll_interval_s (1 s by default)"
 
-Progress = Callable[[str], None]
+OnStep = Callable[[str], None]
 """Called with what is done next."""
 
 Verdict = Literal["good", "adapted", "broken", "unknown"]
@@ -49,11 +49,6 @@ good = functools.partial(Finding, "good")
 adapted = functools.partial(Finding, "adapted")
 broken = functools.partial(Finding, "broken")
 unknown = functools.partial(Finding, "unknown")
-
-
-def size(num_bytes: float) -> str:
-    """Bytes, for people."""
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def duration(duration_ms: float) -> str:

@@ -20,17 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dbuffer.errors import (
-    AcknowledgementTimeoutError,
-    DBufferError,
-    ReceiverFailedError,
-    StoreAccessError,
-    StoreCorruptError,
-    StoreInsecureError,
-    StoreNotFoundError,
-    VersionTimeoutError,
-    WriterSupersededError,
-)
+from dbuffer import errors
 from dbuffer.runtime import options
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -40,7 +30,7 @@ from dbuffer.store.media import medium_of
 from dbuffer.tools.doctor.findings import (
     POLLING,
     Finding,
-    Progress,
+    OnStep,
     adapted,
     broken,
     duration,
@@ -105,7 +95,7 @@ class PeerReport:
 
 
 def wait_for_host(
-    path: str | os.PathLike[str], *, timeout_s: float, progress: Progress | None = None
+    path: str | os.PathLike[str], *, timeout_s: float, progress: OnStep | None = None
 ) -> PeerReport | None:
     """Be the second host of an examination; None if no first one came within ``timeout_s``.
 
@@ -140,9 +130,11 @@ def wait_for_host(
             report = _receive(receiver)
             _wait_until_removed(place)
             return report
-        except (StoreNotFoundError, VersionTimeoutError) as error:
-            raise StoreAccessError(f"the first host fell silent, or gave up: {error}") from error
-        except DBufferError as error:
+        except (errors.StoreNotFoundError, errors.VersionTimeoutError) as error:
+            raise errors.StoreAccessError(
+                f"the first host fell silent, or gave up: {error}"
+            ) from error
+        except errors.DBufferError as error:
             receiver.record.write(problem=str(error))
             _wait_until_removed(place)
             raise
@@ -178,7 +170,7 @@ def _try_to_send(store: Path) -> None:
     from dbuffer.publish.sender import WeightSender
 
     time.sleep(TICK_S)
-    with contextlib.suppress(DBufferError):
+    with contextlib.suppress(errors.DBufferError):
         WeightSender(store, allow_shared_store=True).close()
 
 
@@ -194,7 +186,7 @@ def _wait_until_removed(place: Path) -> None:
 # The first host
 
 
-def meet(site: Site, *, timeout_s: float, progress: Progress) -> tuple[Meeting, ...]:
+def measure_with_peers(site: Site, *, timeout_s: float, progress: OnStep) -> tuple[Meeting, ...]:
     """Be the first host: measure with every peer that waits, or comes within ``timeout_s``.
 
     Raises:
@@ -219,7 +211,7 @@ def _waiting(site: Site) -> list[Path]:
     filesystem.refresh(site.base)
     found = []
     for path in sorted(site.base.glob(f"{PREFIX}peer-*")):
-        with contextlib.suppress(StoreInsecureError, StoreNotFoundError):
+        with contextlib.suppress(errors.StoreInsecureError, errors.StoreNotFoundError):
             if path.is_symlink():
                 continue
             if not site.allow_shared_store:
@@ -243,7 +235,7 @@ def _taken(place: Path) -> Iterator[bool]:
         remove_tree(place)  # from which the peer learns that this is all
 
 
-def _measure(place: Path, progress: Progress) -> Meeting:
+def _measure(place: Path, progress: OnStep) -> Meeting:
     from dbuffer.publish.sender import WeightSender
 
     try:
@@ -251,7 +243,9 @@ def _measure(place: Path, progress: Progress) -> Meeting:
         peer = {name: told[name] for name in ("host", "pid", "filesystem", "is_network")}
         is_same_kernel = told["machine"] == Process.here().machine
     except (KeyError, TypeError, ValueError) as error:
-        raise StoreCorruptError(f"{place} is not a doctor's of this version: {error}") from None
+        raise errors.StoreCorruptError(
+            f"{place} is not a doctor's of this version: {error}"
+        ) from None
     delays_ms: list[float] = []
     problem, is_late, locks_exclude = None, False, None
     with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
@@ -263,11 +257,11 @@ def _measure(place: Path, progress: Progress) -> Meeting:
                 delays_ms.append(_delay_ms(sender, _LIMIT_S))
             progress("whether a lock keeps another host out")
             locks_exclude = _locks_exclude(sender)
-        except AcknowledgementTimeoutError:
+        except errors.AcknowledgementTimeoutError:
             if not delays_ms:  # nobody is there
                 raise
             is_late = True
-        except ReceiverFailedError:
+        except errors.ReceiverFailedError:
             store = DoubleBuffer(sender.store, allow_shared_store=True)
             problem = "; ".join(found.problem for found in store.receivers() if found.problem)
             if not problem:  # it has ended
@@ -304,7 +298,7 @@ def _locks_exclude(sender: WeightSender) -> bool:
     _delay_ms(sender, _LIMIT_S, is_last=True)
     try:
         _send(sender)
-    except WriterSupersededError:
+    except errors.WriterSupersededError:
         return False
     return True
 

@@ -5,34 +5,25 @@ What a network mount's documentation and options say is not what its servers do.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from dbuffer.errors import DBufferError, StoreInsecureError
-from dbuffer.format.manifest import POINTER_FILE, WRITER_FILE
+from dbuffer.format.places import POINTER_FILE, WRITER_FILE
+from dbuffer.runtime.messages import format_bytes
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
 from dbuffer.store.media import medium_of
 from dbuffer.store.medium import Medium
 from dbuffer.store.watcher import Watcher
-from dbuffer.tools.doctor.findings import (
-    POLLING,
-    Finding,
-    Progress,
-    adapted,
-    broken,
-    good,
-    size,
-    unknown,
-)
+from dbuffer.tools.doctor.findings import POLLING, Finding, OnStep, adapted, broken, good, unknown
 from dbuffer.tools.doctor.process import OtherProcess
 from dbuffer.tools.doctor.scratch import scratch
 
@@ -87,7 +78,7 @@ class Probe(NamedTuple):
     """The one that cannot hold if the probe fails."""
     cure: str
 
-    def try_on(self, site: Site, progress: Progress) -> Finding:
+    def try_on(self, site: Site, progress: OnStep) -> Finding:
         """Run it; an error is a finding too."""
         progress(self.title)
         try:
@@ -95,16 +86,6 @@ class Probe(NamedTuple):
         except (DBufferError, OSError) as error:
             outcome = broken(str(error), self.cure)
         return outcome.of(self.title, self.guarantee)
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[int]:
-    with os_errors("make a file", path):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -173,15 +154,15 @@ def _look_for_room(site: Site) -> Finding:
             "the mount does not say", "a version that is too large fails while it is written"
         )
     free = found.f_bavail * found.f_frsize
-    described = f"{size(free)} free of {size(found.f_blocks * found.f_frsize)}"
+    described = f"{format_bytes(free)} free of {format_bytes(found.f_blocks * found.f_frsize)}"
     if found.f_files and not found.f_favail:
         return broken(f"{described}, and no room for another file (inode)", "remove some files")
     if free < 2 * _PROBE_BYTES:
         return broken(described, "make room for two versions")
     return good(
         described,
-        f"room for two versions of {size(free / 2)} each; of {size(free / 3)}, where readers "
-        "keep an old one",
+        f"room for two versions of {format_bytes(free / 2)} each; of {format_bytes(free / 3)}, "
+        "where readers keep an old one",
     )
 
 
@@ -191,10 +172,10 @@ def _look_for_room(site: Site) -> Finding:
 
 def _probe_writing(site: Site) -> Finding:
     with scratch(site.base) as place:
-        with _new_file(place / "file") as file, os_errors("write", place):
-            filesystem.write_at(file, 0, bytes(_PROBE_BYTES))
+        with filesystem.make_file(place / "file", os.O_RDWR) as file, os_errors("write", place):
+            filesystem.write_at(file.number, 0, bytes(_PROBE_BYTES))
             started = time.perf_counter()
-            filesystem.sync_file(file, place / "file")
+            filesystem.sync_file(file.number, place / "file")
             file_ms = 1e3 * (time.perf_counter() - started)
         started = time.perf_counter()
         with os_errors("flush the directory", place):
@@ -250,16 +231,17 @@ def _probe_rename(site: Site) -> Finding:
 
 
 def _probe_locks(site: Site) -> Finding:
-    with scratch(site.base) as place, _new_file(place / "lock") as file:
-        if site.medium.reaches_other_hosts and not _knows_locks(file):
+    with scratch(site.base) as place, filesystem.make_file(place / "lock", os.O_RDWR) as file:
+        if site.medium.reaches_other_hosts and not _knows_locks(file.number):
             return adapted(
                 "not supported by the mount",
                 "readers need none; a second sender is detected by its epoch, not prevented",
             )
         with OtherProcess() as other:
             taken = other.ask("lock", str(place / "lock"))
-            excludes = taken and not filesystem.try_lock(file, exclusive=True)
-        is_dropped = _becomes_free(file) if excludes else True
+            excludes = taken and not filesystem.try_lock(file.number, exclusive=True)
+        # Over a network, that its holder died takes a moment.
+        is_dropped = filesystem.lock_within(file.number, timeout_s=5.0) if excludes else True
     if not excludes:
         return adapted(
             "two processes can hold the same exclusive lock",
@@ -289,20 +271,15 @@ def _knows_locks(file: int) -> bool:
     return True
 
 
-def _becomes_free(file: int) -> bool:
-    """Whether a lock can be had soon: over a network, that its holder died takes a moment."""
-    return filesystem.lock_within(file, timeout_s=5.0)
-
-
 def _probe_allocation(site: Site) -> Finding:
-    with scratch(site.base) as place, _new_file(place / "file") as file:
+    with scratch(site.base) as place, filesystem.make_file(place / "file", os.O_RDWR) as file:
         try:
-            filesystem.allocate(file, _PROBE_BYTES, place / "file")
+            filesystem.allocate(file.number, _PROBE_BYTES, place / "file")
         except DBufferError as error:
             if not site.medium.reaches_other_hosts:
                 raise
             return adapted(str(error), "free space is checked before, and proved by the flush")
-        reserved = 512 * os.fstat(file).st_blocks
+        reserved = 512 * os.fstat(file.number).st_blocks
     found = f"{reserved / _PROBE_BYTES:.0%} of what was asked for has blocks"
     if site.medium.reaches_other_hosts:
         # How much room the server has is unknown here, whatever this host says of the blocks.
@@ -320,11 +297,11 @@ def _probe_mapping(site: Site) -> Finding:
         return good("not probed: not used on a network mount", "readers read into memory")
     with scratch(site.base) as place, OtherProcess() as other:
         path = place / "file"
-        with _new_file(path) as file, os_errors("map a file", path):
-            filesystem.allocate(file, num_bytes, path)
+        with filesystem.make_file(path, os.O_RDWR) as file, os_errors("map a file", path):
+            filesystem.allocate(file.number, num_bytes, path)
             with (
-                mmap.mmap(file, num_bytes) as shared,
-                mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE) as own,
+                mmap.mmap(file.number, num_bytes) as shared,
+                mmap.mmap(file.number, num_bytes, mmap.MAP_PRIVATE) as own,
             ):
                 shared[:] = b"s" * num_bytes
                 seen = other.ask("see", str(path), num_bytes)

@@ -26,8 +26,8 @@ _ANSWER_TIMEOUT_S = 60.0
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from dbuffer.tools.doctor.process import serve
-serve()
+from dbuffer.tools.doctor.process import answer_tasks
+answer_tasks()
 """
 
 
@@ -68,7 +68,6 @@ class OtherProcess:
         self._tasks.write(json.dumps([task, *arguments]).encode() + b"\n")
 
     def is_done(self, timeout_s: float = 0.0) -> bool:
-        """Whether an answer is there."""
         return bool(select.select([self._answers], [], [], timeout_s)[0])
 
     def answer(self) -> Any:
@@ -92,7 +91,7 @@ class OtherProcess:
         self._answers.close()
 
 
-def serve() -> None:
+def answer_tasks() -> None:
     """Do what is asked on standard input until that ends; in the other process."""
     for line in sys.stdin:
         task, *arguments = json.loads(line)
@@ -127,26 +126,17 @@ def _watch(path: str, duration_s: float) -> dict[str, int]:
 
 def _see(path: str, num_bytes: int) -> dict[str, str]:
     """The first bytes of a file, as a read and as a mapping give them."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
-            return {
-                "read": os.pread(descriptor, num_bytes, 0).hex(),
-                "mapped": bytes(mapped[:num_bytes]).hex(),
-            }
-    finally:
-        os.close(descriptor)
+    with (
+        Path(path).open("rb") as file,
+        mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped,
+    ):
+        return {"read": file.read(num_bytes).hex(), "mapped": bytes(mapped[:num_bytes]).hex()}
 
 
 def _write_mapped(path: str, data: str) -> None:
-    """Write through a mapping of its own."""
     written = bytes.fromhex(data)
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        with mmap.mmap(descriptor, len(written)) as mapped:
-            mapped[:] = written
-    finally:
-        os.close(descriptor)
+    with Path(path).open("r+b") as file, mmap.mmap(file.fileno(), len(written)) as mapped:
+        mapped[:] = written
 
 
 _TASKS: dict[str, Callable[..., Any]] = {

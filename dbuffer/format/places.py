@@ -1,0 +1,51 @@
+"""What lies where in a store: the names of its directories and files."""
+
+from __future__ import annotations
+
+import re
+
+BUFFERS = ("A", "B")
+
+POINTER_FILE = "CURRENT"
+MANIFEST_FILE = "manifest.json"
+WRITER_FILE = "writer.json"
+WRITER_LOCK_FILE = "writer.lock"
+RECEIVERS_DIRECTORY = "receivers"
+DELTAS_DIRECTORY = "deltas"
+SCRATCH_DIRECTORY = "tmp"
+"""Where files are written before they are renamed to their places. A directory of its own: over
+NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
+hosts until the next one, and watchdog holds back the first of two events in one directory."""
+
+WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
+_DELTA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}\.delta")
+
+
+def part_name(file: str, part: int) -> str:
+    """Name of a part of the weights file of this name; see `layout`."""
+    return f"{file.removesuffix('.td')}.r{part}.td"
+
+
+def version_file(name: str) -> str:
+    """The weights file to which one of this name belongs: itself, if it is no part."""
+    return re.sub(r"\.r[0-9]+\.td$", ".td", name)
+
+
+def is_weights_file(name: str) -> bool:
+    """Whether a writer names its weights files, or their parts, so."""
+    return WEIGHTS_FILE.fullmatch(version_file(name)) is not None
+
+
+def delta_file(identity: str) -> str:
+    """Name of the file of the delta that leads to the version of this identity."""
+    return f"{identity}.delta"
+
+
+def is_delta_file(name: str) -> bool:
+    """Whether a writer names its deltas so."""
+    return _DELTA_FILE.fullmatch(name) is not None
+
+
+def is_part_of(name: str, file: str) -> bool:
+    """Whether ``name`` is that of a part of the weights file ``file``."""
+    return name.startswith(f"{file.removesuffix('.td')}.r") and name.endswith(".td")
