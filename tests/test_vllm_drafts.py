@@ -23,7 +23,6 @@ from test_vllm import counted_reloads, error_of, set_packing
 from tiny_models import SHAPE, make_model, save_model, weights_in
 from vllm_engines import (
     NEEDS_VLLM,
-    TIMEOUT_S,
     engine_arguments,
     environment,
     greedy,
@@ -191,7 +190,7 @@ def test_engines_that_speculate_answer_as_fresh_ones(
     if importlib.util.find_spec(CASES[name].needs) is None:
         pytest.skip(f"needs {CASES[name].needs}")
     env = environment(processes=False)
-    seen = observe(__file__, tmp_path, name, dtype, timeout_s=TIMEOUT_S, env=env)
+    seen = observe(__file__, tmp_path, name, dtype, env=env)
     first, second = seen["fresh"]
     assert all(one != other for one, other in zip(first, second, strict=True))
     assert [tokens for tokens, _ in seen["speculating"]] == seen["fresh"]
