@@ -387,7 +387,7 @@ def _find_place(store: Any, rank_s: Any, reader_s: Any) -> tuple[Path, float, Op
 def _describe(describer: Describer, weights: Weights) -> Source:
     if is_stream(weights):
         raise InvalidWeightsError(
-            "iterators are not supported here, where all ranks publish: give the module, or a dict"
+            "an iterator is not supported here, where all ranks publish: give the module, or a dict"
         )
     return describer.describe(weights)
 
