@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import DTYPE, Shapes, Weights
-from dbuffer.integrations.engine.plan.copy_plan import Switch
+from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch
 from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
 from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
@@ -144,13 +144,13 @@ class PlannedReceiver:
         self._copier.close()
 
     def switch(self) -> Switched:
-        """Switch to the newest version that the engine does not have."""
+        """PlannedSwitch to the newest version that the engine does not have."""
         staged = self._stager.take(timeout_s=_TIMEOUT_S)
         start_s = time.perf_counter()
         prepared = staged.prepared
-        if not isinstance(prepared, Switch) or not self._loads.apply(prepared):
+        if not isinstance(prepared, PlannedSwitch) or not self._loads.apply(prepared):
             tensors = staged.tensors or {}
-            switch = prepared if isinstance(prepared, Switch) else None
+            switch = prepared if isinstance(prepared, PlannedSwitch) else None
             self._loads.reload(lambda: self.model.load_weights(tensors.items()), switch)
         commit_s = time.perf_counter() - start_s
         self._stager.give_back(applied=staged.version)
@@ -164,7 +164,7 @@ class PlannedReceiver:
             if not torch.equal(parameter, self.model.get_parameter(name)):
                 raise RuntimeError(f"the plan did not bring {name} over")
 
-    def _prepare(self, snapshot: Snapshot) -> Switch | None:
+    def _prepare(self, snapshot: Snapshot) -> PlannedSwitch | None:
         if self._recording is None:
             self._recording = self._check(snapshot.specs)
         return self._loads.prepare(dict(snapshot.tensors), self._recording)

@@ -70,7 +70,9 @@ def steps(copier):
 
 def seal(data: bytes) -> bytes:
     """A header with the prefix that goes with it."""
-    return delta._PREFIX.pack(delta.MAGIC, delta.FORMAT, len(data), xxhash.xxh3_64_intdigest(data))
+    return delta._PREFIX.pack(
+        delta.MAGIC, delta.DELTA_FORMAT, len(data), xxhash.xxh3_64_intdigest(data)
+    )
 
 
 class Parts(NamedTuple):

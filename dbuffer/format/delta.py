@@ -39,7 +39,7 @@ from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec, digest
 from dbuffer.format.manifest import DIGEST, IDENTITY, Record, decode, encode
 
 MAGIC = b"dbufdelt"
-FORMAT = 1
+DELTA_FORMAT = 1
 """Version of this file's format; raised when an older reader would misread a newer file."""
 
 _PREFIX = struct.Struct("<8sIIQ")
@@ -195,7 +195,7 @@ def encode_header(record: DeltaRecord, tensors: Table, chunks: list[Chunk]) -> b
     """The prefix and the header."""
     rows = np.array(chunks, _CHUNK_ROW)
     data = encode(record) + pack(_encode_table(tensors) + _encode_table(rows))
-    return _PREFIX.pack(MAGIC, FORMAT, len(data), int(digest(data), 16)) + data
+    return _PREFIX.pack(MAGIC, DELTA_FORMAT, len(data), int(digest(data), 16)) + data
 
 
 def tensor_table(num_rows: int) -> Table:
@@ -215,10 +215,10 @@ def decode_prefix(data: bytes | memoryview) -> tuple[int, str]:
     magic, found, header_bytes, xxh3 = _PREFIX.unpack_from(data)
     if magic != MAGIC:
         raise StoreFormatError(f"delta: begins with {magic!r}, and a delta file with {MAGIC!r}")
-    if found != FORMAT:
+    if found != DELTA_FORMAT:
         raise StoreFormatError(
-            f"delta: format {found}, and this dbuffer reads format {FORMAT}; use the same version "
-            "of dbuffer at both ends"
+            f"delta: format {found}, and this dbuffer reads format {DELTA_FORMAT}; use the same "
+            "version of dbuffer at both ends"
         )
     if not 0 < header_bytes <= MAX_HEADER_BYTES:
         raise StoreCorruptError(f"delta: a header of {header_bytes} bytes")

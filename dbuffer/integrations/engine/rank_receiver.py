@@ -24,7 +24,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.plan.copy_plan import Switch
+from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch
 from dbuffer.integrations.engine.plan.patches import Changed
 from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
 from dbuffer.integrations.engine.plan.recording import Recording
@@ -202,7 +202,7 @@ class RankReceiver:
         if self.options.partial:
             yield from ((alias, stored[name]) for alias, name in layout.aliases.items())
 
-    def _prepare_switch(self, snapshot: Snapshot) -> Switch | None:
+    def _prepare_switch(self, snapshot: Snapshot) -> PlannedSwitch | None:
         """In the stager's thread, while the engine serves."""
         recorded, recording = self._recorded or (None, None)
         if self._planned is None or recorded != snapshot.layout:
@@ -220,7 +220,7 @@ class RankReceiver:
 
     def _load(self, staged: Staged) -> None:
         self._loaded_names.add(staged.layout.all_names, staged.version)
-        switch = staged.prepared if isinstance(staged.prepared, Switch) else None
+        switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
         if (
             self._planned is not None
             and switch is not None
@@ -229,7 +229,7 @@ class RankReceiver:
             return
         if staged.tensors is None:
             staged = self._take_whole(staged.version, staged.history)
-            switch = staged.prepared if isinstance(staged.prepared, Switch) else None
+            switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
         assert staged.tensors is not None  # noqa: S101 - it was asked for
         tensors = dict(self._under_all_names(staged.tensors, staged.layout))
 

@@ -1,4 +1,4 @@
-"""`CopyPlan` and `Switch`: a switch as copies of bytes alone.
+"""`CopyPlan` and `PlannedSwitch`: a switch as copies of bytes alone.
 
 Which part of which published tensor goes to which part of which parameter was recorded while the
 engine served. Layers that pack their weights have images; those that compute something else stay
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from dbuffer.format.layout import align
-from dbuffer.integrations.engine.plan.images import Image, Packing, digest, packed_layers
+from dbuffer.integrations.engine.plan.images import Image, Packing, digest_of, packed_layers
 from dbuffer.integrations.engine.plan.patches import (
     Changed,
     Copy,
@@ -24,7 +24,7 @@ from dbuffer.integrations.engine.plan.patches import (
     flat,
     patch_or_copy,
 )
-from dbuffer.integrations.engine.plan.recording import Place, Recording, Step, Unwrapped
+from dbuffer.integrations.engine.plan.recording import LoadStep, Place, Recording, Unwrapped
 from dbuffer.integrations.engine.plan.reloaded import (
     NotPlannableError,
     RecordPart,
@@ -48,7 +48,7 @@ _SAMPLED = 64
 class _Write(NamedTuple):
     """A step, and where in the live model it writes."""
 
-    step: Step
+    step: LoadStep
     target: torch.Tensor
 
 
@@ -148,16 +148,16 @@ class CopyPlan:
         """Whether a reload was found to do no more, for what it changed."""
         return self._unproven != self._all_names
 
-    def note_loaded(self, switch: Switch | None) -> None:
+    def note_loaded(self, switch: PlannedSwitch | None) -> None:
         """The model has what this switch brings; None: nobody knows which version it has."""
         self._loaded_xxh3 = {} if switch is None else switch.loaded_xxh3
 
-    def switch_to(self, tensors: Tensors, images: Sequence[Image]) -> Switch:
+    def switch_to(self, tensors: Tensors, images: Sequence[Image]) -> PlannedSwitch:
         """What switches to a version whose tensors these are."""
         reloaded = {name: tensors[name] for name in tensors if name in self.reloaded.sources}
-        xxh3 = {_published(name): digest([tensor]) for name, tensor in reloaded.items()}
+        xxh3 = {_published(name): digest_of([tensor]) for name, tensor in reloaded.items()}
         xxh3 |= {image.of.name: image.loaded_xxh3 for image in images}
-        return Switch(self, self.copies_of(tensors), images, reloaded, xxh3)
+        return PlannedSwitch(self, self.copies_of(tensors), images, reloaded, xxh3)
 
     def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
         """What is to be copied of a version, by the names of the parameters that get it."""
@@ -183,7 +183,7 @@ class CopyPlan:
                     copies.append(found)
         return Patches(base, patches, copies)
 
-    def is_patched_right(self, name: str, patches: Patches, switch: Switch) -> bool:
+    def is_patched_right(self, name: str, patches: Patches, switch: PlannedSwitch) -> bool:
         """Whether patches give a parameter just what the whole switch would give it."""
         place = flat(self._tensors[name])
         patched = place.clone()
@@ -232,7 +232,7 @@ class CopyPlan:
         writes = [_Write(step, step.to.in_(loaded)) for step in steps]
         return not all(_same_bytes(w.target, _source(w, tensors)) for w in writes)
 
-    def is_good_for(self, switch: Switch) -> bool:
+    def is_good_for(self, switch: PlannedSwitch) -> bool:
         """Whether it is proven for what a version changes.
 
         What never changed yet may be the origin of something that would have changed with it.
@@ -241,7 +241,7 @@ class CopyPlan:
             return False
         return switch.finds(self._unproven, self._loaded_xxh3) == self._unproven
 
-    def found_by(self, switch: Switch) -> set[str]:
+    def found_by(self, switch: PlannedSwitch) -> set[str]:
         """All that this switch would not change, for all that can be told."""
         layers = {image.of.name for image in switch.images if image.is_there()}
         known = {**switch.loaded_xxh3, **self._loaded_xxh3}
@@ -256,13 +256,15 @@ class CopyPlan:
         """A reload changed all but these parameters and layers, and did nothing else."""
         self._unproven = self._unproven & set(unchanged)
 
-    def lacking(self, switch: Switch) -> list[str]:
+    def lacking(self, switch: PlannedSwitch) -> list[str]:
         """Parameters and layers that have not what this switch would give them."""
         has = switch.finds(self._writes, {})
         layers = [image.of.name for image in switch.images if not image.is_there()]
         return sorted(self._writes.keys() - has) + layers
 
-    def staged_in(self, memory: torch.Tensor, switch: Switch, copy: CopyTensors) -> Switch:
+    def staged_in(
+        self, memory: torch.Tensor, switch: PlannedSwitch, copy: CopyTensors
+    ) -> PlannedSwitch:
         """A switch out of twins of its parameters, one behind the other, in flat bytes.
 
         They are filled, by ``copy``, with what ``switch`` would fill the parameters with. Behind
@@ -287,13 +289,13 @@ class CopyPlan:
             start = align(start + tensor.nbytes)
             filling.append(Copy(reloaded[name], tensor))
         copy([target for target, _ in filling], [source for _, source in filling])
-        return Switch(self, staged, switch.images, reloaded, switch.loaded_xxh3)
+        return PlannedSwitch(self, staged, switch.images, reloaded, switch.loaded_xxh3)
 
     def _find_places(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors.values()]
 
 
-class Switch:
+class PlannedSwitch:
     """The copies that switch a model to one version, found while the engine serves.
 
     Where versions are mapped they are copied from there, in the pause; where they are staged in
@@ -335,21 +337,21 @@ class Switch:
         reloaded_bytes = sum(align(tensor.nbytes) for tensor in self.reloaded.values())
         return self.plan.twin_bytes + reloaded_bytes
 
-    def of(self, tensors: Tensors) -> Switch:
+    def of(self, tensors: Tensors) -> PlannedSwitch:
         """The same out of other tensors that hold the same."""
         reloaded = {name: tensors[name] for name in self.reloaded}
         copies = self.plan.copies_of(tensors)
         return self._with_patches(
-            Switch(self.plan, copies, self.images, reloaded, self.loaded_xxh3)
+            PlannedSwitch(self.plan, copies, self.images, reloaded, self.loaded_xxh3)
         )
 
-    def _with_patches(self, switch: Switch) -> Switch:
+    def _with_patches(self, switch: PlannedSwitch) -> PlannedSwitch:
         # Copies out of what is let go of now would be in them.
         if self.patches is not None and not self.patches.copies:
             switch.patches = self.patches
         return switch
 
-    def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> Switch:
+    def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> PlannedSwitch:
         """The same, out of ``memory``, into which it copies all that it needs."""
         return self._with_patches(self.plan.staged_in(memory, self, copy))
 

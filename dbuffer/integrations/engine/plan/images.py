@@ -79,7 +79,7 @@ class Image:
         self.of = of
         self.shadow = shadow
         self._packing = packing
-        self.loaded_xxh3 = digest(of.tensors_of(shadow).values())
+        self.loaded_xxh3 = digest_of(of.tensors_of(shadow).values())
         """Of the weights before they were packed."""
         packing.pack(shadow)
         live = of.layer.__dict__
@@ -171,7 +171,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def digest(tensors: Iterable[torch.Tensor]) -> int:
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
     """Of their bytes, one after another."""
     hasher = xxhash.xxh3_64()
     for tensor in tensors:

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from dbuffer.format.delta import Integers
 from dbuffer.integrations.engine.plan.recording import View
 
-Positions = npt.NDArray[np.int64]
-
-Changed = Mapping[str, Positions | None]
+Changed = Mapping[str, Integers | None]
 """Where published tensors may differ from those of an earlier version: flat positions, ascending,
 by name; None: anywhere. A tensor that is not named is as it was."""
 
@@ -74,7 +72,7 @@ def patch_or_copy(
     to: View,
     part: View,
     source: torch.Tensor,
-    changed: Positions | None,
+    changed: Integers | None,
 ) -> Patch | Copy | None:
     """What brings a part of a published tensor into its place in a parameter.
 
@@ -111,7 +109,7 @@ def _is_nested(part: View) -> bool:
     return True
 
 
-def places_in(part: View, to: View, changed: Positions) -> tuple[Positions, Positions]:
+def places_in(part: View, to: View, changed: Integers) -> tuple[Integers, Integers]:
     """Which of these positions are in a part, and where each is in what the part is copied to."""
     is_dense = part.num_elements == part.end - part.offset
     if is_dense and part.stride == to.stride:

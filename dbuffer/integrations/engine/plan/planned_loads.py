@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, LoadInto, Switch, Tensors
+from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, LoadInto, PlannedSwitch, Tensors
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.patches import Changed, Patch, Patches
 from dbuffer.integrations.engine.plan.reachable import State
@@ -100,7 +100,7 @@ class PlannedLoads:
         tensors: Tensors,
         recording: Recording | None,
         changed_since: Callable[[str], Changed | None] = lambda _: None,
-    ) -> Switch | None:
+    ) -> PlannedSwitch | None:
         """A switch to a version that is being staged, with its images; None: it is reloaded.
 
         For another thread than the one that loads, while that does not. ``changed_since``: where
@@ -129,7 +129,7 @@ class PlannedLoads:
         return None
 
     @torch.no_grad()
-    def apply(self, switch: Switch, identity: str | None = None) -> bool:
+    def apply(self, switch: PlannedSwitch, identity: str | None = None) -> bool:
         """Do a switch that was prepared; False: it is not known to be enough, nothing was done.
 
         A failure leaves a mix, to be repaired at once. ``identity``: of the version, for the next
@@ -151,7 +151,7 @@ class PlannedLoads:
         self._note_held(plan, identity)
         return True
 
-    def _reload_part(self, switch: Switch) -> None:
+    def _reload_part(self, switch: PlannedSwitch) -> None:
         if switch.reloaded:
             assert self._load_part is not None  # noqa: S101 - or all would be copied
             self._load_part(switch.reloaded)
@@ -181,7 +181,7 @@ class PlannedLoads:
         self,
         plan: CopyPlan,
         tensors: Tensors,
-        switch: Switch,
+        switch: PlannedSwitch,
         changed_since: Callable[[str], Changed | None],
     ) -> Patches | None:
         """What is to be patched, where the model holds a version from which that is known."""
@@ -205,7 +205,7 @@ class PlannedLoads:
 
     @torch.no_grad()
     def reload(
-        self, reload: Callable[[], None], switch: Switch | None, identity: str | None = None
+        self, reload: Callable[[], None], switch: PlannedSwitch | None, identity: str | None = None
     ) -> None:
         """Switch by a reload, and see whether the switch that was prepared would have done it.
 
@@ -268,7 +268,9 @@ class PlannedLoads:
         self._plan = None
         logger.info("switches go through the engine's reload, and not by copies alone: %s", why)
 
-    def _reload_and_prove(self, plan: CopyPlan, switch: Switch, reload: Callable[[], None]) -> None:
+    def _reload_and_prove(
+        self, plan: CopyPlan, switch: PlannedSwitch, reload: Callable[[], None]
+    ) -> None:
         started = time.monotonic()
         had = plan.found_by(switch)
         plan.note_loaded(None)
@@ -296,7 +298,9 @@ class PlannedLoads:
             plan.note_proven(had)
             self._tell(plan, looking_s)
 
-    def _spares_the_rest(self, plan: CopyPlan, switch: Switch, reload: Callable[[], None]) -> bool:
+    def _spares_the_rest(
+        self, plan: CopyPlan, switch: PlannedSwitch, reload: Callable[[], None]
+    ) -> bool:
         """Whether reloading the part leaves what is copied as it is; else all is reloaded again."""
         if not switch.reloaded:
             return True
@@ -308,7 +312,7 @@ class PlannedLoads:
         reload()
         return False
 
-    def _can_reload_part(self, switch: Switch) -> bool:
+    def _can_reload_part(self, switch: PlannedSwitch) -> bool:
         """Reload the part that is not copied; what a whole reload then changes was not in it."""
         try:
             self._reload_part(switch)
@@ -349,7 +353,7 @@ class PlannedLoads:
         for layer, why in plan.reloaded.layers.items():
             logger.info("%s stays with the engine's reload: %s", layer, why)
 
-    def _look(self, plan: CopyPlan, switch: Switch) -> State | None:
+    def _look(self, plan: CopyPlan, switch: PlannedSwitch) -> State | None:
         replaced = {change for image in switch.images for change in image.changes}
         try:
             return State(

@@ -53,7 +53,7 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoadStep:
     """One write into a parameter: a copy of a part of a published tensor, or of a constant."""
 
     to: View
@@ -81,7 +81,7 @@ class Place:
 class Recording:
     """What the loaders do with the tensors of one layout."""
 
-    steps: Mapping[str, tuple[Step, ...]]
+    steps: Mapping[str, tuple[LoadStep, ...]]
     """By the name of a parameter that is written by copies alone, each element once."""
     places: Mapping[str, Place]
     """Of each of them."""
@@ -124,7 +124,7 @@ class LoadRecorder:
         self._places = {storage_of(tensor): (name, tensor) for name, tensor in places.items()}
         self._lock = threading.Lock()  # some models load in threads
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
-        self._steps: dict[str, list[Step]] = defaultdict(list)
+        self._steps: dict[str, list[LoadStep]] = defaultdict(list)
         self._refused: dict[str, str] = {}
 
     def begin(self) -> None:
@@ -151,7 +151,7 @@ class LoadRecorder:
                     continue
                 if func in _FILLS and target.dtype == place.dtype:
                     value = args[1] if len(args) > 1 else 0
-                    self._steps[name].append(Step(View.of(target, place), None, value=value))
+                    self._steps[name].append(LoadStep(View.of(target, place), None, value=value))
                 else:
                     self._refused[name] = f"is written by {func}"
 
@@ -200,7 +200,7 @@ class LoadRecorder:
             self._refused[name] = "gets complex numbers"
         else:
             part = View.of(source.expand(target.shape), whole)
-            self._steps[name].append(Step(View.of(target, place), source_name, part))
+            self._steps[name].append(LoadStep(View.of(target, place), source_name, part))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -227,7 +227,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _not_once(steps: tuple[Step, ...], num_elements: int) -> str | None:
+def _not_once(steps: tuple[LoadStep, ...], num_elements: int) -> str | None:
     """Why steps do not write each element of a parameter exactly once; None: they do."""
     end = 0
     for step in sorted(steps, key=lambda step: step.to.offset):
