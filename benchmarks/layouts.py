@@ -144,7 +144,7 @@ class PlannedReceiver:
         self._copier.close()
 
     def switch(self) -> Switched:
-        """PlannedSwitch to the newest version that the engine does not have."""
+        """Switch to the newest version that the engine does not have."""
         staged = self._stager.take(timeout_s=_TIMEOUT_S)
         start_s = time.perf_counter()
         prepared = staged.prepared
