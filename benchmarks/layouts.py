@@ -121,7 +121,7 @@ class PlannedReceiver:
         )
         self._check = ShapeCheck(watched)
         self._copier = Copier()
-        self._loads = PlannedLoads(self.model, self._copier, load=self._check.loaded)
+        self._loads = PlannedLoads(self.model, self._copier, check=self._check)
         self._stager = Stager(
             str(store),
             receiver_id=f"engine.rank-{rank}",

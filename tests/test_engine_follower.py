@@ -113,7 +113,7 @@ class Rank:
     instance_id = "one"
     module = torch.nn.Module()
     not_weights = ()
-    packing = None
+    packing = wrapper = None
     replica = ""
 
     def __init__(self, model: Model) -> None:
@@ -132,7 +132,6 @@ class Rank:
             if names != SMALL.names:
                 raise dbuffer.WeightsMismatchError(f"not this model's tensors: {names}")
 
-        check.loaded = None  # type: ignore[attr-defined] - nothing is recorded
         return check
 
 

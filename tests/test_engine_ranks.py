@@ -157,6 +157,7 @@ class Rank:
     on_device: bool = False
     not_weights: tuple[str, ...] = ()
     packing: Any = None
+    wrapper: Any = None
 
     @property
     def module(self) -> torch.nn.Module:
@@ -173,7 +174,6 @@ class Rank:
             if self.ranks.rank == BAD and UNFIT in [spec.name for spec in specs]:
                 raise dbuffer.WeightsMismatchError(f"{UNFIT} does not fit this rank")
 
-        check.loaded = None  # type: ignore[attr-defined] - nothing is recorded
         return check
 
 

@@ -58,7 +58,8 @@ def test_every_dtype_that_a_checkpoint_can_hold_has_a_place():
     theirs = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     left_over = {str(dtype).removeprefix("torch.") for dtype in theirs - ours}
     # What is left are placeholders without arithmetic and the old quantised types.
-    assert all(name.startswith(("bit", "int", "uint", "qint", "quint")) for name in left_over)
+    kinds = ("bit", "int", "uint", "qint", "quint", "bcomplex")
+    assert all(name.startswith(kinds) for name in left_over)
     assert not left_over & {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"}
 
 

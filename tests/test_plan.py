@@ -152,8 +152,7 @@ class Switched:
             self.model,
             COPIER,
             packing=packing,
-            load=self.check.loaded,
-            record_part=self.check.of_part if in_parts else None,
+            check=self.check,
             load_part=self.reload_part if in_parts else None,
         )
         self.reloads = 0
@@ -881,6 +880,11 @@ def test_a_switch_that_fails_is_raised_and_repaired_by_a_reload() -> None:
 
     switched = Switched(make, mixed_tensors(), in_parts=True)
     assert switched.switch_often(mixed_tensors)[-1]
+    switched.model.fails = True
+    with pytest.raises(RuntimeError, match="not today"):
+        switched.switch(mixed_tensors())
+    switched.model.fails = False
+    assert switched.switch_often(mixed_tensors) == [False, False, *[True] * (NUM_SWITCHES - 2)]
     switched.model.fails = True
     with pytest.raises(RuntimeError, match="not today"):
         switched.switch(mixed_tensors())

@@ -73,8 +73,7 @@ class RankReceiver:
                 without=rank.not_weights,
                 packing=rank.packing if options.images else None,
                 wrapper=rank.wrapper,
-                load=self._fits.loaded,
-                record_part=self._fits.of_part,
+                check=self._fits,
                 load_part=lambda part: self._model.load(part.items(), partial=True),
             )
             if options.plan

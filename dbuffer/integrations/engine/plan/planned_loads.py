@@ -16,17 +16,17 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, LoadInto, PlannedSwitch, Tensors
+from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, PlannedSwitch, Tensors
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.patches import Changed, Patch, Patches
 from dbuffer.integrations.engine.plan.reachable import State
 from dbuffer.integrations.engine.plan.recording import Recording, unwrapped_by
 from dbuffer.integrations.engine.plan.reloaded import (
     NotPlannableError,
-    RecordPart,
     layer_of,
     layers_at,
 )
+from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import split_evenly
 from dbuffer.runtime.messages import listed
@@ -56,9 +56,8 @@ class PlannedLoads:
         without: attributes in it that hold caches.
         packing: of layers that get images; None: there are none.
         wrapper: what a layer is called in one that wraps it; None: none is wrapped.
-        load: what the model's loaders make of some tensors; None: they are not asked again.
-        record_part: what the loaders do with some of the tensors of a version.
-        load_part: reloads a part of the model. None of both: it cannot be reloaded in part.
+        check: what recorded; its loaders are asked again. None: they are not.
+        load_part: reloads a part of the model; None: it cannot be reloaded in part.
     """
 
     def __init__(
@@ -70,19 +69,18 @@ class PlannedLoads:
         without: Collection[str] = (),
         packing: Packing | None = None,
         wrapper: str | None = None,
-        load: LoadInto | None = None,
-        record_part: RecordPart | None = None,
+        check: ShapeCheck | None = None,
         load_part: LoadPart | None = None,
     ) -> None:
         self._model = model
         self._copier = copier
-        self._load = load
+        self._check = check
+        self._loads_alone = check is not None
         self._partial = partial
         self._without = _NOT_READ | frozenset(without)
         self._packing = packing
         self._unwrapped = unwrapped_by(wrapper)
         self._recording: Recording | None = None
-        self._record_part = record_part
         self._load_part = load_part
         self._plan: CopyPlan | None = None
         self._left: dict[str, str] = {}
@@ -143,9 +141,9 @@ class PlannedLoads:
         try:
             switch.apply(self._copier.copy_tensors, self._patch, holds)
             self._reload_part(switch)
-        except BaseException as error:
-            # What repairs it must not fail by the same.
-            self._give_up(f"a switch failed: {type(error).__name__} {error!s:.300}")
+        except BaseException:
+            # What repairs it must not fail by the same: a reload does, and the next is a proof.
+            self._plan, self._is_due = None, True
             raise
         plan.note_loaded(switch)
         self._note_held(plan, identity)
@@ -224,14 +222,14 @@ class PlannedLoads:
 
     def _prove_again(self, plan: CopyPlan, tensors: Tensors) -> None:
         """Ask the loader of one parameter again, whichever, what it does with this version."""
-        if self._load is None:
+        if self._check is None or not self._loads_alone:
             return
         name = random.choice(list(plan.recording.steps))  # noqa: S311 - nothing to keep secret
         try:
-            differs = plan.is_filled_otherwise(name, tensors, self._load)
+            differs = plan.is_filled_otherwise(name, tensors, self._check.loaded)
         # Some models' loaders want all tensors, or none.
         except Exception as error:  # noqa: BLE001
-            self._load = None
+            self._loads_alone = False
             logger.info(
                 "the plan is not proven again: loaders refuse what %s is made of, alone: %s %.300s",
                 name,
@@ -251,6 +249,7 @@ class PlannedLoads:
         self._plan, self._is_due = None, False
         self._num_plans += 1
         self._num_proofs, self._is_told = 0, False
+        check = None if self._load_part is None else self._check
         try:
             self._plan = CopyPlan(
                 self._model,
@@ -259,7 +258,7 @@ class PlannedLoads:
                 packing=self._packing,
                 unwrapped=self._unwrapped,
                 left=self._left,
-                record_part=self._record_part,
+                record_part=None if check is None else check.of_part,
             )
         except NotPlannableError as error:
             self._give_up(str(error))
