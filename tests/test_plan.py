@@ -781,8 +781,9 @@ def test_a_layer_that_derives_something_is_reloaded_alone_or_all_are(
 
     switched = Switched(make, mixed_tensors(), in_parts=True)
     assert switched.recording.refused == {}
-    planned = [switched.switch(mixed_tensors()) for _ in range(12)]
+    planned = [switched.switch(mixed_tensors()) for _ in range(8)]
     assert planned[-1] == (derive in REPEATED)
+    assert len(switched.parts) < 8 or planned[-1]
     assert not planned[0]
     if planned[-1]:
         assert switched.parts[-1] == {"a.weight"}

@@ -271,7 +271,7 @@ def observe_swap(directory: Path, swap: str, seen: dict[str, Any], engines: list
                 found["on the way there"] = greedy(pair[0])
                 switch(follower, sender, checkpoints[0])
                 found["after two more"] = greedy(pair[0])
-            found["reloads of two switches"] = len(reloads)
+            found["reloads of two switches"] = reloads.count("of all")
         if swap == MANY:
             seen["records"] = records(store)
             seen["versions reported"] = reported

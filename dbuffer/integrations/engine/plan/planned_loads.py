@@ -289,7 +289,8 @@ class PlannedLoads:
         looking_s += time.monotonic() - started
         self._num_proofs += 1
         if changes:
-            if self._num_proofs >= _MAX_PROOFS:
+            # What was reloaded twice was changed by no first reload.
+            if self._num_proofs >= _MAX_PROOFS or self._are_in_reloaded(plan, changes):
                 self._leave_more(plan, changes, lacking)
         elif lacking:
             self._leave_more(plan, (), lacking)
@@ -319,6 +320,10 @@ class PlannedLoads:
         except Exception as error:  # noqa: BLE001
             self._give_up(f"a part cannot be reloaded: {type(error).__name__} {error!s:.300}")
         return self._plan is switch.plan
+
+    def _are_in_reloaded(self, plan: CopyPlan, places: Sequence[str]) -> bool:
+        found = (layers_at(place, plan.all_layers, self._unwrapped) for place in places)
+        return all(plan.reloaded.layers.keys() >= set(layers) for layers in found)
 
     def _leave_more(self, plan: CopyPlan, changes: Sequence[str], lacking: Sequence[str]) -> None:
         """Leave layers to the reload that it does more with than the plan; all, if that fails."""
