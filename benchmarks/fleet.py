@@ -118,7 +118,7 @@ class Fleet:
     delta_share: float = 0.0064
     """Bytes of a delta, of the whole: what `python -m benchmarks delta` finds for 1 % changed."""
     find: float = 0.18 * 8 * _GB
-    """How fast a trainer compares and encodes: of a copy's speed, what the same finds."""
+    """How fast a trainer compares and encodes: of a copy's speed, what a slow run of that found."""
 
     @property
     def links(self) -> dict[str, float]:
