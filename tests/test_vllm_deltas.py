@@ -83,7 +83,10 @@ def run(directory: Path, model: str) -> dict[str, Any]:
     planned_loads.PlannedLoads._patch = counted  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(1)
     store = directory / "store"
-    with dbuffer.WeightSender(store, delta=True) as sender, follow(llm, store) as follower:
+    with (
+        dbuffer.WeightSender(store, delta=True) as sender,
+        follow(llm, store, poll_interval_s=0.01) as follower,
+    ):
         for number in range(1, NUM_SWITCHES + 1):
             change(weights, generator)
             seen["deltas"] += sender.send(weights).delta_bytes is not None
