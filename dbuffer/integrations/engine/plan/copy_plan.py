@@ -130,7 +130,7 @@ class CopyPlan:
     def _require_all_parameters(self, model: torch.nn.Module) -> None:
         """A reload would give others something: what they had when the engine was started, say."""
         tensors = [*model.named_parameters(), *model.named_buffers()]  # some buffers are views
-        reloaded = {
+        loaded = self.addresses | {
             _address(tensor)
             for name, tensor in tensors
             if layer_of(self._unwrapped(name)) in self.reloaded.layers
@@ -138,7 +138,7 @@ class CopyPlan:
         left_out = [
             f"{name} was not published"
             for name, parameter in model.named_parameters()
-            if parameter.nbytes and _address(parameter) not in self.addresses | reloaded
+            if parameter.nbytes and _address(parameter) not in loaded
         ]
         if left_out:
             raise NotPlannableError(listed(left_out, "; "))
@@ -406,8 +406,8 @@ def _live_tensors(
         for tensors in (model.named_parameters, model.named_buffers)
         for name, tensor in tensors(remove_duplicate=False)
     }
-    names = recording.places.keys() - set(without)
-    return {name: live[name] for name in recording.places if name in names and name in live}
+    names = [name for name in recording.places if name in live and name not in without]
+    return {name: live[name] for name in names}
 
 
 def _misfits(
