@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -137,6 +139,14 @@ class TestMappedTensors:
         assert mapped.tensor(0).sum() == 0
 
 
+class Source:
+    def __init__(self, done):
+        self.done = done
+
+    def work(self, first, _end):
+        self.done.append(first)
+
+
 class TestCopier:
     def test_writes_and_reads(self, make_mapped, copier, byte_specs):
         mapped = make_mapped(byte_specs)
@@ -194,6 +204,21 @@ class TestCopier:
         copier = Copier(1)
         copier.checksums(make_mapped(byte_specs))
         assert set(threading.enumerate()) == before
+
+    def test_a_thread_that_gets_no_turn_keeps_nothing(self, monkeypatch):
+        """What it kept mapped would keep the room of a file that was replaced."""
+        late, done = [], []
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", lambda _pool, call: late.append(call))
+        copier, source = Copier(4), Source(done)
+        kept = weakref.ref(source)
+        copier.in_parallel(source.work, [(0, 1), (1, 2), (2, 3), (3, 4)])
+        del source
+        assert len(late) == 3
+        assert kept() is None
+        for call in late:
+            call()
+        assert done == [0, 1, 2, 3]
+        copier.close()
 
 
 def test_what_can_be_copied_byte_by_byte():

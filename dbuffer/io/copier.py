@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import queue
@@ -35,8 +36,9 @@ class _Batch:
     """
 
     def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
-        self._work = work
-        self._left = collections.deque(slices)
+        # Nothing else refers to ``work``: a thread that gets its turn late still has this batch,
+        # and must not keep what was copied; a mapping keeps the room of a file that was unlinked.
+        self._left = collections.deque(functools.partial(work, *each) for each in slices)
         self._streams = _callers_streams()
         self._errors: list[BaseException] = []
         self._lock = threading.Lock()
@@ -63,10 +65,10 @@ class _Batch:
         with torch.inference_mode():
             while True:
                 try:
-                    first, end = self._left.popleft()
+                    work = self._left.popleft()
                 except IndexError:
                     return
-                self._work(first, end)
+                work()
 
     def settle(self) -> None:
         """Drop what nobody has begun, and wait for what somebody has."""
