@@ -586,6 +586,15 @@ def test_pause_that_cannot_be_ended_at_the_end_is_logged(
     assert "engine is left paused: not now" in caplog.text
 
 
+def test_an_engine_that_has_ended_is_not_left_paused(
+    store: Path, sender: dbuffer.WeightSender, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server that is stopped in a switch takes its engine down first."""
+    with left_paused(sender, store) as (engine, _):
+        engine.error = lambda: EngineEndedError("the engine is dead")
+    assert "left paused" not in caplog.text
+
+
 def test_engine_is_resumed_while_its_store_cannot_be_followed(
     store: Path, sender: dbuffer.WeightSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:

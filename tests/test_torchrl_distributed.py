@@ -112,6 +112,21 @@ def actions(batch: Any) -> list[float]:
     return values
 
 
+def end(collector: Any) -> None:
+    """Shut it down when its nodes have taken what they were told last.
+
+    TorchRL's nodes read an instruction and delete it then: one that comes in between is lost. If it
+    was the end, ``DistributedCollector.shutdown`` fails after ten seconds (seen).
+    """
+    if isinstance(collector, DistributedCollector):
+        told = [f"NODE_{rank}_in" for rank in range(1, collector.num_workers + 1)]
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(collector._store.check([each]) for each in told):
+            assert time.monotonic() < deadline, "a node takes no instructions"
+            time.sleep(0.01)
+    collector.shutdown()
+
+
 def records(address: Path) -> list[Any]:
     """What the workers say of themselves in the policy's store."""
     return list(dbuffer.store.buffer.DoubleBuffer(address / "policy").receivers())
@@ -134,7 +149,7 @@ def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
         **local(4),
     )
     total = sum(batch.numel() for batch in collector)
-    collector.shutdown()
+    end(collector)
     return total
 
 
@@ -159,7 +174,11 @@ def _update_policy(
         collector_class=node,
         sync=sync,
         weight_sync_schemes={"policy": DoubleBufferSyncScheme(address)},
-        **local(8, num_workers_per_collector=1 if node is Collector else 2),
+        # Of workers that collect at their own pace, one may be late with what it began before.
+        **local(
+            40 if node is MultiAsyncCollector else 8,
+            num_workers_per_collector=1 if node is Collector else 2,
+        ),
     )
     seen = []
     for batch in collector:
@@ -169,7 +188,7 @@ def _update_policy(
             collector.update_policy_weights_(
                 TensorDict.from_module(source) if with_factory else None
             )
-    collector.shutdown()
+    end(collector)
     return seen
 
 
@@ -203,7 +222,7 @@ def _update_by_itself(sync: bool, address: Path) -> Collected:
         seen.append(actions(batch))
         if len(seen) == 1:
             policy.weight.data.add_(1)
-    collector.shutdown()
+    end(collector)
     return seen
 
 
@@ -234,7 +253,7 @@ def _construct(address: Path) -> dict[str, int | None]:
     applied = {record.receiver: record.applied_version for record in records(address)}
     for _ in collector:
         pass
-    collector.shutdown()
+    end(collector)
     return applied
 
 
@@ -257,7 +276,7 @@ def _update_one(kind: Any, address: Path) -> Collected:
         seen.append(batch["action"].flatten().tolist())
         policy.weight.data.add_(1)
         collector.update_policy_weights_(worker_ids=worker_ids)
-    collector.shutdown()
+    end(collector)
     return seen
 
 
@@ -290,7 +309,7 @@ def _whole(kind: Any, node: Any, address: Path) -> Collected:
         seen.append(actions(batch))
         policy.say(float(len(seen)))
         collector.update_policy_weights_()
-    collector.shutdown()
+    end(collector)
     return seen
 
 
@@ -311,7 +330,7 @@ def _begin(kind: Any, address: Path) -> Collected:
         **local(2),
     )
     seen = [actions(batch) for batch in collector]
-    collector.shutdown()
+    end(collector)
     return seen
 
 
@@ -369,7 +388,7 @@ def _shut_down(kind: Any, address: Path) -> list[int]:
     for batch in collector:
         collector.update_policy_weights_(PidPolicy())
         pids |= {int(pid) for pid in actions(batch)}
-    collector.shutdown()
+    end(collector)
     collector.shutdown()
     return sorted(pids)
 

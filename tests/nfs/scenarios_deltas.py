@@ -22,7 +22,7 @@ from dbuffer.store import retirement
 
 MB = 1 << 20
 SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)
-NUM_PUBLISHES = 80
+NUM_PUBLISHES = 80 if is_soak() else 40
 NUM_WITH_DEATHS = 2_000 if is_soak() else 40
 MOST_BETWEEN_DEATHS = 50 if is_soak() else 8
 LARGE = Sparse(num_tensors=4, numel=MB // 4, one_in=256)
@@ -32,6 +32,7 @@ LATE = 5
 """The version with which the late reader comes."""
 
 
+@pytest.mark.soak
 @scenario()
 def test_publishing_deltas_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
     require_no_mix_at_full_speed(guest, NUM_PUBLISHES, SMALL_CHANGES, delta=True)

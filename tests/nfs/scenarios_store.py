@@ -18,10 +18,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from guest import EXPORT, Guest, times_to_look, until
 from lab import scenario
-from support import TIMEOUT_S, Child, Pattern, Step, at_step, in_soaks_alone, newest
+from support import TIMEOUT_S, Child, Pattern, Step, at_step, in_soaks_alone, is_soak, newest
 
 import dbuffer
 from dbuffer.receive import receiver
@@ -34,7 +35,7 @@ from dbuffer.store.retirement import KEEP_AT_LEAST_S
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 WEIGHTS_BYTES = 12 * 16_384 * 8  # 1.5 MiB
 
-NUM_PUBLISHES = 150
+NUM_PUBLISHES = 150 if is_soak() else 100
 POLL_INTERVAL_S = 0.5
 READER_TIMEOUT_S = 9.0
 NOBODY_WAITS_S = 6.0
@@ -117,6 +118,7 @@ def read_with_delays(
     connection.send(versions[1:])
 
 
+@pytest.mark.soak
 @scenario(both=True)
 def test_publishing_at_full_speed_nobody_reads_a_mix(guest: Guest) -> None:
     require_no_mix_at_full_speed(guest, NUM_PUBLISHES, WEIGHTS, delta=False)
@@ -432,11 +434,13 @@ def test_the_writers_network_is_cut_in_mid_publish(guest: Guest) -> None:
         trio.publish()
 
 
+@pytest.mark.soak
 @scenario(disruptive=True)
 def test_the_server_restarts_in_mid_publish(guest: Guest) -> None:
     with contextlib.ExitStack() as stack:
         trio = Trio(guest, stack)
-        for step in IN_MID_PUBLISH[1:3]:
+        # Each restart takes the server's grace, 10 s.
+        for step in IN_MID_PUBLISH[1:3] if is_soak() else IN_MID_PUBLISH[2:3]:
             stop_at(trio.writer, step)
             guest.restart_server()
             trio.writer.send()
@@ -509,6 +513,7 @@ def receive_all(child: Child) -> list[int]:
     return received
 
 
+@pytest.mark.soak
 @scenario(disruptive=True, both=True)
 def test_the_servers_power_is_cut(guest: Guest) -> None:
     """What was published before is whole after it, and whoever is alive goes on."""
@@ -516,7 +521,7 @@ def test_the_servers_power_is_cut(guest: Guest) -> None:
     last = 0
     with contextlib.ExitStack() as stack:
         reader = stack.enter_context(guest.on("r", read_when_told))
-        for dies in (True, False):
+        for dies in (True, False) if is_soak() else (False,):
             with guest.on("w", publish_durably, last + 1) as writer:
                 assert writer.receive() == last + 1
                 time.sleep(rng.uniform(0.5, 1.5))
@@ -535,13 +540,14 @@ def test_the_servers_power_is_cut(guest: Guest) -> None:
                     assert last > published
 
 
+@pytest.mark.soak
 @scenario(disruptive=True, both=True)
 def test_the_server_restarts_before_it_has_answered(guest: Guest) -> None:
     """What it has done it does not know then, and is asked to do again: a rename cannot be."""
     with contextlib.ExitStack() as stack:
         trio = Trio(guest, stack)
         scratch = guest.server_path / "store" / "tmp"
-        for file in ("manifest.json", "CURRENT"):
+        for file in ("manifest.json", "CURRENT") if is_soak() else ("CURRENT",):
             stop_at(trio.writer, Step("c_call", "replace", file))
             (temporary,) = scratch.glob(f".{file}.*")
             guest.delay("w", 2_000)  # of each answer, and before the rename there are others

@@ -418,6 +418,8 @@ class Follower(Closing):
         if self._state.owes_resume:
             try:
                 self._resume_as_unknown()
+            except errors.EngineEndedError:
+                pass  # so it does not stand still
             except (errors.DBufferError, OSError) as error:
                 logger.error("%s is left paused: %s", self.engine_id, error)
         if self._view is not None:
