@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import TIMEOUT_S, Child, in_soaks_alone
+from support import TIMEOUT_S, Child, in_soaks_alone, is_soak
 from torchrl_parts import (
     ConstantPolicy,
     DoubleBufferSyncScheme,
@@ -192,9 +192,20 @@ def _update_policy(
     return seen
 
 
-@KINDS
-@NODES
-@pytest.mark.parametrize(("sync", "with_factory"), [(False, True), (True, False)])
+ALL_WAYS = [
+    pytest.param(kind, node, sync, not sync, id=f"{kind.__name__}-{node.__name__}-{mode}")
+    for kind in (DistributedCollector, RPCCollector)
+    for node in (Collector, MultiSyncCollector, MultiAsyncCollector)
+    for mode, sync in (("async, factory", False), ("sync", True))
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "node", "sync", "with_factory"),
+    # Every pair of them at least.
+    ALL_WAYS if is_soak() else ALL_WAYS[0:1] + ALL_WAYS[3:5] + ALL_WAYS[7:9] + ALL_WAYS[11:],
+)
 def test_distributed_collector_updatepolicy(
     address: Path, kind: Any, node: Any, sync: bool, with_factory: bool
 ) -> None:
