@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import TIMEOUT_S, Child, in_soaks_alone, is_soak
+from support import TIMEOUT_S, Child, in_soaks_alone, is_soak, until
 from torchrl_parts import (
     ConstantPolicy,
     DoubleBufferSyncScheme,
@@ -50,12 +50,10 @@ import dbuffer
 
 pytestmark = pytest.mark.usefixtures("torchrl_preloaded")
 
-NODES = pytest.mark.parametrize(
-    "node", [Collector, MultiSyncCollector, MultiAsyncCollector], ids=lambda node: node.__name__
-)
-KINDS = pytest.mark.parametrize(
-    "kind", [DistributedCollector, RPCCollector], ids=lambda kind: kind.__name__
-)
+NODE_CLASSES = (Collector, MultiSyncCollector, MultiAsyncCollector)
+KIND_CLASSES = (DistributedCollector, RPCCollector)
+NODES = pytest.mark.parametrize("node", NODE_CLASSES, ids=lambda node: node.__name__)
+KINDS = pytest.mark.parametrize("kind", KIND_CLASSES, ids=lambda kind: kind.__name__)
 FRAMES = 8
 
 Collected = list[list[float]]
@@ -119,11 +117,9 @@ def end(collector: Any) -> None:
     was the end, ``DistributedCollector.shutdown`` fails after ten seconds (seen).
     """
     if isinstance(collector, DistributedCollector):
-        told = [f"NODE_{rank}_in" for rank in range(1, collector.num_workers + 1)]
-        deadline = time.monotonic() + TIMEOUT_S
-        while any(collector._store.check([each]) for each in told):
-            assert time.monotonic() < deadline, "a node takes no instructions"
-            time.sleep(0.01)
+        for rank in range(1, collector.num_workers + 1):
+            told = [f"NODE_{rank}_in"]
+            until("it is taken", lambda told=told: not collector._store.check(told), TIMEOUT_S)
     collector.shutdown()
 
 
@@ -133,10 +129,7 @@ def records(address: Path) -> list[Any]:
 
 
 def wait_for_end(pid: int, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline, f"process {pid} is left"
-        time.sleep(0.02)
+    until(f"process {pid} has ended", lambda: not Path(f"/proc/{pid}").exists(), timeout_s)
 
 
 def _collect_at_random(kind: Any, node: Any, address: Path) -> int:
@@ -192,20 +185,18 @@ def _update_policy(
     return seen
 
 
-ALL_WAYS = [
-    pytest.param(kind, node, sync, not sync, id=f"{kind.__name__}-{node.__name__}-{mode}")
-    for kind in (DistributedCollector, RPCCollector)
-    for node in (Collector, MultiSyncCollector, MultiAsyncCollector)
-    for mode, sync in (("async, factory", False), ("sync", True))
+# Every pair of a kind, a node and a mode; in a soak every combination.
+WAYS = [
+    pytest.param(kind, node, sync, not sync, id=f"{kind.__name__}-{node.__name__}-{sync}")
+    for index, kind in enumerate(KIND_CLASSES)
+    for other, node in enumerate(NODE_CLASSES)
+    for sync in (False, True)
+    if is_soak() or sync == (index + other) % 2
 ]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("kind", "node", "sync", "with_factory"),
-    # Every pair of them at least.
-    ALL_WAYS if is_soak() else ALL_WAYS[0:1] + ALL_WAYS[3:5] + ALL_WAYS[7:9] + ALL_WAYS[11:],
-)
+@pytest.mark.parametrize(("kind", "node", "sync", "with_factory"), WAYS)
 def test_distributed_collector_updatepolicy(
     address: Path, kind: Any, node: Any, sync: bool, with_factory: bool
 ) -> None:
