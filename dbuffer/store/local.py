@@ -152,6 +152,8 @@ class _RewrittenFiles(WeightsFiles):
     ) -> bool:
         return (
             self._can_rewrite
+            # Readers of a network mount take no lock, and rely on it that it stays as it is.
+            and not old.is_final
             and old.state == "complete"
             and old.layout_xxh3 == layout_xxh3
             and old.file_bytes == file_bytes

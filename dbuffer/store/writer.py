@@ -186,9 +186,10 @@ class BufferWriter:
     ) -> Claim:
         """Lock the idle buffer and mark it as being written.
 
-        The buffer's file is rewritten if the medium can do that, it has this layout already and
-        nobody reads it; otherwise a new one for ``file_bytes`` is made (0: not known yet), or none
-        for a version that is to build upon the file of an earlier one.
+        The buffer's file is rewritten if the medium can do that, it has this layout already,
+        nobody reads it and no other version stands on it; otherwise a new one for ``file_bytes``
+        is made (0: not known yet), or none for a version that is to build upon the file of an
+        earlier one.
 
         Raises:
             StoreFullError: there is no room for a new file.
@@ -199,8 +200,9 @@ class BufferWriter:
         found = self._look()
         buffer = self._idle_buffer(found)
         old = found.manifests[buffer]
+        kept = self._files_of(found, other_buffer(buffer))
         file = None
-        if with_file:
+        if with_file and old is not None and self.root / buffer / old.file not in kept:
             file = self._reuse(buffer, old, layout_xxh3, file_bytes)
         # Counted on from our own last one too: the record that held it may be damaged by now.
         self._generation = generation = max(self._generation, found.last_generation) + 2
@@ -217,7 +219,7 @@ class BufferWriter:
         )
         self._put(self.root / buffer / places.MANIFEST_FILE, marked)
         path = self.root / buffer / name
-        keep = self._files_of(found, other_buffer(buffer)) | {path}
+        keep = kept | {path}
         if file is None:
             self._files.put_away(buffer, old, keep=keep)
         if self._has_deltas:
