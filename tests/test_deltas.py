@@ -7,6 +7,7 @@ a whole one. The trainer's tensors are compared bit by bit, in each reader's han
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -28,6 +29,7 @@ from dbuffer.receive import receiver as receiver_module
 from dbuffer.receive.stager import Stager
 from dbuffer.store import retirement
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
+from dbuffer.store.writer import BufferWriter
 from dbuffer.tools.verification import verify_store
 
 Tensors = dict[str, torch.Tensor]
@@ -376,13 +378,94 @@ def test_a_shared_directory(shm_path: Path, mount: str) -> None:
             assert opened(reader) == 4
 
 
-def test_a_delta_that_others_can_write_to_is_refused(store: Path, network: None) -> None:
+def test_a_delta_that_others_can_write_to_is_refused_and_not_built_upon(
+    store: Path, mount: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with make_sender(store) as sender:
         publish(sender, 1, 2)
         [path] = store.glob("deltas/*")
         path.chmod(0o666)
-        with pytest.raises(dbuffer.StoreInsecureError, match=path.name), reader_of(store) as reader:
-            opened(reader)
+        if mount == "network":
+            with pytest.raises(dbuffer.StoreInsecureError, match=path.name):
+                newest(store)
+        publish(sender, 3)
+        assert f"others can write to {path}" in caplog.text
+        assert path.stem not in manifest_of(store).chain[1:]
+        assert newest(store, verify=True) == 3
+        publish(sender, 4)
+        assert newest(store, verify=True) == 4
+
+
+def test_deltas_that_others_can_add_to_are_refused_by_the_sender(store: Path, mount: str) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        (store / "deltas").chmod(0o777)
+        with pytest.raises(dbuffer.StoreInsecureError, match="chmod go-w"):
+            publish(sender, 3)
+        (store / "deltas").chmod(0o700)
+        assert newest(store, verify=True) == 2
+        publish(sender, 3, 4)
+        assert newest(store, verify=True) == 4
+
+
+@pytest.mark.parametrize("name", ["tmp", "idle", "receivers", "deltas"])
+def test_a_directory_that_was_removed_is_made_again(store: Path, mount: str, name: str) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2, 3)
+        shutil.rmtree(store / (other_buffer(newest_buffer(store)) if name == "idle" else name))
+        publish(sender, 4, 5, 6)
+        assert newest(store, verify=True) == 6
+
+
+def few_changed(version: int) -> Tensors:
+    weights = {"a": torch.zeros(4000), "b": torch.ones(7)}
+    weights["a"][::100] = version
+    return weights
+
+
+def begin_and_fail(store: Path, *, delta: bool) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError
+
+    with make_sender(store, delta=delta) as sender, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BufferWriter, "commit", fail)
+        with pytest.raises(KeyError):
+            sender.send(few_changed(9))
+
+
+def move_in(store: Path) -> None:
+    model = torch.nn.ParameterDict(few_changed(9))
+    with dbuffer.ResidentModel(model, store):
+        for parameter in model.parameters():
+            parameter.data.fill_(9)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param(functools.partial(begin_and_fail, delta=True), id="a delta sender"),
+        pytest.param(functools.partial(begin_and_fail, delta=False), id="one without"),
+        pytest.param(move_in, id="a resident"),
+    ],
+)
+@pytest.mark.parametrize("num_versions", [2, 3, 4])
+def test_a_local_sender_writes_into_no_file_of_a_network_sender(
+    store: Path, monkeypatch: pytest.MonkeyPatch, num_versions: int, begin: Callable[[Path], None]
+) -> None:
+    """Whose newest version stands on one; and other hosts may be reading the other."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with make_sender(store) as sender:
+        for version in range(1, num_versions + 1):
+            sender.send(few_changed(version))
+    before = {path: path.read_bytes() for path in version_files(store)}
+    monkeypatch.setenv("DBUFFER_MOUNT", "local")
+    begin(store)
+    left = [path for path in before if path.exists()]
+    assert all(path.read_bytes() == before[path] for path in left)
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with reader_of(store) as reader, reader.open() as snapshot:
+        assert snapshot.version == num_versions
+        assert_same_bits(snapshot.tensors, few_changed(num_versions))
 
 
 def test_an_iterator_is_refused_and_takes_nothing_away(store: Path, mount: str) -> None:

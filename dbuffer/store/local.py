@@ -225,7 +225,9 @@ class _RewrittenFiles(WeightsFiles):
 
     def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
         """Remove it: nobody looks for what no manifest names."""
-        for path in self.all_in(directory):
+        # What somebody else has removed is held open, and with it its room.
+        opened = [path for path in self.open if path.parent == self.records.root / directory]
+        for path in {*self.all_in(directory), *opened}:
             if path not in keep:
                 self.let_go(path)
                 with contextlib.suppress(FileNotFoundError):
