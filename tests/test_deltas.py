@@ -515,6 +515,41 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
         assert newest(store, verify=True) == 4
 
 
+@pytest.mark.parametrize("place", ["encode_delta", "Step.add_delta", "Step.commit"])
+def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
+    store: Path, mount: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the check, or past autograd: that version is torn at worst, and the next is right."""
+    weights = {"a": torch.zeros(4000), "b": torch.zeros(40_000)}
+
+    def step() -> None:
+        for tensor in weights.values():
+            tensor.numpy()[: 7 if tensor is weights["b"] else None] += 1
+
+    whose, _, name = place.rpartition(".")
+    holder = getattr(chaining, whose) if whose else chaining
+    called = getattr(holder, name)
+
+    def and_step(*arguments, **options):  # type: ignore[no-untyped-def]
+        done = called(*arguments, **options)
+        step()
+        return done
+
+    # Without checksums, which would show it.
+    with make_sender(store, checksum=False) as sender, reader_of(store) as reader:
+        for _ in range(4):
+            sender.send(weights)
+            step()
+            with monkeypatch.context() as patch:
+                patch.setattr(holder, name, and_step)
+                assert sender.send(weights, wait=False).wait(10).delta_bytes is not None
+            for _ in range(2):
+                assert sender.send(weights).delta_bytes is not None
+                with reader.open() as snapshot:
+                    assert_same_bits(snapshot.tensors, weights)
+                weights["b"][11] += 1
+
+
 # ---------------------------------------------------------------------------------------------
 # What goes and what stays
 
