@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -922,7 +923,17 @@ ONE, TWO = torch.tensor([1.0]), torch.tensor([1.0, 2.0])
         ([SparsePatch("a", TWO.long() * 0, TWO)], dbuffer.InvalidWeightsError, "twice"),
         ([SparsePatch("a", ONE, ONE)], dbuffer.InvalidWeightsError, "integers"),
         ([SparsePatch("a", ONE.bool(), ONE)], dbuffer.InvalidWeightsError, "integers"),
+        ([SparsePatch("a", ONE + 0j, ONE)], dbuffer.InvalidWeightsError, "integers"),
         ([SparsePatch("a", ONE.long(), ONE)] * 2, dbuffer.InvalidWeightsError, "two patches"),
+        (None, dbuffer.InvalidWeightsError, "a list of SparsePatch, not None"),
+        ([("a", ONE.long(), ONE)], dbuffer.InvalidWeightsError, "is a SparsePatch"),
+        ([SparsePatch(5, ONE.long(), ONE)], dbuffer.InvalidWeightsError, "is a text"),
+        ([SparsePatch(["a"], ONE.long(), ONE)], dbuffer.InvalidWeightsError, "is a text"),
+        ([SparsePatch("a", [1], ONE)], dbuffer.InvalidWeightsError, "indices .* not a list"),
+        ([SparsePatch("a", ONE.long(), ONE.numpy())], dbuffer.InvalidWeightsError, "ndarray"),
+        ([SparsePatch("a", ONE.long(), ONE.to_sparse())], dbuffer.InvalidWeightsError, "sparse"),
+        ([SparsePatch("a", ONE.long(), ONE.to("meta"))], dbuffer.InvalidWeightsError, "meta"),
+        ([SparsePatch("a", ONE.long(), ONE, 4000)], dbuffer.InvalidWeightsError, "is a tuple"),
         (
             [SparsePatch("a", ONE.long(), ONE), SparsePatch("tied", ONE.long(), ONE)],
             dbuffer.InvalidWeightsError,
@@ -931,7 +942,7 @@ ONE, TWO = torch.tensor([1.0]), torch.tensor([1.0, 2.0])
     ],
 )
 def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(
-    store: Path, mount: str, patches: list[SparsePatch], error: type[Exception], said: str
+    store: Path, mount: str, patches: Any, error: type[Exception], said: str
 ) -> None:
     a = torch.arange(4000.0)
     with make_sender(store) as sender, reader_of(store) as reader:
@@ -939,11 +950,25 @@ def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(
         before = {path: path.read_bytes() for path in version_files(store)}
         good = SparsePatch("a", torch.tensor([7]), torch.tensor([-7.0]))
         with pytest.raises(error, match=said):
-            sender.send_patches([*patches])
+            sender.send_patches(patches)
         assert {path: path.read_bytes() for path in version_files(store)} == before
         assert sender.send_patches([good]).version == 2
         with reader.open() as snapshot:
             assert snapshot.tensors["a"][7] == -7.0
+
+
+def test_views_are_patches_as_any_other_tensors(store: Path, mount: str) -> None:
+    """One element of a view is contiguous, whatever its stride."""
+    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
+        weights = {"a": torch.arange(4000.0)}
+        sender.send(weights)
+        negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+        for count in (1, 2):
+            at = torch.arange(40).flip(0)[::2][:count]
+            for values in (negated[:count], torch.arange(9.0)[5::2][:count]):
+                sender.send_patches([SparsePatch("a", at, values)])
+                weights["a"][at] = values
+                assert_all_read_same(reader, weights)
 
 
 def test_values_of_another_width_are_cast(store: Path, mount: str) -> None:
@@ -977,6 +1002,37 @@ def test_patches_need_a_version_before_and_a_sender_with_deltas(store: Path, mou
         with pytest.raises(dbuffer.InvalidWeightsError, match="metadata"):
             sender.send_patches([], metadata={"a": object()})
         assert sender.send_patches([], version=7).version == 7
+
+
+def refuse_weights(sender: dbuffer.WeightSender) -> None:
+    sender.send({"a": object()})  # type: ignore[dict-item]
+
+
+def refuse_metadata(sender: dbuffer.WeightSender) -> None:
+    sender.send(SPARSE.weights(3), metadata={"a": object()})
+
+
+def refuse_a_version(sender: dbuffer.WeightSender) -> None:
+    sender.send(SPARSE.weights(3), version=1, wait=False)
+
+
+@pytest.mark.parametrize("fail", [refuse_weights, refuse_metadata, refuse_a_version])
+def test_no_patches_after_a_send_that_was_refused(
+    store: Path, mount: str, fail: Callable[[dbuffer.WeightSender], None]
+) -> None:
+    """They are of weights that were never published."""
+    patches = patches_between(SPARSE.weights(3), SPARSE.weights(4))
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        with pytest.raises(dbuffer.DBufferError):
+            fail(sender)
+        for _ in range(2):
+            with pytest.raises(dbuffer.VersionError, match="send all weights once"):
+                sender.send_patches(patches)
+        assert newest(store, verify=True) == 2
+        assert publish(sender, 3)[0] is not None, "nothing was touched"
+        assert sender.send_patches(patches).version == 4
+        assert newest(store, verify=True) == 4
 
 
 # ---------------------------------------------------------------------------------------------

@@ -190,9 +190,9 @@ class Chaining:
         return Step(draft, version, tip, tip.chain[-1:] if self._is_broken(tip) else tip.chain)
 
     def _is_broken(self, tip: Tip) -> bool:
-        """Whether a reader cannot have the last version, or its deltas: by its files, or it said so.
+        """Whether readers cannot have the last version or its deltas: by its files, or one said so.
 
-        Nor do readers take what others could have written.
+        Nor do they take what others could have written.
         """
         writer = self.drafts.writer
         found = writer.store.undamaged_manifest(tip.buffer)

@@ -206,7 +206,9 @@ def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
         found = path.lstat()
     _check_regular(found, path, owner_only=owner_only)
     if found.st_size != num_bytes:
-        raise StoreCorruptError(f"{path} has {found.st_size} bytes, and was written with {num_bytes}")
+        raise StoreCorruptError(
+            f"{path} has {found.st_size} bytes, and was written with {num_bytes}"
+        )
 
 
 def refresh(directory: Path) -> None:
