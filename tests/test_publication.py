@@ -12,14 +12,14 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from support import at_call, received
+from support import received
 from torch import nn
 
 from dbuffer import (
@@ -38,6 +38,8 @@ from dbuffer import (
     WriterActiveError,
 )
 from dbuffer.integrations import sender_metrics
+from dbuffer.publish import publication as publication_module
+from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
@@ -239,8 +241,24 @@ def test_versions_come_in_the_order_in_which_they_were_sent(
     assert received(store)["a"][0] == 20
 
 
-THREAD_STEPS = frozenset({"append", "start_new_thread", "acquire", "put", "release"})
-"""Calls of C functions in what begins a publish in a thread."""
+def at_line(number: int, action: Callable[[str], None]) -> None:
+    """Call ``action`` before the ``number``-th line that this thread comes to, of some.
+
+    Those of a sender that begins a thread, and where Python waits for it; with the function's name.
+    """
+    files = {sender_module.__file__, publication_module.__file__}
+    waits = threading.Condition.wait.__code__
+    lines = itertools.count(1)
+
+    def trace(frame: Any, event: str, _argument: Any) -> Any:
+        if frame.f_code.co_filename not in files and frame.f_code is not waits:
+            return None
+        if event == "line" and next(lines) == number:
+            sys.settrace(None)
+            action(frame.f_code.co_name)
+        return trace
+
+    sys.settrace(trace)
 
 
 def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate: Gate, store: Path) -> None:
@@ -248,26 +266,27 @@ def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate: Gate, stor
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     went_on = []
 
-    def interrupt() -> None:
-        gate.is_there.wait(0.1)  # as long as the thread may need to begin, if there is one
+    def interrupt(name: str) -> None:
+        if name == "wait":  # for the thread, which may come as far as to publish meanwhile
+            gate.is_there.wait(0.05)
         raise KeyboardInterrupt
 
     with WeightSender(store) as sender:
         sender.guard(optimizer)
-        for call in itertools.count(1):
+        for number in itertools.count(1):
             gate.is_there.clear()
             gate.may_go_on.clear()
             sent, before = model.bias.detach().clone(), newest(store)
-            at_call(call, interrupt, THREAD_STEPS)
+            at_line(number, interrupt)
             try:
                 sender.send(model, wait=False)
             except (KeyboardInterrupt, RuntimeError):  # what Python makes of it in its own locks
-                went_on.append(gate.is_there.is_set())
+                went_on.append(any(not one._future.cancelled() for one in sender._pending))
             else:
                 break
             finally:
-                sys.setprofile(None)
-                gate.open_in(0.05)
+                sys.settrace(None)
+                gate.open_in(0.01)
             model.bias.grad = torch.ones_like(model.bias)
             optimizer.step()
             assert (newest(store) != before) == went_on[-1], "a step was taken in the middle of it"

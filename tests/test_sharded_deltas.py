@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from damage import flip_bit
-from support import SPARSE, newest
+from support import SPARSE, fill, newest, received, small_disk
 from test_sharded import (
     STRIDED,
     Case,
@@ -38,6 +38,7 @@ from dbuffer.publish import chaining
 from dbuffer.publish.rank_output import OwnFile, SharedFile
 from dbuffer.ranks import agreement
 from dbuffer.store.buffer import DoubleBuffer, Held
+from dbuffer.store.writer import BufferWriter
 
 MOUNTS = ["local", "network"]
 
@@ -488,3 +489,57 @@ def test_options_are_refused(world, store):
 
 def make_with(rank: int, store: Path, options: dict[str, Any]) -> None:
     ShardedWeightSender(store, **options).close()
+
+
+MEGABYTE = 1 << 20
+
+
+def without_room(rank: int, disk: Path) -> list[bool]:
+    """From the third version to the fifth there is no room for a delta."""
+    weights = {"weight": torch.zeros(2 * MEGABYTE, dtype=torch.uint8)}
+    generator = torch.Generator().manual_seed(0)
+    told = []
+    with mounted("local"), ShardedWeightSender(disk / "store", delta=True) as sender:
+        for number in range(7):
+            weights["weight"][torch.randperm(2 * MEGABYTE, generator=generator)[:100_000]] += 1
+            if rank == 0 and number in (2, 5):
+                (disk / "filler").unlink(missing_ok=True)
+                if number == 2:
+                    fill(disk, leave_bytes=8192)
+            told.append(sender.send(weights).delta_bytes is not None)
+            if rank == 0:
+                assert_same(received(disk / "store"), weights)
+    return told
+
+
+def test_without_room_for_a_delta_the_version_is_published_alone(world, tmp_path):
+    with small_disk(tmp_path / "disk", 6 * MEGABYTE) as disk:
+        for told in world.run(without_room, disk):
+            assert (told[:3], told[-1]) == ([False, True, False], True)
+
+
+def begin_locally(rank: int, store: Path, weights: dict[str, torch.Tensor]) -> None:
+    """A sender for which the store is a disk of its own; it fails before its commit."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise dbuffer.StoreAccessError("no more")
+
+    with (
+        mounted("local"),
+        pytest.MonkeyPatch.context() as patch,
+        ShardedWeightSender(store, delta=True) as sender,
+    ):
+        patch.setattr(BufferWriter, "commit", fail)
+        with pytest.raises(dbuffer.DBufferError, match="no more"):
+            sender.send(weights)
+
+
+def test_local_ranks_write_into_no_file_of_a_network_sender(world, store):
+    weights = {"weight": torch.zeros(40_000)}
+    with mounted("network"), dbuffer.WeightSender(store, delta=True) as sender:
+        for version in range(1, 5):
+            weights["weight"][7] = version
+            sender.send(weights)
+    world.run(begin_locally, store, {"weight": torch.full((40_000,), 9.0)})
+    with mounted("network"):
+        assert_same(received(store), weights)

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from typing import Self
 
@@ -62,7 +62,7 @@ class PendingPublication:
         self._is_told = False
 
     def begin(self, publish: Callable[[], Publication]) -> None:
-        """Publish from a thread. If this is interrupted, it is under way, or never will be."""
+        """Publish from a thread, unless it is cancelled before the thread begins."""
 
         def run() -> None:
             if not self._future.set_running_or_notify_cancel():
@@ -74,11 +74,11 @@ class PendingPublication:
             else:
                 self._future.set_result(publication)
 
-        try:
-            threading.Thread(target=run, name="dbuffer-send").start()
-        except BaseException:
-            self._future.cancel()
-            raise
+        threading.Thread(target=run, name="dbuffer-send").start()
+
+    def cancel(self) -> None:
+        """Let it not begin, if it has not: then it is over, and nothing went wrong with it."""
+        self._future.cancel()
 
     @property
     def is_done(self) -> bool:
@@ -115,7 +115,8 @@ class PendingPublication:
 
     def finish(self) -> None:
         """Wait until it is over, well or not."""
-        wait([self._future])
+        with contextlib.suppress(CancelledError):
+            self._future.exception()
 
     def untold_error(self) -> BaseException | None:
         """Of one that is over: what went wrong with it, if nobody has been told so far."""

@@ -224,9 +224,13 @@ class WeightSender(LocalSender):
             return self._note_sent(started, at, published)
 
         pending = PendingPublication()
-        # Before it begins: whatever interrupts this, it is waited for.
-        self._pending.append(pending)
-        pending.begin(publish)
+        try:
+            # First of all: if this is interrupted later, it may go on, and is waited for.
+            self._pending.append(pending)
+            pending.begin(publish)
+        except BaseException:
+            pending.cancel()
+            raise
         return pending
 
     def send_patches(
