@@ -7,12 +7,13 @@ it was to write is written, and on a network mount flushed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -31,7 +32,7 @@ from dbuffer.publish.draft import Draft, Drafts, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.publisher import Publisher
 from dbuffer.publish.rank_output import Claimed, OwnFile, RankOutput, SharedFile, check_parts
-from dbuffer.publish.sharded_deltas import Asked, ShardedDeltas
+from dbuffer.publish.sharded_deltas import NOT_YET, Asked, ShardedDeltas
 from dbuffer.publish.shards import Boxes, Plan
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
@@ -44,16 +45,6 @@ from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, Weights, is_stream
 
 DEFAULT_RANK_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """What a rank says of its weights."""
-
-    weights_xxh3: str
-    """Of all that must be the same on all ranks."""
-    boxes: Boxes | None
-    """What it holds of each tensor; None if that is what it held the last time."""
 
 
 class ShardedWeightSender(Publisher):
@@ -130,7 +121,7 @@ class ShardedWeightSender(Publisher):
             threads = self._share_of_cores() if num_threads is None else num_threads
             self._copier = Copier(threads)
 
-        def open_store() -> tuple[bool, bool]:
+        def open_store() -> list[bool]:
             writer = BufferWriter(
                 store,
                 durable=durable,
@@ -141,7 +132,7 @@ class ShardedWeightSender(Publisher):
             medium = writer.medium
             self._check_reach(medium)
             checked = medium.has_checksums if checksum == "auto" else checksum
-            return medium.maps_files, checked
+            return [medium.maps_files, checked]
 
         try:
             self._agreement.each("take its options", take_options)
@@ -184,7 +175,7 @@ class ShardedWeightSender(Publisher):
                 as `WeightSender.send`.
         """
         started = time.monotonic()
-        with self._publishing():
+        with self._publishing(), self._agreement.call():
             try:
                 published = self._send(weights, version, metadata)
             except BaseException:
@@ -249,13 +240,15 @@ class ShardedWeightSender(Publisher):
         self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
     ) -> tuple[int, Layout, int | None]:
         ranks = self._agreement
-        source = self._describe(weights, version)
+        source, base = self._describe(weights, version)
         footer = self._output.footer_of(self._footer_of(source), self._plan)
         if self._deltas is not None:
-            asked = Asked(source, footer, self._plan, lambda: self._asked(version, metadata))
+            to_claim = functools.partial(self._asked, version, metadata)
+            asked = Asked(source, footer, self._plan, base, to_claim)
             published, delta_bytes = self._deltas.publish(asked)
             return published, footer.layout, delta_bytes
-        claimed = ranks.first("claim a buffer", lambda: self._claim(footer, version, metadata))
+        claim = ranks.first("claim a buffer", lambda: self._claim(footer, version, metadata))
+        claimed = Claimed(**claim)
         ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
         if self._plan.gathered:
             ranks.each("gather and write", lambda: self._write_gathered(source))
@@ -281,43 +274,57 @@ class ShardedWeightSender(Publisher):
     ) -> tuple[int, dict[str, Any]]:
         return self._lead().writer.next_version(version), checked_metadata(metadata)
 
-    def _describe(self, weights: Weights, version: int | None) -> Source:
-        ranks = self._agreement
+    def _describe(self, weights: Weights, version: int | None) -> tuple[Source, int | None]:
+        """Describe the weights, alike on all ranks; and the base of the next version's delta."""
+        ranks, deltas = self._agreement, self._deltas
         sources: list[Source] = []
 
-        def describe() -> _Described:
+        def describe() -> dict[str, Any]:
             source = _describe(self._describer, weights)
             sources.append(source)
             footer = self._footer_of(source)
             self._output.keep_only(footer.layout)
             boxes = shards.held_boxes(source.tensors)
             is_known = self._planned == footer.layout_xxh3 and self._held[ranks.rank] == boxes
-            return _Described(_digest_of(source, footer, version), None if is_known else boxes)
+            return {
+                "weights_xxh3": _digest_of(source, footer, version),
+                "boxes": None if is_known else boxes,  # what this rank held the last time
+                "base": None if deltas is None else deltas.base,
+            }
 
         described = ranks.each("describe its weights", describe)
         [source] = sources
-        if len({one.weights_xxh3 for one in described}) > 1:
+        if len({one["weights_xxh3"] for one in described}) > 1:
             self._explain_difference(source, version)
-        if any(one.boxes is not None for one in described):
-            last = self._held or [[]] * len(described)
-            self._held = [
-                known if one.boxes is None else one.boxes
-                for one, known in zip(described, last, strict=True)
-            ]
-            self._plan = shards.make_plan(
-                source.specs, self._held, rows_only=self._output.rows_only
-            )
-            self._planned = self._footer_of(source).layout_xxh3
-        return source
+        bases = {one["base"] for one in described}
+        base = bases.pop() if len(bases) == 1 else None
+        boxes = [one["boxes"] for one in described]
+        if boxes != [None] * ranks.size:
+            self._make_plan(source, boxes)
+            base = base if base == NOT_YET else None
+        return source, base
+
+    def _make_plan(self, source: Source, by_rank: list[list[Any] | None]) -> None:
+        """Plan anew who writes what; ``by_rank``: boxes as JSON has them, None: the same as before.
+
+        All ranks know the boxes of all, and come to the same plan.
+        """
+        last = self._held or [[]] * len(by_rank)
+        self._held = [
+            known if boxes is None else shards.boxes_of(boxes)
+            for boxes, known in zip(by_rank, last, strict=True)
+        ]
+        self._plan = shards.make_plan(source.specs, self._held, rows_only=self._output.rows_only)
+        self._planned = self._footer_of(source).layout_xxh3
 
     def _claim(
         self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> Claimed:
-        """Begin a version, on rank 0, for all ranks to fill."""
+    ) -> dict[str, Any]:
+        """Begin a version, on rank 0, for all ranks to fill: the fields of a `Claimed`."""
         drafts = self._lead()
         version, self._metadata = self._asked(version, metadata)
         self._draft = draft = drafts.begin(version, footer, hashed=False)
-        return Claimed.of(version, draft)
+        return asdict(Claimed.of(version, draft))
 
     def _commit(self, checksums: list[int] | None) -> None:
         """Publish what was begun, on rank 0, now that every rank has written its part.
