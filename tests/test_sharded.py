@@ -902,7 +902,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_said(store, tmp_path):
         in_mid_copy = 2, frozenset({"copy_"})
         world.begin(send_until, store, 1, in_mid_copy, stop, 1.0)
         message, waited_s = world.outcome(0)
-        assert "a rank was lost while the ranks tried to write what it holds" in message
+        assert re.search("a rank was lost .*while the ranks tried to write what it holds", message)
         assert 0.5 < waited_s < 10
         assert newest(store, verify=True) == 3
         with World(tmp_path, 2) as other:

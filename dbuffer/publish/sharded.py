@@ -295,7 +295,7 @@ class ShardedWeightSender(Publisher):
         described = ranks.each("describe its weights", describe)
         [source] = sources
         if len({one["weights_xxh3"] for one in described}) > 1:
-            self._explain_difference(source, version)
+            self._refuse_difference(source, version)
         bases = {one["base"] for one in described}
         base = bases.pop() if len(bases) == 1 else None
         boxes = [one["boxes"] for one in described]
@@ -339,16 +339,20 @@ class ShardedWeightSender(Publisher):
         draft.checksums = checksums
         draft.commit(self._metadata)
 
-    def _explain_difference(self, source: Source, version: int | None) -> NoReturn:
-        rows = [f"version {version}", *_rows_of(source)]
-        by_rank = self._agreement.each("compare its weights", lambda: rows)
-        for rank, theirs in enumerate(by_rank):
-            for mine, other in itertools.zip_longest(by_rank[0], theirs, fillvalue="nothing more"):
-                if mine != other:
+    def _refuse_difference(self, source: Source, version: int | None) -> NoReturn:
+        """Raise on all ranks what the first one that differs is to publish instead."""
+        ranks, mine = self._agreement, [f"version {version}", *_rows_of(source)]
+        rows = ranks.first("list its weights", lambda: mine)
+
+        def compare() -> None:
+            for row, other in itertools.zip_longest(rows, mine, fillvalue="nothing more"):
+                if row != other:
                     raise InvalidWeightsError(
-                        f"rank {rank} is to publish {other}, where rank 0 is to publish {mine}; "
-                        "every rank must call send with the same weights and version"
+                        f"rank {ranks.rank} is to publish {other}, where rank 0 is to publish "
+                        f"{row}; every rank must call send with the same weights and version"
                     )
+
+        ranks.each("publish what rank 0 does", compare)
         raise InvalidWeightsError("the ranks describe different weights")
 
     def _footer_of(self, source: Source) -> Footer:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
@@ -48,6 +47,9 @@ _LOOK_S = 0.01
 
 _MAX_TIMEOUT_S = 1e9
 """gloo adds a time-out to its clock, in nanoseconds of 64 bits."""
+
+_LAST = "last"
+"""Key of a store: number of the last group that its ranks have met for."""
 
 Arrays: TypeAlias = list[npt.NDArray[Any] | None]
 """Flat arrays of numbers, or None in the place of one."""
@@ -239,7 +241,7 @@ class Agreement:
             for rank, peer in others
             if peer.has_ended()
         ]
-        lost = "a rank was lost or interrupted, or has closed this"
+        lost = "a rank was lost (it hangs, was interrupted, or has closed its sender)"
         who = " and ".join(ended) + " has ended" if ended else lost
         raise RankFailedError(
             f"{who} while the ranks tried to {what} ({str(cause).splitlines()[0]:.200}); "
@@ -278,10 +280,6 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
 
 
-_num_groups: Counter[tuple[str, tuple[int, ...]]] = Counter()
-"""How many groups this process has made of which ranks, and what for."""
-
-
 def connect(
     group: distributed.ProcessGroup | None,
     rank: int,
@@ -299,16 +297,18 @@ def connect(
     Raises:
         RankFailedError: a rank did not come in time.
     """
-    ranks = tuple(distributed.get_process_group_ranks(group))
-    number = _num_groups[purpose, ranks] + 1
-    name = f"dbuffer/{purpose}/{'-'.join(map(str, ranks))}/{number}"
-    store = PrefixStore(name, _get_default_store())
+    ranks = "-".join(map(str, distributed.get_process_group_ranks(group)))
+    store = PrefixStore(f"dbuffer/{purpose}/{ranks}", _get_default_store())
+    # Counted in the store, which all ranks see: one that was interrupted as they met, or begun
+    # anew, goes on where the others do.
+    number = store.add(_LAST, 0) + 1
+    store_of_one = PrefixStore(str(number), store)
     timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
-    meet(PrefixStore("here", store), rank, size, timeout_s=timeout_s)
+    meet(PrefixStore("here", store_of_one), rank, size, timeout_s=timeout_s)
     # On all ranks, now that all are there; not where some have not come.
-    _num_groups[purpose, ranks] = number
+    store.set(_LAST, str(number))
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        return distributed.ProcessGroupGloo(store, rank, size, timeout)
+        return distributed.ProcessGroupGloo(store_of_one, rank, size, timeout)
     except RuntimeError as error:
         raise RankFailedError(f"the ranks cannot connect to each other: {error}") from error
