@@ -20,7 +20,13 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import distributed
 
-from dbuffer.errors import ClosedError, InvalidWeightsError, OptionError, StoreAccessError
+from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
+    InvalidWeightsError,
+    OptionError,
+    StoreAccessError,
+)
 from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import ITEM_BYTES, Layout, digest
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
@@ -36,6 +42,7 @@ from dbuffer.publish.sharded_deltas import NOT_YET, Asked, ShardedDeltas
 from dbuffer.publish.shards import Boxes, Plan
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
+from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium
@@ -174,8 +181,8 @@ class ShardedWeightSender(Publisher):
             VersionError, StoreFullError, StoreAccessError, WriterSupersededError, ClosedError:
                 as `WeightSender.send`.
         """
-        started = time.monotonic()
-        with self._publishing(), self._agreement.call():
+        with self._closing_if_interrupted(), self._publishing(), self._agreement.call():
+            started = time.monotonic()
             try:
                 published = self._send(weights, version, metadata)
             except BaseException:
@@ -198,11 +205,24 @@ class ShardedWeightSender(Publisher):
             OptionError, AcknowledgementTimeoutError, ReceiverFailedError: on all ranks.
             RankFailedError: a rank was lost.
         """
-        self._check_open()
-        self._agreement.first(
-            "wait for receivers",
-            lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
-        )
+        with self._closing_if_interrupted():
+            self._check_open()
+            self._agreement.first(
+                "wait for receivers",
+                lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
+            )
+
+    def _closing_if_interrupted(self) -> TranslatedErrors:
+        """Make a collective call in a ``with`` block; one interrupted before it begins counts.
+
+        Else this rank would make the next call together with ranks that still make this one.
+        """
+
+        def lose(error: BaseException) -> None:
+            if not isinstance(error, DBufferError):
+                self._agreement.close()
+
+        return TranslatedErrors(lose)
 
     def _close(self) -> None:
         self._output.close()
