@@ -7,6 +7,7 @@ a whole one. The trainer's tensors are compared bit by bit, in each reader's han
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -14,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,7 @@ from dbuffer.receive import receiver as receiver_module
 from dbuffer.receive.stager import Stager
 from dbuffer.store import retirement
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
+from dbuffer.store.writer import BufferWriter
 from dbuffer.tools.verification import verify_store
 
 Tensors = dict[str, torch.Tensor]
@@ -376,13 +379,94 @@ def test_a_shared_directory(shm_path: Path, mount: str) -> None:
             assert opened(reader) == 4
 
 
-def test_a_delta_that_others_can_write_to_is_refused(store: Path, network: None) -> None:
+def test_a_delta_that_others_can_write_to_is_refused_and_not_built_upon(
+    store: Path, mount: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with make_sender(store) as sender:
         publish(sender, 1, 2)
         [path] = store.glob("deltas/*")
         path.chmod(0o666)
-        with pytest.raises(dbuffer.StoreInsecureError, match=path.name), reader_of(store) as reader:
-            opened(reader)
+        if mount == "network":
+            with pytest.raises(dbuffer.StoreInsecureError, match=path.name):
+                newest(store)
+        publish(sender, 3)
+        assert f"others can write to {path}" in caplog.text
+        assert path.stem not in manifest_of(store).chain[1:]
+        assert newest(store, verify=True) == 3
+        publish(sender, 4)
+        assert newest(store, verify=True) == 4
+
+
+def test_deltas_that_others_can_add_to_are_refused_by_the_sender(store: Path, mount: str) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        (store / "deltas").chmod(0o777)
+        with pytest.raises(dbuffer.StoreInsecureError, match="chmod go-w"):
+            publish(sender, 3)
+        (store / "deltas").chmod(0o700)
+        assert newest(store, verify=True) == 2
+        publish(sender, 3, 4)
+        assert newest(store, verify=True) == 4
+
+
+@pytest.mark.parametrize("name", ["tmp", "idle", "receivers", "deltas"])
+def test_a_directory_that_was_removed_is_made_again(store: Path, mount: str, name: str) -> None:
+    with make_sender(store) as sender:
+        publish(sender, 1, 2, 3)
+        shutil.rmtree(store / (other_buffer(newest_buffer(store)) if name == "idle" else name))
+        publish(sender, 4, 5, 6)
+        assert newest(store, verify=True) == 6
+
+
+def few_changed(version: int) -> Tensors:
+    weights = {"a": torch.zeros(4000), "b": torch.ones(7)}
+    weights["a"][::100] = version
+    return weights
+
+
+def begin_and_fail(store: Path, *, delta: bool) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError
+
+    with make_sender(store, delta=delta) as sender, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BufferWriter, "commit", fail)
+        with pytest.raises(KeyError):
+            sender.send(few_changed(9))
+
+
+def move_in(store: Path) -> None:
+    model = torch.nn.ParameterDict(few_changed(9))
+    with dbuffer.ResidentModel(model, store):
+        for parameter in model.parameters():
+            parameter.data.fill_(9)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        pytest.param(functools.partial(begin_and_fail, delta=True), id="a delta sender"),
+        pytest.param(functools.partial(begin_and_fail, delta=False), id="one without"),
+        pytest.param(move_in, id="a resident"),
+    ],
+)
+@pytest.mark.parametrize("num_versions", [2, 3, 4])
+def test_a_local_sender_writes_into_no_file_of_a_network_sender(
+    store: Path, monkeypatch: pytest.MonkeyPatch, num_versions: int, begin: Callable[[Path], None]
+) -> None:
+    """Whose newest version stands on one; and other hosts may be reading the other."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with make_sender(store) as sender:
+        for version in range(1, num_versions + 1):
+            sender.send(few_changed(version))
+    before = {path: path.read_bytes() for path in version_files(store)}
+    monkeypatch.setenv("DBUFFER_MOUNT", "local")
+    begin(store)
+    left = [path for path in before if path.exists()]
+    assert all(path.read_bytes() == before[path] for path in left)
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    with reader_of(store) as reader, reader.open() as snapshot:
+        assert snapshot.version == num_versions
+        assert_same_bits(snapshot.tensors, few_changed(num_versions))
 
 
 def test_an_iterator_is_refused_and_takes_nothing_away(store: Path, mount: str) -> None:
@@ -430,6 +514,41 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
         assert publish(sender, 3) == [None]
         assert publish(sender, 4)[0] is not None
         assert newest(store, verify=True) == 4
+
+
+@pytest.mark.parametrize("place", ["encode_delta", "Step.add_delta", "Step.commit"])
+def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
+    store: Path, mount: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the check, or past autograd: that version is torn at worst, and the next is right."""
+    weights = {"a": torch.zeros(4000), "b": torch.zeros(40_000)}
+
+    def step() -> None:
+        for tensor in weights.values():
+            tensor.numpy()[: 7 if tensor is weights["b"] else None] += 1
+
+    whose, _, name = place.rpartition(".")
+    holder = getattr(chaining, whose) if whose else chaining
+    called = getattr(holder, name)
+
+    def and_step(*arguments, **options):  # type: ignore[no-untyped-def]
+        done = called(*arguments, **options)
+        step()
+        return done
+
+    # Without checksums, which would show it.
+    with make_sender(store, checksum=False) as sender, reader_of(store) as reader:
+        for _ in range(4):
+            sender.send(weights)
+            step()
+            with monkeypatch.context() as patch:
+                patch.setattr(holder, name, and_step)
+                assert sender.send(weights, wait=False).wait(10).delta_bytes is not None
+            for _ in range(2):
+                assert sender.send(weights).delta_bytes is not None
+                with reader.open() as snapshot:
+                    assert_same_bits(snapshot.tensors, weights)
+                weights["b"][11] += 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -804,7 +923,17 @@ ONE, TWO = torch.tensor([1.0]), torch.tensor([1.0, 2.0])
         ([SparsePatch("a", TWO.long() * 0, TWO)], dbuffer.InvalidWeightsError, "twice"),
         ([SparsePatch("a", ONE, ONE)], dbuffer.InvalidWeightsError, "integers"),
         ([SparsePatch("a", ONE.bool(), ONE)], dbuffer.InvalidWeightsError, "integers"),
+        ([SparsePatch("a", ONE + 0j, ONE)], dbuffer.InvalidWeightsError, "integers"),
         ([SparsePatch("a", ONE.long(), ONE)] * 2, dbuffer.InvalidWeightsError, "two patches"),
+        (None, dbuffer.InvalidWeightsError, "a list of SparsePatch, not None"),
+        ([("a", ONE.long(), ONE)], dbuffer.InvalidWeightsError, "is a SparsePatch"),
+        ([SparsePatch(5, ONE.long(), ONE)], dbuffer.InvalidWeightsError, "is a text"),
+        ([SparsePatch(["a"], ONE.long(), ONE)], dbuffer.InvalidWeightsError, "is a text"),
+        ([SparsePatch("a", [1], ONE)], dbuffer.InvalidWeightsError, "indices .* not a list"),
+        ([SparsePatch("a", ONE.long(), ONE.numpy())], dbuffer.InvalidWeightsError, "ndarray"),
+        ([SparsePatch("a", ONE.long(), ONE.to_sparse())], dbuffer.InvalidWeightsError, "sparse"),
+        ([SparsePatch("a", ONE.long(), ONE.to("meta"))], dbuffer.InvalidWeightsError, "meta"),
+        ([SparsePatch("a", ONE.long(), ONE, 4000)], dbuffer.InvalidWeightsError, "is a tuple"),
         (
             [SparsePatch("a", ONE.long(), ONE), SparsePatch("tied", ONE.long(), ONE)],
             dbuffer.InvalidWeightsError,
@@ -813,7 +942,7 @@ ONE, TWO = torch.tensor([1.0]), torch.tensor([1.0, 2.0])
     ],
 )
 def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(
-    store: Path, mount: str, patches: list[SparsePatch], error: type[Exception], said: str
+    store: Path, mount: str, patches: Any, error: type[Exception], said: str
 ) -> None:
     a = torch.arange(4000.0)
     with make_sender(store) as sender, reader_of(store) as reader:
@@ -821,11 +950,25 @@ def test_patches_that_do_not_fit_are_refused_and_nothing_is_touched(
         before = {path: path.read_bytes() for path in version_files(store)}
         good = SparsePatch("a", torch.tensor([7]), torch.tensor([-7.0]))
         with pytest.raises(error, match=said):
-            sender.send_patches([*patches])
+            sender.send_patches(patches)
         assert {path: path.read_bytes() for path in version_files(store)} == before
         assert sender.send_patches([good]).version == 2
         with reader.open() as snapshot:
             assert snapshot.tensors["a"][7] == -7.0
+
+
+def test_views_are_patches_as_any_other_tensors(store: Path, mount: str) -> None:
+    """One element of a view is contiguous, whatever its stride."""
+    with make_sender(store) as sender, reader_of(store, verify=True) as reader:
+        weights = {"a": torch.arange(4000.0)}
+        sender.send(weights)
+        negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+        for count in (1, 2):
+            at = torch.arange(40).flip(0)[::2][:count]
+            for values in (negated[:count], torch.arange(9.0)[5::2][:count]):
+                sender.send_patches([SparsePatch("a", at, values)])
+                weights["a"][at] = values
+                assert_all_read_same(reader, weights)
 
 
 def test_values_of_another_width_are_cast(store: Path, mount: str) -> None:
@@ -859,6 +1002,37 @@ def test_patches_need_a_version_before_and_a_sender_with_deltas(store: Path, mou
         with pytest.raises(dbuffer.InvalidWeightsError, match="metadata"):
             sender.send_patches([], metadata={"a": object()})
         assert sender.send_patches([], version=7).version == 7
+
+
+def refuse_weights(sender: dbuffer.WeightSender) -> None:
+    sender.send({"a": object()})  # type: ignore[dict-item]
+
+
+def refuse_metadata(sender: dbuffer.WeightSender) -> None:
+    sender.send(SPARSE.weights(3), metadata={"a": object()})
+
+
+def refuse_a_version(sender: dbuffer.WeightSender) -> None:
+    sender.send(SPARSE.weights(3), version=1, wait=False)
+
+
+@pytest.mark.parametrize("fail", [refuse_weights, refuse_metadata, refuse_a_version])
+def test_no_patches_after_a_send_that_was_refused(
+    store: Path, mount: str, fail: Callable[[dbuffer.WeightSender], None]
+) -> None:
+    """They are of weights that were never published."""
+    patches = patches_between(SPARSE.weights(3), SPARSE.weights(4))
+    with make_sender(store) as sender:
+        publish(sender, 1, 2)
+        with pytest.raises(dbuffer.DBufferError):
+            fail(sender)
+        for _ in range(2):
+            with pytest.raises(dbuffer.VersionError, match="send all weights once"):
+                sender.send_patches(patches)
+        assert newest(store, verify=True) == 2
+        assert publish(sender, 3)[0] is not None, "nothing was touched"
+        assert sender.send_patches(patches).version == 4
+        assert newest(store, verify=True) == 4
 
 
 # ---------------------------------------------------------------------------------------------

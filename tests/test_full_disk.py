@@ -22,6 +22,7 @@ from support import (
     assert_tidy,
     fill,
     named_files,
+    received,
     small_disk,
     version_files,
 )
@@ -278,3 +279,31 @@ def test_receiver_acknowledges_again_when_there_is_room(disk: Path) -> None:
         sender.send(SMALL.weights(2))
         assert receiver.load_into(target) == 2
         sender.wait_applied(2, timeout_s=0)
+
+
+def test_a_version_whose_delta_has_no_room_is_published_without(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a local mount, where a buffer is whole and its delta tells what changed."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "local")
+    store, weights = disk / "store", {"a": torch.zeros(3 * MEGABYTE, dtype=torch.uint8)}
+    generator = torch.Generator().manual_seed(0)
+
+    def send() -> int | None:
+        places = torch.randperm(3 * MEGABYTE, generator=generator)[:100_000]
+        weights["a"][places] += 1
+        published = sender.send(weights)
+        assert torch.equal(received(store)["a"], weights["a"])
+        assert version_files(store) <= named_files(store)
+        return published.delta_bytes
+
+    with dbuffer.WeightSender(store, delta=True) as sender:
+        delta_bytes = [send() for _ in range(3)][-1]
+        assert delta_bytes is not None
+        filler = fill(disk, leave_bytes=delta_bytes // 2)
+        assert [send() for _ in range(4)].count(None) >= 2  # its own old deltas make room
+        assert [record.message for record in caplog.records] == [
+            f"{store} has no room for deltas: publishing versions without, until it has"
+        ]
+        filler.unlink()
+        assert None not in [send() for _ in range(3)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from support import received
+from support import at_call, received
 from torch import nn
 
 from dbuffer import (
@@ -24,12 +28,14 @@ from dbuffer import (
     LazyTensor,
     OptionError,
     PendingPublication,
+    Publication,
     StoreFullError,
     VersionError,
     VersionTimeoutError,
     WeightReceiver,
     WeightsChangedError,
     WeightSender,
+    WriterActiveError,
 )
 from dbuffer.integrations import sender_metrics
 from dbuffer.publish.draft import Draft
@@ -231,6 +237,147 @@ def test_versions_come_in_the_order_in_which_they_were_sent(
     assert [handle.wait().version for handle in handles] == list(range(1, 21))
     assert last.version == 21
     assert received(store)["a"][0] == 20
+
+
+THREAD_STEPS = frozenset({"append", "start_new_thread", "acquire", "put", "release"})
+"""Calls of C functions in what begins a publish in a thread."""
+
+
+def test_a_send_that_is_interrupted_is_waited_for_if_it_goes_on(gate: Gate, store: Path) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    went_on = []
+
+    def interrupt() -> None:
+        gate.is_there.wait(0.1)  # as long as the thread may need to begin, if there is one
+        raise KeyboardInterrupt
+
+    with WeightSender(store) as sender:
+        sender.guard(optimizer)
+        for call in itertools.count(1):
+            gate.is_there.clear()
+            gate.may_go_on.clear()
+            sent, before = model.bias.detach().clone(), newest(store)
+            at_call(call, interrupt, THREAD_STEPS)
+            try:
+                sender.send(model, wait=False)
+            except (KeyboardInterrupt, RuntimeError):  # what Python makes of it in its own locks
+                went_on.append(gate.is_there.is_set())
+            else:
+                break
+            finally:
+                sys.setprofile(None)
+                gate.open_in(0.05)
+            model.bias.grad = torch.ones_like(model.bias)
+            optimizer.step()
+            assert (newest(store) != before) == went_on[-1], "a step was taken in the middle of it"
+            if went_on[-1]:
+                assert torch.equal(received(store)["bias"], sent)
+    assert True in went_on
+    assert False in went_on
+
+
+def test_each_failure_of_several_threads_is_told(
+    gate: Gate, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever thread's version is published first, and whoever sends, steps or closes next."""
+    gate.error = StoreFullError("no room")
+    gate.may_go_on.set()
+    with WeightSender(store) as sender:
+        ready = threading.Barrier(2)
+        settle = sender._settle
+
+        def settle_together() -> None:
+            settle()
+            ready.wait(60)
+
+        sender._settle = settle_together  # type: ignore[method-assign]
+        threads = [
+            threading.Thread(target=sender.send, args=(WEIGHTS,), kwargs={"wait": False})
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sender._settle = settle  # type: ignore[method-assign]
+        with pytest.raises(StoreFullError, match="no room"):
+            sender.send(WEIGHTS)
+        assert "another version that was sent was not published, either: no room" in caplog.text
+        gate.error = None
+        assert sender.send(WEIGHTS).version == 1
+
+
+def test_closing_while_others_send_is_a_clear_error(store: Path) -> None:
+    def send(sender: WeightSender, ended: list[BaseException]) -> None:
+        try:
+            while True:
+                sender.send(WEIGHTS, wait=False)
+        except Exception as error:
+            ended.append(error)
+
+    for _ in range(20):
+        sender = WeightSender(store)
+        errors: list[BaseException] = []
+        threads = [threading.Thread(target=send, args=(sender, errors)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert sender.send(WEIGHTS).version
+        with contextlib.suppress(ClosedError):  # of one that was sent as it was closed
+            sender.close()
+        for thread in threads:
+            thread.join(60)
+        assert {type(error) for error in errors} == {ClosedError}
+
+
+def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(
+    gate: Gate, store: Path
+) -> None:
+    """Another thread's version is next, for which the handler's thread holds the lock."""
+    sender = WeightSender(store)
+    pending = PendingPublication()
+    filled = Draft.fill
+
+    def publish() -> Publication:
+        with sender._publishing():
+            raise AssertionError("it was closed before")
+
+    def fill(draft: Draft, *args: Any) -> None:
+        sender._pending.append(pending)
+        pending.begin(publish)
+        with pytest.raises(WriterActiveError):
+            sender.send(WEIGHTS)
+        sender.close()
+        filled(draft, *args)
+
+    gate.may_go_on.set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "fill", fill)
+        assert sender.send(WEIGHTS).version == 1
+    with pytest.raises(ClosedError):
+        pending.wait(60)
+    assert newest(store) == 1
+
+
+def test_a_forked_child_cannot_wait_for_it(gate: Gate, sender: WeightSender) -> None:
+    pending = sender.send(WEIGHTS, wait=False)
+    assert gate.is_there.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        refused = 0
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)  # it may hang
+            for ask in (pending.wait, lambda: pending.wait(1), lambda: pending.is_done):
+                try:
+                    ask()
+                except ClosedError:
+                    refused += 1
+        finally:
+            os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    gate.may_go_on.set()
+    assert pending.wait(60).version == 1
 
 
 def test_closing_waits(gate: Gate, store: Path) -> None:

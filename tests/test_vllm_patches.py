@@ -20,6 +20,7 @@ from dbuffer import (
     DBufferError,
     InvalidWeightsError,
     OptionError,
+    VersionError,
     WeightReceiver,
     WeightSender,
     WeightsMismatchError,
@@ -237,11 +238,24 @@ def test_tied_names_are_one_tensor(tmp_path: Path) -> None:
         assert into["embed"].tolist() == into["head"].tolist() == [9.0, 1.0, 2.0, 3.0]
 
 
-def test_patches_go_upon_what_the_sender_before_has_published(store: Path) -> None:
-    with WeightSender(store, delta=True) as sender:
+@pytest.mark.parametrize("delta", [True, False])
+def test_patches_go_upon_nothing_that_another_sender_has_published(
+    store: Path, delta: bool
+) -> None:
+    """It may be another run's."""
+    with WeightSender(store, delta=delta) as sender:
         sender.send(WEIGHTS)
     with WeightSender(store, delta=True) as sender:
-        assert publish_patches(sender, [patch()]) == 2
+        assert publish_patches(sender, []) is None
+        for publish in (
+            lambda: publish_patches(sender, [patch()]),
+            lambda: trainer_send_sparse_weights(iter([patch()]), {"sender": sender}),
+        ):
+            with pytest.raises(VersionError, match="send all weights once"):
+                publish()
+        assert same(published(sender), WEIGHTS)
+        sender.send(WEIGHTS)
+        assert publish_patches(sender, [patch()]) == 3
         assert same(published(sender), changed("a", [1, 6], [20.0, 30.0]))
 
 

@@ -52,6 +52,13 @@ class EncodedDelta:
     def num_bytes(self) -> int:
         return len(self.header) + sum(map(len, self.chunks))
 
+    def apply(self, contents: FileTensors, layout_xxh3: str, copier: Copier) -> None:
+        """Make of memory that holds the version before the one after, as readers will of theirs."""
+        prefix, rest = self.header[: delta.PREFIX_BYTES], self.header[delta.PREFIX_BYTES :]
+        _, rest_xxh3 = delta.decode_prefix(prefix)
+        header = delta.decode_header(rest, rest_xxh3, contents.layout, layout_xxh3)
+        apply_delta(header, self.chunks.__getitem__, contents, copier)
+
 
 def encode_delta(
     found: Found,

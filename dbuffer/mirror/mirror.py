@@ -25,6 +25,7 @@ from dbuffer.errors import (
     DBufferError,
     OptionError,
     StoreCorruptError,
+    StoreFullError,
     StoreMismatchError,
     StoreNotFoundError,
     StoreReplacedError,
@@ -480,7 +481,7 @@ class Mirror(Closing):
                 with file:
                     num_bytes = draft.add_delta(chunks_of(file, path), identity)
                 chain = [*chain, Link(identity, num_bytes)]
-        except (StoreNotFoundError, StoreCorruptError) as error:
+        except (StoreNotFoundError, StoreCorruptError, StoreFullError) as error:
             # The version itself is here, whole.
             logger.warning("not passing on what changed since the version before: %s", error)
             return [Link(manifest.identity, 0)]

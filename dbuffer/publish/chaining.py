@@ -11,19 +11,20 @@ from dbuffer.errors import (
     ChecksumError,
     StoreAccessError,
     StoreCorruptError,
+    StoreFullError,
     StoreInsecureError,
     StoreNotFoundError,
 )
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Manifest
-from dbuffer.format.places import delta_file
 from dbuffer.io.chain import Chain
 from dbuffer.io.changes import Found
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import encode_delta
+from dbuffer.io.delta import EncodedDelta, encode_delta
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
 from dbuffer.publish.draft import Draft, Drafts
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store.buffer import Held
 
 logger = logging.getLogger(__name__)
@@ -189,22 +190,24 @@ class Chaining:
         return Step(draft, version, tip, tip.chain[-1:] if self._is_broken(tip) else tip.chain)
 
     def _is_broken(self, tip: Tip) -> bool:
-        """Whether a late reader cannot have the last version: files are lost, or one said so."""
+        """Whether readers cannot have the last version or its deltas: by its files, or one said so.
+
+        Nor do they take what others could have written.
+        """
         writer = self.drafts.writer
         found = writer.store.undamaged_manifest(tip.buffer)
         if found is None or found.identity != tip.manifest.identity:
             # What no manifest names is removed with the next claim.
             logger.warning("%s lost its newest manifest: publishing a whole version", writer.root)
             return True
+        files = {writer.store.delta_path(link.identity): link.delta_bytes for link in tip.chain[1:]}
+        files[writer.store.weights_path(tip.buffer, found)] = found.file_bytes
+        problem = writer.problem_with(files)
+        if problem is not None:
+            self.say_why_whole(problem)
+            return True
         if self.keeps_buffers_whole:
             return False
-        needed = {delta_file(link.identity) for link in tip.since_anchor}
-        lost = sorted(needed - writer.delta_files())
-        if not writer.has_weights(tip.buffer, found):
-            lost.append(found.file)
-        if lost:
-            logger.warning("%s lost %s: publishing a whole version", writer.root, lost[0])
-            return True
         versions = range(tip.anchor_version + 1, tip.manifest.version + 1)
         for record in writer.store.receivers():
             if record.cannot_read(versions, writer.record.history):
@@ -231,8 +234,11 @@ class Step:
         self._tip = tip
         self._chain = chain
 
-    def add_delta(self, found: Found, before: FileTensors | None, copier: Copier) -> None:
-        """Write the delta that leads to it; ``before`` as for `encode_delta`."""
+    def add_delta(self, found: Found, before: FileTensors | None, copier: Copier) -> EncodedDelta:
+        """Write the delta that leads to it; ``before`` as for `encode_delta`.
+
+        A version that has a file does without its delta, where there is no room.
+        """
         assert self._tip is not None  # noqa: S101 - of a step that was begun upon one
         encoded = encode_delta(
             found,
@@ -243,7 +249,18 @@ class Step:
             version=self._version,
             layout_xxh3=self._tip.footer.layout_xxh3,
         )
-        self.delta_bytes = self.draft.add_delta((encoded.header, *encoded.chunks))
+        try:
+            self.delta_bytes = self.draft.add_delta((encoded.header, *encoded.chunks))
+        except StoreFullError:
+            if not self.draft.has_file:
+                raise
+            log_once(
+                logger,
+                "%s has no room for deltas: publishing versions without, until it has",
+                self.draft.root,
+            )
+            self._chain = ()
+        return encoded
 
     def commit(self, metadata: dict[str, Any], checksums: list[int] | None) -> Tip:
         """Publish it. ``checksums``: of all its tensors."""

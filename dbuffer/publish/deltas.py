@@ -25,7 +25,7 @@ from dbuffer.io.changes import Change, Found, find_changes, words_of, write_chan
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
-from dbuffer.publish.chaining import Chaining, Tip, is_worth_a_delta
+from dbuffer.publish.chaining import Chaining, Step, Tip, is_worth_a_delta
 from dbuffer.publish.draft import Draft, Drafts
 from dbuffer.publish.patches import SparsePatch, changes_of
 from dbuffer.store.buffer import Held
@@ -50,7 +50,7 @@ class Last:
     contents: FileTensors
     """Its bytes: the published buffer, or a copy of it."""
     changes: list[Change] | None = None
-    """What differs in it from the one before; None: it was published whole."""
+    """What differs in it from the one before, where that is written again; None: not known."""
 
     def found(
         self, footer: Footer, tensors: Sequence[torch.Tensor], copier: Copier, *, hashed: bool
@@ -156,26 +156,39 @@ class Deltas:
 
     def _publish_found(self, last: Last, found: Found, wanted: Wanted) -> Published:
         checksums = last.tip.checksums_after(found.checksums)
+        write = self._write_both if self._chaining.keeps_buffers_whole else self._write_delta
         with self._chaining.begin_upon(last.tip, wanted.version) as step:
-            step.add_delta(found, last.contents, self._copier)
-            contents, has_file = last.contents, step.draft.has_file
-            if has_file:
-                contents = self._fill(step.draft, last, found, checksums)
+            contents, changes = write(step, last, found, checksums)
             wanted.check()
-            tip = step.commit(wanted.metadata, checksums)
-        if not has_file:
-            write_changes(found.changes, contents, self._copier)
-        self._last = Last(tip, contents, without_borrowed(found.changes, contents))
-        return Published(tip.footer.layout, step.delta_bytes)
+            self._last = Last(step.commit(wanted.metadata, checksums), contents, changes)
+        return Published(found.layout, step.delta_bytes)
+
+    # The trainer's memory is read once: it may be written to behind the back of the check. What is
+    # compared with next, and what readers make of the delta, come of what was written then.
+
+    def _write_both(
+        self, step: Step, last: Last, found: Found, checksums: list[int] | None
+    ) -> tuple[FileTensors, list[Change] | None]:
+        """Write the buffer, then the delta out of it; the version's memory, and what changed."""
+        contents = self._fill(step.draft, last, found, checksums)
+        changes = without_borrowed(found.changes, contents)
+        step.add_delta(replace(found, changes=changes), last.contents, self._copier)
+        return contents, changes
+
+    def _write_delta(
+        self, step: Step, last: Last, found: Found, _checksums: list[int] | None
+    ) -> tuple[FileTensors, list[Change] | None]:
+        """Write the delta, apply it to the copy, and write that where there is to be a file."""
+        encoded = step.add_delta(found, last.contents, self._copier)
+        encoded.apply(last.contents, last.tip.footer.layout_xxh3, self._copier)
+        if step.draft.has_file:
+            step.draft.fill(last.contents.views, self._copier)
+        return last.contents, None
 
     def _fill(
         self, draft: Draft, last: Last, found: Found, checksums: list[int] | None
     ) -> FileTensors:
-        """Write the whole version into the draft's file; where it lies, to be compared with."""
-        if not self._chaining.keeps_buffers_whole:
-            write_changes(found.changes, last.contents, self._copier)
-            draft.fill(last.contents.views, self._copier)
-            return last.contents
+        """Write the whole version into the draft's file, which is mapped; where it lies."""
         mapped = draft.mapped
         if last.changes is not None and last.tip.follows(draft.claim.held_before):
             write_changes(last.changes, mapped, self._copier)

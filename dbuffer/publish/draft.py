@@ -103,6 +103,11 @@ class Draft:
         """Of the tensors that it was filled with, in the layout's order; None: it gets none."""
 
     @property
+    def root(self) -> Path:
+        """The store's directory."""
+        return self._drafts.writer.root
+
+    @property
     def has_file(self) -> bool:
         """Whether it is filled; else it is committed upon the file of an earlier version."""
         return self.claim.file is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,12 @@ from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.changes import Change, change_at, narrowed
 from dbuffer.io.tensors import DTYPES
+from dbuffer.weights.sources import is_made_of_others
+
+_INTEGERS = frozenset(
+    {torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.uint8, torch.uint16, torch.uint32, torch.uint64}
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,12 +45,16 @@ def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Change]:
     """The patches in the layout's terms, checked.
 
     Raises:
-        InvalidWeightsError: a patch is none, or says two things of one place.
+        InvalidWeightsError: one is no `SparsePatch` of plain tensors, or says two things of one
+            place.
         WeightsMismatchError: it is of a tensor, a shape, a place or a dtype that there is not.
     """
     indices = {spec.name: index for index, spec in enumerate(layout.specs)}
     found: dict[int, Change] = {}
+    if not isinstance(patches, Iterable):
+        raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
     for patch in patches:
+        _check_form(patch)
         name = layout.aliases.get(patch.name, patch.name)
         if name not in indices:
             raise WeightsMismatchError(f"a patch of {patch.name!r:.200}, which was not published")
@@ -53,6 +64,33 @@ def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Change]:
         spec = layout.specs[index]
         found[index] = _change_of(_cast(patch, DTYPES[spec.dtype]), index, spec)
     return [found[index] for index in sorted(found) if len(found[index].values)]
+
+
+def _check_form(patch: Any) -> None:
+    if not isinstance(patch, SparsePatch):
+        raise InvalidWeightsError(f"a patch is a SparsePatch, not {patch!r:.80}")
+    if not isinstance(patch.name, str):
+        raise InvalidWeightsError(f"the name of a patch is a text, not {patch.name!r:.80}")
+    for field in ("indices", "values"):
+        if not is_dense(value := getattr(patch, field)):
+            raise InvalidWeightsError(
+                f"the patch of {patch.name!r:.200}: {field} are a dense torch.Tensor with data, "
+                f"not a {type(value).__name__}, a sparse or meta one, or one made of others"
+            )
+    if not isinstance(patch.shape, Sequence | None):
+        raise InvalidWeightsError(
+            f"the patch of {patch.name!r:.200}: its shape is a tuple, not {patch.shape!r:.80}"
+        )
+
+
+def is_dense(tensor: Any) -> bool:
+    """Whether it is a tensor with data of its own: no shard, not on meta, nothing sparse."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and not tensor.is_meta
+        and tensor.layout is torch.strided
+        and not is_made_of_others(tensor)
+    )
 
 
 def _cast(patch: SparsePatch, dtype: torch.dtype) -> SparsePatch:
@@ -72,7 +110,7 @@ def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> Change:
         raise WeightsMismatchError(
             f"{what} is for the shape {list(patch.shape)}, and {list(spec.shape)} was published"
         )
-    if patch.indices.is_floating_point() or patch.indices.dtype is torch.bool:
+    if patch.indices.dtype not in _INTEGERS:
         raise InvalidWeightsError(f"{what}: indices are integers, not {patch.indices.dtype}")
     if patch.indices.numel() != patch.values.numel():
         raise InvalidWeightsError(
@@ -81,13 +119,14 @@ def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> Change:
     if patch.values.dtype is not dtype:
         raise WeightsMismatchError(f"{what} holds {patch.values.dtype}, and the tensor {dtype}")
     places: Integers = patch.indices.detach().reshape(-1).to("cpu", torch.int64).numpy()
-    values = patch.values.detach().reshape(-1).cpu().resolve_conj().resolve_neg().contiguous()
+    values = patch.values.detach().reshape(-1).cpu().resolve_conj().resolve_neg()
+    # Copies: what changed is written into the other buffer by the next publish.
+    values = values.clone(memory_format=torch.contiguous_format)
     if not (places[1:] > places[:-1]).all():  # who has found them in order need not wait for this
         places, values = _in_order(what, places, values)
     if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < count:
         raise WeightsMismatchError(f"{what} has indices outside of 0 to {count - 1}")
-    # Copies: what changed is written into the other buffer by the next publish.
-    return change_at(index, narrowed(places, spec.num_bytes), values.clone())
+    return change_at(index, narrowed(places, spec.num_bytes), values)
 
 
 def _in_order(what: str, places: Integers, values: torch.Tensor) -> tuple[Integers, torch.Tensor]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
-from dbuffer.errors import VersionTimeoutError, WeightsChangedError
+from dbuffer.errors import ClosedError, VersionTimeoutError, WeightsChangedError
 from dbuffer.format.layout import Layout
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import listed
@@ -55,14 +56,38 @@ class PendingPublication:
     ``close`` wait for it too, and so does an optimizer that ``guard`` was called with.
     """
 
-    def __init__(self, future: Future[Publication]) -> None:
-        self._future = future
+    def __init__(self) -> None:
+        self._future: Future[Publication] = Future()
         self._pid = os.getpid()
         self._is_told = False
 
+    def begin(self, publish: Callable[[], Publication]) -> None:
+        """Publish from a thread. If this is interrupted, it is under way, or never will be."""
+
+        def run() -> None:
+            if not self._future.set_running_or_notify_cancel():
+                return
+            try:
+                publication = publish()
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                self._future.set_exception(error)
+            else:
+                self._future.set_result(publication)
+
+        try:
+            threading.Thread(target=run, name="dbuffer-send").start()
+        except BaseException:
+            self._future.cancel()
+            raise
+
     @property
     def is_done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether it is over, well or not.
+
+        Raises:
+            ClosedError: this is a forked child.
+        """
+        self._check_not_forked()
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> Publication:
@@ -75,8 +100,10 @@ class PendingPublication:
             VersionTimeoutError: it is still going on.
             WeightsChangedError: weights were changed meanwhile; nothing was published.
             OptionError: ``timeout_s`` is not what it may be.
+            ClosedError: this is a forked child.
             DBufferError: as ``send``; nothing was published.
         """
+        self._check_not_forked()
         if timeout_s is not None:
             options.seconds("timeout_s", timeout_s)
         if not wait([self._future], timeout_s).done:
@@ -86,10 +113,22 @@ class PendingPublication:
         self._is_told = True
         return self._future.result()
 
-    def settle(self) -> None:
-        """Wait for it; what went wrong is raised, unless :meth:`wait` has done so."""
-        if self._pid == os.getpid() and not self._is_told:  # in a forked child nobody does it
-            self.wait()
+    def finish(self) -> None:
+        """Wait until it is over, well or not."""
+        wait([self._future])
+
+    def untold_error(self) -> BaseException | None:
+        """Of one that is over: what went wrong with it, if nobody has been told so far."""
+        is_told, self._is_told = self._is_told, True
+        return None if is_told or self._future.cancelled() else self._future.exception()
+
+    def _check_not_forked(self) -> None:
+        # Nobody publishes it here; and a lock that was held during the fork is never released.
+        if self._pid != os.getpid():
+            raise ClosedError(
+                "this version is being published by the process that sent it, and this is a forked "
+                "child of that: wait for it there"
+            )
 
 
 class Unchanged:

@@ -25,7 +25,7 @@ class Publisher(Closing, ABC):
         self._pid = os.getpid()
         # Reentrant: a callback in a publish, or a signal handler on top of it, may come here too.
         self._lock = threading.RLock()
-        self._is_publishing = False
+        self._publishing_thread: int | None = None
         self._must_close = False
         names = ("versions", "bytes", "deltas", "delta_bytes", "publish_s")
         self._stats = dict.fromkeys(names, 0.0)
@@ -56,6 +56,11 @@ class Publisher(Closing, ABC):
     def _close(self) -> None:
         """Close it, for good; called once at least."""
 
+    @property
+    def _is_publishing(self) -> bool:
+        """Whether a publish is under way; with the lock held, in this very thread."""
+        return self._publishing_thread is not None
+
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
         """Publish in a ``with`` block, when those of other threads are over.
@@ -68,12 +73,12 @@ class Publisher(Closing, ABC):
         with self._lock:
             if self._is_publishing:
                 raise WriterActiveError("this thread is already publishing with this sender")
-            self._is_publishing = True
+            self._publishing_thread = threading.get_ident()
             try:
                 self._check_open()
                 yield
             finally:
-                self._is_publishing = False
+                self._publishing_thread = None
                 if self._must_close:
                     self._close()
 

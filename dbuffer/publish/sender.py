@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dbuffer.errors import ClosedError, InvalidWeightsError
+from dbuffer.errors import ClosedError, InvalidWeightsError, VersionError
 from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import TensorSpec
 from dbuffer.io.copier import Copier
@@ -28,6 +29,8 @@ from dbuffer.store.writer import BufferWriter
 from dbuffer.weights import sources
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, Weights
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -130,8 +133,10 @@ class WeightSender(LocalSender):
             allow_shared_store=allow_shared_store,
         )
         super().__init__(copier, writer)
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: PendingPublication | None = None
+        self._pending: list[PendingPublication] = []
+        """What was sent without waiting, until it is known what came of it."""
+        self._is_behind = False
+        """Whether a send has failed: patches of what it would have published fit nothing."""
         self._checksum = self._writer.medium.has_checksums if checksum == "auto" else checksum
         self._deltas: Deltas | None = None
         if delta:
@@ -194,12 +199,13 @@ class WeightSender(LocalSender):
             DBufferError: what went wrong with a version that was not waited for.
         """
         started = time.monotonic()
+        self._is_behind = True
         options.flag("wait", wait)
         self._settle()
         with self._publishing():
             if wait:
                 version, published = self._send(weights, version, metadata, progress)
-                return self._note(started, version, *published)
+                return self._note_sent(started, version, published)
             if sources.is_stream(weights):
                 options.refuse("wait", wait, "True with an iterator, which only its owner may run")
             self._writer.next_version(version)
@@ -215,12 +221,13 @@ class WeightSender(LocalSender):
             with self._publishing(), streams.followed():
                 at = self._writer.next_version(version)
                 published = self._send_source(source, at, checked, progress, unchanged.require)
-            return self._note(started, at, *published)
+            return self._note_sent(started, at, published)
 
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "dbuffer-send")
-        self._pending = PendingPublication(self._thread.submit(publish))
-        return self._pending
+        pending = PendingPublication()
+        # Before it begins: whatever interrupts this, it is waited for.
+        self._pending.append(pending)
+        pending.begin(publish)
+        return pending
 
     def send_patches(
         self,
@@ -229,10 +236,14 @@ class WeightSender(LocalSender):
         version: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Publication:
-        """Publish the version that this sender sent last, with other values in some places.
+        """Publish the newest version once more, with other values in some places.
 
         It costs what the patches change, not the model. Patches that change nothing make a version
         all the same; bits are taken as they are, also those of a NaN.
+
+        The newest version is the one that this sender has published last. Before its first, it is
+        the one that the sender before it has left, as for a `send`; send all weights first where
+        that may be another run's.
 
         Args:
             patches: one a tensor at most.
@@ -243,8 +254,11 @@ class WeightSender(LocalSender):
             OptionError: this sender was made without ``delta=True``.
             WeightsMismatchError: a patch names a tensor or a place that there is not, or has
                 another shape, or a dtype that is not cast.
-            InvalidWeightsError: a patch names a place twice, or has more indices than values.
-            VersionError: nothing was published before, or the last `send` failed.
+            InvalidWeightsError: a patch names a place twice, has more indices than values, or is no
+                `SparsePatch` of plain tensors.
+            VersionError: nothing was published before that patches could follow, or the last
+                `send`, or publish of patches, failed: send all weights. Patches that were refused
+                spoil nothing.
             StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as for `send`.
         """
         started = time.monotonic()
@@ -252,6 +266,11 @@ class WeightSender(LocalSender):
         with self._publishing():
             if self._deltas is None:
                 options.refuse("delta", False, "True, for a sender of patches")
+            if self._is_behind:
+                raise VersionError(
+                    f"the weights that were sent last to {self.store} were not published, so there "
+                    "is nothing that patches of them could follow: send all weights once"
+                )
             at = self._writer.next_version(version)
             wanted = Wanted(at, checked_metadata(metadata))
             published = self._deltas.publish_patches(patches, wanted)
@@ -267,10 +286,29 @@ class WeightSender(LocalSender):
         """
         return optimizer.register_step_pre_hook(lambda *_: self._settle())
 
+    def _note_sent(self, started: float, version: int, published: Published) -> Publication:
+        self._is_behind = False
+        return self._note(started, version, *published)
+
     def _settle(self) -> None:
-        """Wait for what was sent and not waited for, and raise what nobody has been told of."""
-        if self._pending is not None:
-            self._pending.settle()
+        """Wait for what was sent and not waited for, and raise what nobody has been told of.
+
+        Not in a forked child, where nobody publishes it; nor on top of this thread's own publish,
+        for which it may be waiting.
+        """
+        if self._pid != os.getpid() or self._publishing_thread == threading.get_ident():
+            return
+        settled = list(self._pending)
+        for pending in settled:
+            pending.finish()
+        errors = [error for each in settled if (error := each.untold_error()) is not None]
+        for pending in settled:
+            with contextlib.suppress(ValueError):  # another thread has done so
+                self._pending.remove(pending)
+        for error in errors[1:]:
+            logger.error("another version that was sent was not published, either: %s", error)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """Give the store up, after what is being published. The last version stays published.
@@ -282,11 +320,6 @@ class WeightSender(LocalSender):
             self._settle()
         finally:
             super().close()
-
-    def _close(self) -> None:
-        super()._close()
-        if self._thread is not None and self._pid == os.getpid():
-            self._thread.shutdown(wait=False)
 
     def _send(
         self,

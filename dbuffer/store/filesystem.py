@@ -132,6 +132,8 @@ def make_directory(path: Path, *, parents: bool = False, durable: bool = False) 
     ``durable``: flush the directories in which something was made.
     """
     with os_errors("make the directory", path):
+        if path.is_dir():
+            return
         made = [each for each in (path, *path.parents) if durable and not each.is_dir()]
         path.mkdir(mode=0o700, parents=parents, exist_ok=True)
         for each in made:
@@ -178,15 +180,35 @@ def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descript
             raise StoreCorruptError(f"{path} is not a plain file") from None
         raise
     try:
-        found = os.fstat(file.number)
-        if not stat.S_ISREG(found.st_mode):
-            raise StoreCorruptError(f"{path} is not a plain file")
-        if owner_only:
-            _check_trusted(found, path)
+        _check_regular(os.fstat(file.number), path, owner_only=owner_only)
     except BaseException:
         file.close()
         raise
     return file
+
+
+def _check_regular(found: os.stat_result, path: Path, *, owner_only: bool) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise StoreCorruptError(f"{path} is not a plain file")
+    if owner_only:
+        _check_trusted(found, path)
+
+
+def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
+    """Refuse a file of another size, or one that `open_regular` would refuse, without opening it.
+
+    Raises:
+        StoreNotFoundError: it is not there.
+        StoreCorruptError: it has another size, or is a link, a directory, a pipe.
+        StoreInsecureError: it has another owner, or its mode lets others write.
+    """
+    with os_errors("look at", path):
+        found = path.lstat()
+    _check_regular(found, path, owner_only=owner_only)
+    if found.st_size != num_bytes:
+        raise StoreCorruptError(
+            f"{path} has {found.st_size} bytes, and was written with {num_bytes}"
+        )
 
 
 def refresh(directory: Path) -> None:

@@ -152,6 +152,8 @@ class _RewrittenFiles(WeightsFiles):
     ) -> bool:
         return (
             self._can_rewrite
+            # Readers of a network mount take no lock, and rely on it that it stays as it is.
+            and not old.is_final
             and old.state == "complete"
             and old.layout_xxh3 == layout_xxh3
             and old.file_bytes == file_bytes
@@ -223,7 +225,9 @@ class _RewrittenFiles(WeightsFiles):
 
     def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
         """Remove it: nobody looks for what no manifest names."""
-        for path in self.all_in(directory):
+        # What somebody else has removed is held open, and with it its room.
+        opened = [path for path in self.open if path.parent == self.records.root / directory]
+        for path in {*self.all_in(directory), *opened}:
             if path not in keep:
                 self.let_go(path)
                 with contextlib.suppress(FileNotFoundError):

@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,8 @@ from dbuffer.errors import (
     ClosedError,
     DBufferError,
     StoreAccessError,
+    StoreCorruptError,
+    StoreInsecureError,
     StoreNotFoundError,
     VersionError,
     WriterActiveError,
@@ -122,9 +124,7 @@ class BufferWriter:
         self._reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
         options.flag("durable", durable)
         filesystem.make_directory(self.root, parents=True, durable=durable)
-        self.store.check()
-        for name in (places.SCRATCH_DIRECTORY, *places.BUFFERS, places.RECEIVERS_DIRECTORY):
-            filesystem.make_directory(self.root / name)
+        self._check_directories()
         self.medium = self.store.medium
         self._sync = durable or self.medium.is_seen_when_flushed
         self._open_files = self.medium.open_files()
@@ -186,21 +186,25 @@ class BufferWriter:
     ) -> Claim:
         """Lock the idle buffer and mark it as being written.
 
-        The buffer's file is rewritten if the medium can do that, it has this layout already and
-        nobody reads it; otherwise a new one for ``file_bytes`` is made (0: not known yet), or none
-        for a version that is to build upon the file of an earlier one.
+        The buffer's file is rewritten if the medium can do that, it has this layout already,
+        nobody reads it and no other version stands on it; otherwise a new one for ``file_bytes``
+        is made (0: not known yet), or none for a version that is to build upon the file of an
+        earlier one.
 
         Raises:
             StoreFullError: there is no room for a new file.
+            StoreInsecureError: others can write to the store by now, which readers refuse.
             WriterSupersededError: another writer took the store over.
         """
         self._check_open()
         self._check_not_superseded()
+        self._check_directories()
         found = self._look()
         buffer = self._idle_buffer(found)
         old = found.manifests[buffer]
+        kept = self._files_of(found, other_buffer(buffer))
         file = None
-        if with_file:
+        if with_file and old is not None and self.root / buffer / old.file not in kept:
             file = self._reuse(buffer, old, layout_xxh3, file_bytes)
         # Counted on from our own last one too: the record that held it may be damaged by now.
         self._generation = generation = max(self._generation, found.last_generation) + 2
@@ -217,7 +221,7 @@ class BufferWriter:
         )
         self._put(self.root / buffer / places.MANIFEST_FILE, marked)
         path = self.root / buffer / name
-        keep = self._files_of(found, other_buffer(buffer)) | {path}
+        keep = kept | {path}
         if file is None:
             self._files.put_away(buffer, old, keep=keep)
         if self._has_deltas:
@@ -249,35 +253,41 @@ class BufferWriter:
         path = self.store.delta_path(identity)
         path.unlink(missing_ok=True)  # of a writer that died before any manifest named it
         self._files.note_version(path, claim.marked.version)
+        try:
+            claim.deltas[path] = num_bytes = self._write_delta(path, chunks)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        if self._sync:
+            with os_errors("flush", directory):
+                filesystem.sync_directory(directory)
+        return num_bytes
+
+    def _write_delta(self, path: Path, chunks: Iterable[bytes]) -> int:
         num_bytes = 0
         with filesystem.make_file(path, os.O_WRONLY) as file:
-            claim.deltas[path] = num_bytes
             with os_errors("write a delta", path):
                 for chunk in chunks:
                     filesystem.write_at(file.number, num_bytes, chunk)
                     num_bytes += len(chunk)
             if self._sync:
                 filesystem.sync_file(file.number, path)
-        claim.deltas[path] = num_bytes
-        if self._sync:
-            with os_errors("flush", directory):
-                filesystem.sync_directory(directory)
         return num_bytes
 
-    def delta_files(self) -> set[str]:
-        """Names of the deltas that are there."""
-        directory = self.root / places.DELTAS_DIRECTORY
-        with contextlib.suppress(StoreNotFoundError), os_errors("list", directory):
-            filesystem.refresh(directory)
-            return {path.name for path in directory.iterdir()}
-        return set()
+    def problem_with(self, files: Mapping[Path, int]) -> str | None:
+        """Why readers could not use one of these files, which have so many bytes; None: they can.
 
-    def has_weights(self, buffer: str, manifest: Manifest) -> bool:
-        """Whether the weights file that a manifest names is there, and as long as it says."""
-        path = self.store.weights_path(buffer, manifest)
-        with contextlib.suppress(StoreNotFoundError), os_errors("look at", path):
-            return path.stat().st_size == manifest.file_bytes
-        return False
+        As far as their names show it; nothing is read.
+        """
+        try:
+            for directory in {path.parent for path in files}:
+                with os_errors("look into", directory):
+                    filesystem.refresh(directory)
+            for path, num_bytes in files.items():
+                filesystem.check_file(path, num_bytes, owner_only=self.store.owner_only)
+        except (StoreNotFoundError, StoreCorruptError, StoreInsecureError) as error:
+            return str(error)
+        return None
 
     def _reuse(
         self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
@@ -403,6 +413,12 @@ class BufferWriter:
         filesystem.replace_file(
             path, encode(record), scratch=scratch, durable=self._sync, open_files=self._open_files
         )
+
+    def _check_directories(self) -> None:
+        """Refuse a store in which others could put weights; make what it lacks, or has lost."""
+        self.store.check()
+        for name in (places.SCRATCH_DIRECTORY, *places.BUFFERS, places.RECEIVERS_DIRECTORY):
+            filesystem.make_directory(self.root / name)
 
     def _check_open(self) -> None:
         if not self.is_open:

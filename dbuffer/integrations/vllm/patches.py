@@ -11,27 +11,38 @@ from typing import Any
 
 import torch
 
-from dbuffer.errors import InvalidWeightsError, OptionError, WeightsMismatchError
-from dbuffer.publish.patches import SparsePatch
+from dbuffer.errors import InvalidWeightsError, OptionError, VersionError, WeightsMismatchError
+from dbuffer.publish.patches import SparsePatch, is_dense
 from dbuffer.publish.sender import WeightSender
-from dbuffer.weights.sources import is_made_of_others
 
 
-def publish_patches(sender: WeightSender, patches: Iterable[Any] | None) -> int | None:
-    """Publish the last version with these patches, as :meth:`WeightSender.send_patches` does.
+def publish_patches(
+    sender: WeightSender, patches: Iterable[Any] | None, *, is_behind: bool = False
+) -> int | None:
+    """Publish the sender's last version with these patches; see :meth:`WeightSender.send_patches`.
 
     Args:
         sender: made with ``delta=True``.
         patches: vLLM's ``SparseWeightPatch``; see :func:`patches_of`.
+        is_behind: the weights that they follow did not reach the sender.
 
     Returns:
         The version's number; None if there are no patches, and so no version.
 
     Raises:
+        VersionError: the sender has not published what they follow. What the store holds of an
+            earlier sender may be another run's.
         DBufferError: as of `patches_of` and `send_patches`. Nothing was published.
     """
     given = patches_of(patches or ())
-    return sender.send_patches(given).version if given else None
+    if not given:
+        return None
+    if is_behind or not sender.stats["versions"]:
+        raise VersionError(
+            f"these patches follow weights that their sender has not published in {sender.store}: "
+            "send all weights once"
+        )
+    return sender.send_patches(given).version
 
 
 def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
@@ -108,13 +119,7 @@ def _checked(patch: Any, position: int) -> SparsePatch:
 
 def _is_plain(tensor: Any) -> bool:
     """Whether it is one: no shard, nothing without data, nothing sparse."""
-    return (
-        isinstance(tensor, torch.Tensor)
-        and not tensor.is_meta
-        and tensor.layout is torch.strided
-        and not is_made_of_others(tensor)
-        and tensor.dim() == 1
-    )
+    return is_dense(tensor) and tensor.dim() == 1
 
 
 def _has_nan(values: torch.Tensor) -> bool:

@@ -67,6 +67,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         super().__init__(client=client, source=source, is_sender=sender is not None)
         self._sender = sender
         self._delta = delta
+        self._is_behind = False
+        """Whether the source could not be published, so that patches of it fit nothing."""
 
     @classmethod
     def trainer_init(
@@ -162,16 +164,19 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             for _ in _pairs(self.source):
                 pass  # gathering is a collective, in which every rank takes part
             return None
+        self._is_behind = True
         weights = _weights(self.source)
         if self._delta and not isinstance(weights, dict):
             # Away from the device, and from what a source may use again for its next tensor.
             weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
-        return self._sender.send(weights).version
+        version = self._sender.send(weights).version
+        self._is_behind = False
+        return version
 
     def _publish_patches(self, patches: Iterable[Any] | None) -> int | None:
         if self._sender is None:
             return None
-        return publish_patches(self._sender, patches)
+        return publish_patches(self._sender, patches, is_behind=self._is_behind)
 
     def shutdown(self) -> None:
         """Give the store up. The last version stays published."""
