@@ -474,7 +474,8 @@ def make_attempt(trainer: Trainer, checker: Checker | None, label: Label) -> Att
         assert checker is not None
         checker.look()
         if version is not None and mine is not None and mine.kind == "write":
-            write_too_soon(trainer, checker, label, mine)
+            checker.loose.add(label.attempt)
+            write_too_soon(trainer, version, mine)
         return Attempt(label.attempt, None, error)
     if trip is None and not plan.has_lost_a_rank(label.attempt):
         assert version is not None, f"{label} was not tripped up: {error}"
@@ -495,19 +496,18 @@ def make_attempt(trainer: Trainer, checker: Checker | None, label: Label) -> Att
 TRIPPED_UP = (OSError, MemoryError, RuntimeError, ValueError)
 
 
-def write_too_soon(trainer: Trainer, checker: Checker, label: Label, trip: Trip) -> None:
+def write_too_soon(trainer: Trainer, pending: dbuffer.PendingPublication, trip: Trip) -> None:
     """Write what is to be published next before this is, or just as it is.
 
     That is the trainer's mistake; what is published after it is right all the same.
     """
-    checker.loose.add(label.attempt)
     pointer = trainer.plan.store / "CURRENT"
     deadline = time.monotonic() + (trip.number * 1e-6 if trip.number % 2 else 1.0)
     at_first = pointer.stat().st_ino if pointer.exists() else None
-    while time.monotonic() < deadline and not trainer.sender._pending.is_done:
-        if pointer.exists() and pointer.stat().st_ino != at_first and trip.number % 2 == 0:
+    while time.monotonic() < deadline and not pending.is_done:
+        if trip.number % 2 == 0 and pointer.exists() and pointer.stat().st_ino != at_first:
             break
-    trainer.write(label._replace(attempt=label.attempt + 1))
+    trainer.write(trainer.label._replace(attempt=trainer.label.attempt + 1))
 
 
 # ---------------------------------------------------------------------------------------------
