@@ -458,7 +458,7 @@ MOMENTS = CHANGING_CALLS | {"setprofile", "xxh3_64_intdigest"}
 ended by ``sys.setprofile(None)``."""
 
 
-COPIES = MOMENTS | {"_foreach_copy_", "copy_", "dumps", "preadv"}
+COPIES = MOMENTS | {"_foreach_copy_", "allgather", "copy_", "preadv"}
 """The same, before each copy of tensors, too, and before what one rank tells the others."""
 LOOKS = frozenset(
     {"close", "flock", "fstat", "link", "open", "pread", "preadv", "read", "replace", "unlink"}

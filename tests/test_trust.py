@@ -188,7 +188,6 @@ UNPICKLING_METHODS = {
 _FROM_RANK_TO_RANK = ("all_gather_object", "broadcast_object_list")
 ALLOWED = {
     # What ranks of one job tell one another, by way of their process group.
-    "ranks/agreement.py": {"pickle.loads"},
     "examples/lightrft.py": {f"torch.distributed.{name}" for name in _FROM_RANK_TO_RANK},
     "integrations/engine/ranks.py": {"pickle.loads"},
 }

@@ -47,7 +47,7 @@ class Claimed:
     version: int
     buffer: str
     file: str
-    identity: tuple[int, int] | None
+    identity: list[int] | None
     """Of the file, on rank 0's host; None: it has no file of its own."""
     is_patched: bool = False
     """Whether the file holds the version before the last, so that only changes are written."""
@@ -55,7 +55,7 @@ class Claimed:
     @classmethod
     def of(cls, version: int, draft: Draft, *, is_patched: bool = False) -> Self:
         claim = draft.claim
-        identity = None if claim.file is None else filesystem.identity_of(claim.file.number)
+        identity = None if claim.file is None else [*filesystem.identity_of(claim.file.number)]
         return cls(version, claim.buffer, claim.path.name, identity, is_patched)
 
     def path_in(self, store: Path) -> Path:
@@ -149,7 +149,7 @@ class SharedFile(RankOutput):
             # No lock: rank 0 holds it for all.
             file = filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only)
         with file:
-            if filesystem.identity_of(file.number) != claimed.identity:
+            if [*filesystem.identity_of(file.number)] != claimed.identity:
                 raise StoreAccessError(
                     f"{path} is another file than rank 0's: is {self._store} the same directory "
                     "for all ranks?"

@@ -7,19 +7,26 @@ it was to write is written, and on a network mount flushed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import distributed
 
-from dbuffer.errors import ClosedError, InvalidWeightsError, OptionError, StoreAccessError
+from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
+    InvalidWeightsError,
+    OptionError,
+    StoreAccessError,
+)
 from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import ITEM_BYTES, Layout, digest
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
@@ -31,10 +38,11 @@ from dbuffer.publish.draft import Draft, Drafts, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.publisher import Publisher
 from dbuffer.publish.rank_output import Claimed, OwnFile, RankOutput, SharedFile, check_parts
-from dbuffer.publish.sharded_deltas import Asked, ShardedDeltas
+from dbuffer.publish.sharded_deltas import NOT_YET, Asked, ShardedDeltas
 from dbuffer.publish.shards import Boxes, Plan
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
+from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import Medium
@@ -44,16 +52,6 @@ from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, Weights, is_stream
 
 DEFAULT_RANK_TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """What a rank says of its weights."""
-
-    weights_xxh3: str
-    """Of all that must be the same on all ranks."""
-    boxes: Boxes | None
-    """What it holds of each tensor; None if that is what it held the last time."""
 
 
 class ShardedWeightSender(Publisher):
@@ -130,7 +128,7 @@ class ShardedWeightSender(Publisher):
             threads = self._share_of_cores() if num_threads is None else num_threads
             self._copier = Copier(threads)
 
-        def open_store() -> tuple[bool, bool]:
+        def open_store() -> list[bool]:
             writer = BufferWriter(
                 store,
                 durable=durable,
@@ -141,7 +139,7 @@ class ShardedWeightSender(Publisher):
             medium = writer.medium
             self._check_reach(medium)
             checked = medium.has_checksums if checksum == "auto" else checksum
-            return medium.maps_files, checked
+            return [medium.maps_files, checked]
 
         try:
             self._agreement.each("take its options", take_options)
@@ -183,8 +181,8 @@ class ShardedWeightSender(Publisher):
             VersionError, StoreFullError, StoreAccessError, WriterSupersededError, ClosedError:
                 as `WeightSender.send`.
         """
-        started = time.monotonic()
-        with self._publishing():
+        with self._closing_if_interrupted(), self._publishing(), self._agreement.call():
+            started = time.monotonic()
             try:
                 published = self._send(weights, version, metadata)
             except BaseException:
@@ -207,11 +205,24 @@ class ShardedWeightSender(Publisher):
             OptionError, AcknowledgementTimeoutError, ReceiverFailedError: on all ranks.
             RankFailedError: a rank was lost.
         """
-        self._check_open()
-        self._agreement.first(
-            "wait for receivers",
-            lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
-        )
+        with self._closing_if_interrupted():
+            self._check_open()
+            self._agreement.first(
+                "wait for receivers",
+                lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
+            )
+
+    def _closing_if_interrupted(self) -> TranslatedErrors:
+        """Make a collective call in a ``with`` block; one interrupted before it begins counts.
+
+        Else this rank would make the next call together with ranks that still make this one.
+        """
+
+        def lose(error: BaseException) -> None:
+            if not isinstance(error, DBufferError):
+                self._agreement.close()
+
+        return TranslatedErrors(lose)
 
     def _close(self) -> None:
         self._output.close()
@@ -249,13 +260,15 @@ class ShardedWeightSender(Publisher):
         self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
     ) -> tuple[int, Layout, int | None]:
         ranks = self._agreement
-        source = self._describe(weights, version)
+        source, base = self._describe(weights, version)
         footer = self._output.footer_of(self._footer_of(source), self._plan)
         if self._deltas is not None:
-            asked = Asked(source, footer, self._plan, lambda: self._asked(version, metadata))
+            to_claim = functools.partial(self._asked, version, metadata)
+            asked = Asked(source, footer, self._plan, base, to_claim)
             published, delta_bytes = self._deltas.publish(asked)
             return published, footer.layout, delta_bytes
-        claimed = ranks.first("claim a buffer", lambda: self._claim(footer, version, metadata))
+        claim = ranks.first("claim a buffer", lambda: self._claim(footer, version, metadata))
+        claimed = Claimed(**claim)
         ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
         if self._plan.gathered:
             ranks.each("gather and write", lambda: self._write_gathered(source))
@@ -281,43 +294,57 @@ class ShardedWeightSender(Publisher):
     ) -> tuple[int, dict[str, Any]]:
         return self._lead().writer.next_version(version), checked_metadata(metadata)
 
-    def _describe(self, weights: Weights, version: int | None) -> Source:
-        ranks = self._agreement
+    def _describe(self, weights: Weights, version: int | None) -> tuple[Source, int | None]:
+        """Describe the weights, alike on all ranks; and the base of the next version's delta."""
+        ranks, deltas = self._agreement, self._deltas
         sources: list[Source] = []
 
-        def describe() -> _Described:
+        def describe() -> dict[str, Any]:
             source = _describe(self._describer, weights)
             sources.append(source)
             footer = self._footer_of(source)
             self._output.keep_only(footer.layout)
             boxes = shards.held_boxes(source.tensors)
             is_known = self._planned == footer.layout_xxh3 and self._held[ranks.rank] == boxes
-            return _Described(_digest_of(source, footer, version), None if is_known else boxes)
+            return {
+                "weights_xxh3": _digest_of(source, footer, version),
+                "boxes": None if is_known else boxes,  # what this rank held the last time
+                "base": None if deltas is None else deltas.base,
+            }
 
         described = ranks.each("describe its weights", describe)
         [source] = sources
-        if len({one.weights_xxh3 for one in described}) > 1:
-            self._explain_difference(source, version)
-        if any(one.boxes is not None for one in described):
-            last = self._held or [[]] * len(described)
-            self._held = [
-                known if one.boxes is None else one.boxes
-                for one, known in zip(described, last, strict=True)
-            ]
-            self._plan = shards.make_plan(
-                source.specs, self._held, rows_only=self._output.rows_only
-            )
-            self._planned = self._footer_of(source).layout_xxh3
-        return source
+        if len({one["weights_xxh3"] for one in described}) > 1:
+            self._refuse_difference(source, version)
+        bases = {one["base"] for one in described}
+        base = bases.pop() if len(bases) == 1 else None
+        boxes = [one["boxes"] for one in described]
+        if boxes != [None] * ranks.size:
+            self._make_plan(source, boxes)
+            base = base if base == NOT_YET else None
+        return source, base
+
+    def _make_plan(self, source: Source, by_rank: list[list[Any] | None]) -> None:
+        """Plan anew who writes what; ``by_rank``: boxes as JSON has them, None: the same as before.
+
+        All ranks know the boxes of all, and come to the same plan.
+        """
+        last = self._held or [[]] * len(by_rank)
+        self._held = [
+            known if boxes is None else shards.boxes_of(boxes)
+            for boxes, known in zip(by_rank, last, strict=True)
+        ]
+        self._plan = shards.make_plan(source.specs, self._held, rows_only=self._output.rows_only)
+        self._planned = self._footer_of(source).layout_xxh3
 
     def _claim(
         self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> Claimed:
-        """Begin a version, on rank 0, for all ranks to fill."""
+    ) -> dict[str, Any]:
+        """Begin a version, on rank 0, for all ranks to fill: the fields of a `Claimed`."""
         drafts = self._lead()
         version, self._metadata = self._asked(version, metadata)
         self._draft = draft = drafts.begin(version, footer, hashed=False)
-        return Claimed.of(version, draft)
+        return asdict(Claimed.of(version, draft))
 
     def _commit(self, checksums: list[int] | None) -> None:
         """Publish what was begun, on rank 0, now that every rank has written its part.
@@ -332,16 +359,20 @@ class ShardedWeightSender(Publisher):
         draft.checksums = checksums
         draft.commit(self._metadata)
 
-    def _explain_difference(self, source: Source, version: int | None) -> NoReturn:
-        rows = [f"version {version}", *_rows_of(source)]
-        by_rank = self._agreement.each("compare its weights", lambda: rows)
-        for rank, theirs in enumerate(by_rank):
-            for mine, other in itertools.zip_longest(by_rank[0], theirs, fillvalue="nothing more"):
-                if mine != other:
+    def _refuse_difference(self, source: Source, version: int | None) -> NoReturn:
+        """Raise on all ranks what the first one that differs is to publish instead."""
+        ranks, mine = self._agreement, [f"version {version}", *_rows_of(source)]
+        rows = ranks.first("list its weights", lambda: mine)
+
+        def compare() -> None:
+            for row, other in itertools.zip_longest(rows, mine, fillvalue="nothing more"):
+                if row != other:
                     raise InvalidWeightsError(
-                        f"rank {rank} is to publish {other}, where rank 0 is to publish {mine}; "
-                        "every rank must call send with the same weights and version"
+                        f"rank {ranks.rank} is to publish {other}, where rank 0 is to publish "
+                        f"{row}; every rank must call send with the same weights and version"
                     )
+
+        ranks.each("publish what rank 0 does", compare)
         raise InvalidWeightsError("the ranks describe different weights")
 
     def _footer_of(self, source: Source) -> Footer:

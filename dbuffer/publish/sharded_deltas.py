@@ -3,14 +3,14 @@
 Every rank keeps a copy of that, as it was published last, and tells rank 0 what differs, which
 writes the delta. Whatever fails, on whichever rank, the next version is published whole. A sender
 that has just begun takes up what the one before it has left, where every rank can read what it
-writes of that.
+writes of that. What a version is built upon is decided by what all ranks say, and never by one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 from dbuffer.errors import ClosedError
 from dbuffer.format.delta import words_an_element
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.format.manifest import Manifest
+from dbuffer.format.manifest import Manifest, decode, encode
 from dbuffer.io.changes import (
     Change,
     Found,
@@ -38,11 +38,14 @@ from dbuffer.publish.chaining import UNREADABLE, Chaining, Step, Tip, is_worth_a
 from dbuffer.publish.deltas import without_borrowed
 from dbuffer.publish.rank_output import Claimed, RankOutput, check_parts, join_shares
 from dbuffer.publish.shards import Box, Plan
-from dbuffer.ranks.agreement import Agreement
+from dbuffer.ranks.agreement import Agreement, Arrays
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.sources import Source
 
 Positions: TypeAlias = npt.NDArray[np.integer[Any]]
+
+NOT_YET = 0
+"""Base of a sender that has published nothing: it takes up the last version of an earlier one."""
 
 
 class Asked(NamedTuple):
@@ -51,6 +54,8 @@ class Asked(NamedTuple):
     source: Source
     footer: Footer
     plan: Plan
+    base: int | None
+    """As :attr:`ShardedDeltas.base`, agreed by all ranks."""
     claim: Callable[[], tuple[int, dict[str, Any]]]
     """On rank 0: which version it is to be, and its metadata."""
 
@@ -78,7 +83,8 @@ class ShardedDeltas:
         self._store = store
         self._chaining = chaining
         self._hashed = hashed
-        self._has_begun = False
+        self.base: int | None = NOT_YET
+        """Version that the next one can be built upon, as far as this rank knows; None: none."""
         self._share: _Share | None = None
         self._tip: Tip | None = None
         """The version that was published last; on rank 0."""
@@ -95,25 +101,22 @@ class ShardedDeltas:
         Raises:
             DBufferError: what went wrong on any rank, on all of them.
         """
-        ranks, share, self._share = self._ranks, self._share or self._taken_up(asked), None
-        if share is not None and not (
-            share.fits(asked.footer, asked.plan) and self._find(share, asked)
-        ):
+        ranks, share = self._ranks, self._begin(asked)
+        if share is not None and not self._find(share, asked):
             share = None
         is_upon = share is not None
-        claimed = ranks.first("claim a buffer", lambda: self._claim(asked, upon=is_upon))
+        claim = ranks.first("claim a buffer", lambda: asdict(self._claim(asked, upon=is_upon)))
+        claimed = Claimed(**claim)
         told: list[list[Change]] | None = None
         if share is None:
             share = self._taken(asked)
         else:
-            found = share.found
-            told = ranks.collect("tell what changed", lambda: found)
-            for boxes in share.all_boxes:
-                boxes.apply(self._copier)
+            arrays = ranks.collect("tell what changed", functools.partial(self._tell, share))
+            told = [_changes_in(of_rank) for of_rank in arrays]
         checksums = self._fill(share, claimed, asked)
         delta_bytes = ranks.first("commit the version", lambda: self._commit(told, checksums))
         share.keep_found()
-        self._share = share
+        self._share, self.base = share, claimed.version
         return claimed.version, delta_bytes
 
     def abandon(self) -> None:
@@ -122,20 +125,35 @@ class ShardedDeltas:
             self._step.draft.abandon()
             self._step = None
 
+    def _begin(self, asked: Asked) -> _Share | None:
+        """Return what to build upon. Until the version is committed, there is nothing for the next.
+
+        None: the version is to be whole.
+        """
+        share = self._share
+        self._share, self.base = None, None
+        if asked.base == NOT_YET:
+            return self._taken_up(asked)
+        return None if asked.base is None else share
+
     def _taken_up(self, asked: Asked) -> _Share | None:
         """What the sender before this one has left; None: one rank at least cannot build upon it.
 
         As it is with `Deltas`: compared with its checksums, and once.
         """
-        if self._has_begun:
-            return None
-        self._has_begun = True
         ranks, footer = self._ranks, asked.footer
-        manifest = ranks.first("look at the last version", lambda: self._look(footer))
-        if manifest is None:
+        encoded = ranks.first("look at the last version", lambda: self._look(footer))
+        if encoded is None:
             return None
-        share = _Share(footer, asked.plan, ranks.rank)
-        hindered = ranks.each("read it back", lambda: self._read_back(manifest, share, footer))
+        manifest = decode(Manifest, encoded.encode())
+        shares: list[_Share] = []
+
+        def read_back() -> str | None:
+            shares.append(_Share(footer, asked.plan, ranks.rank))
+            return self._read_back(manifest, shares[0], footer)
+
+        hindered = ranks.each("read it back", read_back)
+        [share] = shares
         checksums = None
         if self._hashed and not any(hindered):
             digests = functools.partial(share.digests, self._copier)
@@ -144,11 +162,11 @@ class ShardedDeltas:
         is_right = ranks.first("compare it", lambda: self._is_right(hindered, checksums))
         return share if is_right else None
 
-    def _look(self, footer: Footer) -> Manifest | None:
-        """On rank 0: which version it is that can be built upon."""
+    def _look(self, footer: Footer) -> str | None:
+        """On rank 0: the manifest of the version that can be built upon, encoded."""
         found = self._lead().take_up(footer, lambda _held, _chain, tip: tip, hashed=self._hashed)
         self._tip = found
-        return None if found is None else found.manifest
+        return None if found is None else encode(found.manifest).decode()
 
     def _read_back(self, manifest: Manifest, share: _Share, footer: Footer) -> str | None:
         """Read what this rank writes of a version; what hinders that, if anything does."""
@@ -196,15 +214,27 @@ class ShardedDeltas:
             num_changed += sum(self._ranks.each(what, find_gathered))
         return is_worth_a_delta(num_changed, asked.footer.layout)
 
+    def _tell(self, share: _Share) -> Arrays:
+        """Bring the copy up to date, and return the arrays of what changed, out of it.
+
+        A trainer that writes into its weights meanwhile must not leave a copy that differs from
+        what was published.
+        """
+        share.apply(self._copier)
+        return list(_flat(share.found))
+
     def _taken(self, asked: Asked) -> _Share:
         """A copy of what is there now."""
         ranks, source = self._ranks, asked.source
-        share = _Share(asked.footer, asked.plan, ranks.rank)
+        shares: list[_Share] = []
 
         def take() -> None:
+            share = _Share(asked.footer, asked.plan, ranks.rank)
             self._copier.write(share.held.copy, share.held.elements_of(source))
+            shares.append(share)
 
         ranks.each("copy what it holds", take)
+        [share] = shares
         if asked.plan.gathered:
 
             def take_one(index: int, whole: torch.Tensor) -> None:
@@ -278,7 +308,6 @@ class _Share:
     """What one rank writes of each version, and a copy of it as it was published last."""
 
     def __init__(self, footer: Footer, plan: Plan, rank: int) -> None:
-        self._footer, self._plan = footer, plan
         specs, held = footer.layout.specs, plan.boxes[rank]
         gathered = [index for index, writer in plan.gathered if writer == rank]
         self.boxes = [*held, *(shards.whole_box(index, specs[index].shape) for index in gathered)]
@@ -295,10 +324,6 @@ class _Share:
         self.found_before: list[Change] | None = None
         """As :attr:`found`, of the version before; None: it is not known."""
 
-    def fits(self, footer: Footer, plan: Plan) -> bool:
-        """Whether this is what the rank is to write now."""
-        return self._footer is footer and self._plan is plan
-
     @property
     def all_boxes(self) -> list[_Boxes]:
         return [self.held, *self.gathered.values()]
@@ -307,6 +332,11 @@ class _Share:
     def found(self) -> list[Change]:
         """What changed in this rank's boxes, each as a change of its whole tensor."""
         return [change for boxes in self.all_boxes for change in boxes.found]
+
+    def apply(self, copier: Copier) -> None:
+        """Bring the copy up to date with what was found, which is told out of it from then on."""
+        for boxes in self.all_boxes:
+            boxes.apply(copier)
 
     def keep_found(self) -> None:
         """Remember what was found, for the next version but one."""
@@ -376,19 +406,19 @@ class _Boxes:
         return found.num_changed
 
     def apply(self, copier: Copier) -> None:
-        """Bring the copy up to date with what was found."""
+        """Bring the copy up to date with what was found; none of that is borrowed memory then."""
         write_changes(self._changes, self.copy, copier)
         for change in self._changes:
             self._digests.pop(change.tensor, None)
-
-    def take_found(self) -> list[Change]:
-        """What was found, with nothing in it that is the trainer's memory; then that is over."""
         kept = without_borrowed(self._changes, self.copy)
-        found = [
+        self.found = [
             replace(whole, values=change.values)
             for whole, change in zip(self.found, kept, strict=True)
         ]
-        self._changes, self.found = [], []
+
+    def take_found(self) -> list[Change]:
+        """Return what was found, which is over then."""
+        found, self._changes, self.found = self.found, [], []
         return found
 
     def digests(self, copier: Copier) -> dict[int, list[int]]:
@@ -430,6 +460,21 @@ def _in_whole(positions: Positions, box: Box, spec: TensorSpec) -> Positions:
     inside = np.unravel_index(elements, box.shape)
     index = tuple(one + start for one, start in zip(inside, box.start, strict=True))
     return narrowed(np.ravel_multi_index(index, spec.shape) * words + rest, spec.num_bytes)
+
+
+def _flat(changes: Iterable[Change]) -> Iterator[npt.NDArray[Any] | None]:
+    """Yield the arrays of changes, four for each; `_changes_in` puts them together."""
+    for change in changes:
+        yield from (np.array([change.tensor]), change.positions, change.values, change.replaced)
+
+
+def _changes_in(arrays: Arrays) -> list[Change]:
+    """Return the changes whose arrays `_flat` has given."""
+    rows = zip(*(arrays[first::4] for first in range(4)), strict=True)
+    return [
+        Change(int(tensor[0]), positions, values, replaced)
+        for tensor, positions, values, replaced in rows
+    ]
 
 
 def _joined(told: Iterable[list[Change]]) -> list[Change]:

@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -62,6 +62,14 @@ class Plan:
 
 Boxes: TypeAlias = list[Box | None]
 """What a rank holds of each tensor; None where that is no box, or must be added up first."""
+
+
+def boxes_of(boxes: list[Any]) -> Boxes:
+    """The boxes of which these are the fields, as JSON has them."""
+    return [
+        None if box is None else Box(tensor=box[0], start=tuple(box[1]), shape=tuple(box[2]))
+        for box in boxes
+    ]
 
 
 def held_boxes(tensors: HeldTensors) -> Boxes:

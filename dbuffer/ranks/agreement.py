@@ -4,18 +4,25 @@ A rank that raises on its own leaves the others waiting in the next collective. 
 in an exchange that carries its outcome on each rank; where one failed, all of them raise its
 error. The exchange has a process group of its own: the trainer's collectives cannot get between,
 and dropping it closes its connections, by which the other ranks notice at once.
+
+Ranks that are out of step must never take each other's messages for answers. Whatever leaves a call
+on one rank alone, an interrupt for instance, drops that rank's connections; and each exchange
+carries the step's number and name, which must be the same on all ranks.
+
+Messages are JSON, and arrays raw bytes: nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import datetime
-import pickle
+import json
 import time
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from dataclasses import asdict
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import distributed
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -29,7 +36,8 @@ from dbuffer.store.liveness import Process
 _FRAME_BYTES = 1024
 """A message of at most this size takes one collective, a longer one two."""
 
-_LENGTH_BYTES = 8
+_WORD_BYTES = 8
+"""Size of a length; arrays are aligned to it, the largest of their elements."""
 
 _MESSAGE_BYTES = 1 << 30
 """Of what is collected, in one message."""
@@ -40,14 +48,23 @@ _LOOK_S = 0.01
 _MAX_TIMEOUT_S = 1e9
 """gloo adds a time-out to its clock, in nanoseconds of 64 bits."""
 
-T = TypeVar("T")
+_LAST = "last"
+"""Key of a store: number of the last group that its ranks have met for."""
+
+Arrays: TypeAlias = list[npt.NDArray[Any] | None]
+"""Flat arrays of numbers, or None in the place of one."""
+
+T = TypeVar("T", bound=bool | int | float | str | list[Any] | dict[str, Any] | None)
+"""Values that JSON has: a tuple would come back as a list."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
+class _Outcome(NamedTuple):
     """How a step went on one rank."""
 
-    value: T | None
+    number: int
+    """Steps and calls that this rank has begun."""
+    step: str
+    value: Any
     error: str | None = None
     """The message, where it failed."""
     kind: str = RankFailedError.__name__
@@ -80,64 +97,87 @@ class Agreement:
             raise OptionError("this process is not in the group: make a sender on its ranks only")
         self.size = distributed.get_world_size(group)
         self.peers: list[Process] = []
+        self._number = 0
+        self._fails_together = False
+        """Whether the error that leaves the call is raised on all ranks."""
         self._group = connect(group, self.rank, self.size, timeout_s)
-        self.peers = self.each("say where it runs", Process.here)
+        here = self.each("say where it runs", lambda: asdict(Process.here()))
+        self.peers = [Process(**fields) for fields in here]
+
+    def call(self) -> TranslatedErrors:
+        """Make steps in a ``with`` block that belong together, on all ranks.
+
+        What leaves it on this rank alone drops the connections: the others must not go on without
+        this rank, nor wait for it.
+        """
+        self._number += 1
+        self._fails_together = False
+        return TranslatedErrors(self._close_unless_together)
 
     def each(self, what: str, action: Callable[[], T]) -> list[T]:
         """Let every rank do ``action``; what it returned on each, by rank.
 
         Args:
-            what: the step, as in "rank 1 could not {what}".
+            what: the step, as in "rank 1 could not {what}"; the same on all ranks.
             action: no collective may fail in it on some ranks and be waited for by others.
 
         Raises:
             DBufferError: the error of the first rank that failed, on all of them.
-            RankFailedError: that error was none of ours, or a rank was lost.
+            RankFailedError: that error was none of ours, or a rank was lost, interrupted, or at
+                another step.
         """
-        cause: Exception | None = None
-        outcome: _Outcome[T]
-        try:
-            outcome = _Outcome(action())
-        except DBufferError as error:
-            cause, outcome = error, _Outcome(None, str(error), type(error).__name__)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
-            cause, outcome = error, _Outcome(None, f"{type(error).__name__}: {error}")
-        outcomes = self._exchange(what, outcome, cause)
-        for rank, one in enumerate(outcomes):
-            if one.error is not None:
-                kind: type[DBufferError] = getattr(errors, one.kind)
-                raise kind(f"rank {rank} could not {what}: {one.error}") from cause
-        return [one.value for one in outcomes]  # type: ignore[misc]  # it has one: no error
+        with self.call():
+            if not self.is_open:
+                raise ClosedError("this sender is closed, or has lost a rank; make a new one")
+            cause: Exception | None = None
+            outcome = _Outcome(self._number, what, None)
+            try:
+                outcome = outcome._replace(value=action())
+            except DBufferError as error:
+                cause = error
+                outcome = outcome._replace(error=str(error), kind=type(error).__name__)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
+                cause = error
+                outcome = outcome._replace(error=f"{type(error).__name__}: {error}")
+            outcomes = self._exchange(outcome, cause)
+            for rank, one in enumerate(outcomes):
+                if one.error is not None:
+                    self._fails_together = True
+                    kind_of: type[DBufferError] = getattr(errors, one.kind)
+                    raise kind_of(f"rank {rank} could not {what}: {one.error}") from cause
+            return [one.value for one in outcomes]
 
     def first(self, what: str, action: Callable[[], T]) -> T:
         """Let rank 0 do ``action`` while the others wait; what it returned, on all of them."""
         values = self.each(what, action if self.rank == 0 else lambda: None)
         return values[0]  # type: ignore[return-value]  # that of rank 0
 
-    def collect(self, what: str, action: Callable[[], T]) -> list[T]:
-        """As :meth:`each`; what was returned reaches rank 0 alone: for what is large."""
-        mine = b""
+    def collect(self, what: str, action: Callable[[], Arrays]) -> list[Arrays]:
+        """Bring what ``action`` returned on all ranks to rank 0: by rank there, [] elsewhere."""
+        arrays: Arrays = []
+        mine = bytearray()
 
         def pack() -> int:
-            nonlocal mine
-            mine = pickle.dumps(action())
+            nonlocal arrays, mine
+            arrays = action()
+            mine = _packed(arrays) if self.rank else mine
             return len(mine)
 
-        sizes = self.each(what, pack)
-        told: list[T] = []
-        with self._in_step(what):
-            if self.rank:
-                data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-                for message in torch.split(data, _MESSAGE_BYTES):
-                    self._group.send([message], 0, 0).wait()
-                return told
-            told.append(pickle.loads(mine))  # noqa: S301
-            for rank, num_bytes in enumerate(sizes[1:], 1):
-                data = torch.empty(num_bytes, dtype=torch.uint8)
-                for message in torch.split(data, _MESSAGE_BYTES):
-                    self._group.recv([message], rank, 0).wait()
-                told.append(pickle.loads(data.numpy().data))  # noqa: S301
-        return told
+        with self.call():
+            sizes = self.each(what, pack)
+            with self._in_step(what):
+                if self.rank:
+                    data = torch.frombuffer(mine, dtype=torch.uint8)
+                    for message in torch.split(data, _MESSAGE_BYTES):
+                        self._group.send([message], 0, 0).wait()
+                    return []
+                by_rank = [arrays]
+                for rank, num_bytes in enumerate(sizes[1:], 1):
+                    data = torch.empty(num_bytes, dtype=torch.uint8)
+                    for message in torch.split(data, _MESSAGE_BYTES):
+                        self._group.recv([message], rank, 0).wait()
+                    by_rank.append(_unpacked(data.numpy()))
+            return by_rank
 
     @property
     def is_open(self) -> bool:
@@ -147,13 +187,24 @@ class Agreement:
         """Drop the connections; ranks that wait in a step raise."""
         self._group = None
 
-    def _exchange(
-        self, what: str, outcome: _Outcome[T], cause: Exception | None
-    ) -> list[_Outcome[T]]:
-        if not self.is_open:
-            raise ClosedError("this sender is closed, or has lost a rank; make a new one")
-        with self._in_step(what, cause):
-            return [pickle.loads(data) for data in self._gather(pickle.dumps(outcome))]  # noqa: S301
+    def _close_unless_together(self, _: BaseException) -> None:
+        if not self._fails_together:
+            self.close()
+
+    def _exchange(self, mine: _Outcome, cause: Exception | None) -> list[_Outcome]:
+        data = json.dumps(mine).encode()
+        with self._in_step(mine.step, cause):
+            outcomes = [_Outcome(*json.loads(frame)) for frame in self._gather(data)]
+        first = outcomes[0]
+        for rank, one in enumerate(outcomes):
+            if one[:2] != first[:2]:
+                self.close()
+                raise RankFailedError(
+                    f"the ranks are out of step: rank {rank} is to {one.step} (its step "
+                    f"{one.number}), and rank 0 to {first.step} (its step {first.number}); close "
+                    "this on all ranks, and make it anew: every rank must make each call"
+                ) from cause
+        return outcomes
 
     def _in_step(self, what: str, cause: Exception | None = None) -> TranslatedErrors:
         """Talk to the other ranks in a ``with`` block; who is lost in it is named."""
@@ -161,17 +212,16 @@ class Agreement:
         def translate(error: BaseException) -> None:
             if isinstance(error, RuntimeError):
                 self._lose(what, cause or error)
-            self.close()  # interrupted, and out of step with the others for good
 
         return TranslatedErrors(translate)
 
     def _gather(self, data: bytes) -> list[bytes]:
-        framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+        framed = len(data).to_bytes(_WORD_BYTES, "little") + data
         frames = self._gather_frames(framed, _FRAME_BYTES)
-        ends = [_LENGTH_BYTES + int.from_bytes(frame[:_LENGTH_BYTES], "little") for frame in frames]
+        ends = [_WORD_BYTES + int.from_bytes(frame[:_WORD_BYTES], "little") for frame in frames]
         if max(ends) > _FRAME_BYTES:
             frames = self._gather_frames(framed, max(ends))
-        return [frame[_LENGTH_BYTES:end] for frame, end in zip(frames, ends, strict=True)]
+        return [frame[_WORD_BYTES:end] for frame, end in zip(frames, ends, strict=True)]
 
     def _gather_frames(self, data: bytes, num_bytes: int) -> list[bytes]:
         mine = torch.frombuffer(bytearray(data[:num_bytes].ljust(num_bytes)), dtype=torch.uint8)
@@ -191,15 +241,43 @@ class Agreement:
             for rank, peer in others
             if peer.has_ended()
         ]
-        who = " and ".join(ended) + " has ended" if ended else "a rank was lost"
+        lost = "a rank was lost (it hangs, was interrupted, or has closed its sender)"
+        who = " and ".join(ended) + " has ended" if ended else lost
         raise RankFailedError(
             f"{who} while the ranks tried to {what} ({str(cause).splitlines()[0]:.200}); "
             "make a new sender in a new process group"
         ) from cause
 
 
-_num_groups: Counter[tuple[str, tuple[int, ...]]] = Counter()
-"""How many groups this process has made of which ranks, and what for."""
+def _packed(arrays: Arrays) -> bytearray:
+    """Pack arrays into one message: a header in JSON behind its length, then their bytes."""
+    kinds = [None if one is None else [one.dtype.str, one.nbytes] for one in arrays]
+    header = json.dumps(kinds).encode()
+    parts: list[Any] = [len(header).to_bytes(_WORD_BYTES, "little"), header]
+    parts += [np.ascontiguousarray(one).view(np.uint8) for one in arrays if one is not None]
+    return bytearray().join(
+        piece for part in parts for piece in (part, bytes(_padded(len(part)) - len(part)))
+    )
+
+
+def _unpacked(message: npt.NDArray[np.uint8]) -> Arrays:
+    """Return the arrays of a message, in its memory."""
+    end = _WORD_BYTES + int.from_bytes(message[:_WORD_BYTES].tobytes(), "little")
+    kinds, start = json.loads(message[_WORD_BYTES:end].tobytes()), _padded(end)
+    arrays: Arrays = []
+    for kind in kinds:
+        if kind is None:
+            arrays.append(None)
+            continue
+        dtype, num_bytes = kind
+        arrays.append(message[start : start + num_bytes].view(dtype))
+        start += _padded(num_bytes)
+    return arrays
+
+
+def _padded(num_bytes: int) -> int:
+    """Room of so many bytes where what follows is aligned to a word."""
+    return -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
 
 
 def connect(
@@ -219,16 +297,18 @@ def connect(
     Raises:
         RankFailedError: a rank did not come in time.
     """
-    ranks = tuple(distributed.get_process_group_ranks(group))
-    number = _num_groups[purpose, ranks] + 1
-    name = f"dbuffer/{purpose}/{'-'.join(map(str, ranks))}/{number}"
-    store = PrefixStore(name, _get_default_store())
+    ranks = "-".join(map(str, distributed.get_process_group_ranks(group)))
+    store = PrefixStore(f"dbuffer/{purpose}/{ranks}", _get_default_store())
+    # Counted in the store, which all ranks see: one that was interrupted as they met, or begun
+    # anew, goes on where the others do.
+    number = store.add(_LAST, 0) + 1
+    store_of_one = PrefixStore(str(number), store)
     timeout_s = min(timeout_s, _MAX_TIMEOUT_S)
-    meet(PrefixStore("here", store), rank, size, timeout_s=timeout_s)
+    meet(PrefixStore("here", store_of_one), rank, size, timeout_s=timeout_s)
     # On all ranks, now that all are there; not where some have not come.
-    _num_groups[purpose, ranks] = number
+    store.set(_LAST, str(number))
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
-        return distributed.ProcessGroupGloo(store, rank, size, timeout)
+        return distributed.ProcessGroupGloo(store_of_one, rank, size, timeout)
     except RuntimeError as error:
         raise RankFailedError(f"the ranks cannot connect to each other: {error}") from error

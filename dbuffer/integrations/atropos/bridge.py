@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a store there belongs to one user, and is checked
 STORE_NAME = "dbuffer-atropos"
 
-T = TypeVar("T")
+T = TypeVar("T", bound=dict[str, Any] | None)
 
 Sender: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel
 
@@ -171,7 +171,10 @@ class VLLMWeightBridge:
             self._join_ranks()
             if self.config.is_local_mode and self.config.trainer_rank == 0:
                 self._server = BridgeServer(self.config.vllm_api_url, self.store)
-            self._mapping = self._on_first_rank("read the parameter mapping", self._await_mapping)
+            mapping = self._on_first_rank(
+                "read the parameter mapping", lambda: self._await_mapping().as_json()
+            )
+            self._mapping = ParameterMapping.of_json(mapping)
             if self._weights is not None:
                 self._mapping.check(_named(self._weights))
             self._sender = self._open_sender()

@@ -114,6 +114,22 @@ class ParameterMapping:
             path, NameMap(kept), _names_to_permute(content), content.get("param_mappings", {})
         )
 
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Self:
+        """From what another rank's :meth:`as_json` has returned."""
+        path = values["path"]
+        names = NameMap.parse(values["names"], path)
+        return cls(Path(path), names, frozenset(values["permuted"]), values["entries"])
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for another rank."""
+        return {
+            "path": str(self.path),
+            "names": self.names.as_json(),
+            "permuted": sorted(self.permuted),
+            "entries": self.entries,
+        }
+
     @property
     def changes_anything(self) -> bool:
         return bool(self.names.rules or self.permuted)

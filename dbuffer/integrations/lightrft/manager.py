@@ -142,7 +142,9 @@ class BroadcastManager(Closing):
         self._weights_on_all_ranks()  # to refuse now what could not be published later
         self._configuration = Configuration.of(self.strategy)
         self._require_an_engine()
-        self.store = self._agreement.first("make a store", lambda: self._find_store(store))
+        self.store = Path(
+            self._agreement.first("make a store", lambda: str(self._find_store(store)))
+        )
         """The store's directory."""
         if store is None:
             self._agreement.each("enter the store's directory", self._enter)

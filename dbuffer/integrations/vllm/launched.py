@@ -10,12 +10,21 @@ to all ranks, which do it to theirs and say how it went.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
+from dbuffer import errors
 from dbuffer.errors import DBufferError, EngineUpdateError
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.messages import EndRequest, RankAnswer, RankRequest
+from dbuffer.integrations.engine.messages import (
+    EndRequest,
+    RankAnswer,
+    RankRequest,
+    decode_answer,
+    decode_request,
+    encode_answer,
+    encode_request,
+)
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
@@ -24,17 +33,13 @@ from dbuffer.integrations.vllm.engines import OfflineVllm
 from dbuffer.integrations.vllm.rank import WorkerRanks
 from dbuffer.ranks.agreement import Agreement
 
-T = TypeVar("T")
-ArgumentT = TypeVar("ArgumentT")
-
-
-_Order = tuple[Callable[..., Any], Any]
-"""What all ranks are to do to their part of the engine: one of its methods, and its argument."""
+_NEXT = "hear what to do"
+"""The step in which the first rank gives all ranks an order, or the outcome of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PartOutcome:
-    """What came of it on a rank, or of all of it on the first one."""
+    """What came of it on a rank, or of all of it on the first one; the value is one of JSON."""
 
     value: Any = None
     error: Exception | None = None
@@ -47,8 +52,18 @@ class _PartOutcome:
         except DBufferError as error:
             return cls(error=error)
         except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
-            # vLLM's own may not pickle.
             return cls(error=EngineUpdateError(f"{type(error).__name__}: {error}"))
+
+    def as_json(self) -> dict[str, Any]:
+        error = self.error and [type(self.error).__name__, str(self.error)]
+        return {"value": self.value, "error": error}
+
+    @classmethod
+    def of_json(cls, values: dict[str, Any]) -> Self:
+        if values["error"] is None:
+            return cls(values["value"])
+        kind, message = values["error"]
+        return cls(error=getattr(errors, kind)(message))
 
 
 class LaunchedFollower:
@@ -100,30 +115,36 @@ class LaunchedFollower:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _lead(self, call: Callable[[Follower], T]) -> T:
+    def _lead(self, call: Callable[[Follower], Switch | None]) -> Switch | None:
         """Let the first rank make a call, while all do what it asks for; what came of it."""
         leader = self._leader
         if leader is None:
             outcome = self._do_as_told()
         else:
             try:
-                outcome = _PartOutcome.of(lambda: (call(leader), leader.applied))
+                outcome = _PartOutcome.of(lambda: _led(leader, call))
             except BaseException:  # interrupted: the others must not wait for what comes next
                 self._agreement.close()
                 raise
             if self._agreement.is_open:
-                self._agreement.first("end a call", lambda: outcome)
+                self._agreement.first(_NEXT, lambda: {"outcome": outcome.as_json()})
         if outcome.error is not None:
             raise outcome.error
-        value, self.applied = outcome.value
-        return value  # type: ignore[no-any-return]  # what `call` returned, if on another rank
+        self.applied = outcome.value["applied"]
+        switch = outcome.value["switch"]
+        return None if switch is None else Switch(**switch)
 
     def _do_as_told(self) -> _PartOutcome:
         while True:
-            told: _Order | _PartOutcome = self._agreement.first("hear what to do", _wait_for_first)
-            if isinstance(told, _PartOutcome):
-                return told
+            told: dict[str, Any] = self._agreement.first(_NEXT, dict)  # the first rank's
+            if "outcome" in told:
+                return _PartOutcome.of_json(told["outcome"])
             _carry_out(self._agreement, self._mine, told)
+
+
+def _led(leader: Follower, call: Callable[[Follower], Switch | None]) -> dict[str, Any]:
+    switch = call(leader)
+    return {"switch": None if switch is None else asdict(switch), "applied": leader.applied}
 
 
 class _AllRanks(OfflineVllm):
@@ -137,30 +158,41 @@ class _AllRanks(OfflineVllm):
         self._agreement = agreement
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
-        answers = self._order(OfflineVllm.ask, request)
-        return [answer for of_rank in answers for answer in of_rank]
+        answers = self._order("ask", encode_request(request))
+        return [decode_answer(answer) for of_rank in answers for answer in of_rank]
 
     def pause(self, mode: PauseMode) -> None:
-        self._order(OfflineVllm.pause, mode)
+        self._order("pause", mode)
 
     def set_weight_version(self, version: str) -> None:
-        self._order(OfflineVllm.set_weight_version, version)
+        self._order("set_weight_version", version)
 
-    def _order(self, call: Callable[[OfflineVllm, ArgumentT], T], argument: ArgumentT) -> list[T]:
+    def _order(self, call: str, argument: Any) -> list[Any]:
         """Let every rank make a call of its part; what each returned."""
-        order = call, argument
-        self._agreement.first("hear what to do", lambda: order)
-        outcomes = _carry_out(self._agreement, self, order)
+        order = {"call": call, "argument": argument}
+        self._agreement.first(_NEXT, lambda: order)
+        # The methods of this rank's own part, and not those of this class.
+        outcomes = _carry_out(self._agreement, super(), order)
         if any(outcome.error is not None for outcome in outcomes):
             raise _joint(outcomes)
         return [outcome.value for outcome in outcomes]
 
 
-def _carry_out(agreement: Agreement, mine: OfflineVllm, order: _Order) -> list[_PartOutcome]:
-    call, argument = order
-    return agreement.each(
-        f"do {call.__name__}", lambda: _PartOutcome.of(lambda: call(mine, argument))
-    )
+def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[_PartOutcome]:
+    """Do as ordered on this rank, as all ranks do; what came of it on each."""
+
+    def do() -> Any:
+        match order["call"], order["argument"]:
+            case "ask", request:
+                return [encode_answer(answer) for answer in mine.ask(decode_request(request))]
+            case "pause", mode:
+                return mine.pause(mode)
+            case _, version:
+                return mine.set_weight_version(version)
+
+    what = f"do {order['call']}"
+    outcomes = agreement.each(what, lambda: _PartOutcome.of(do).as_json())
+    return [_PartOutcome.of_json(outcome) for outcome in outcomes]
 
 
 def _joint(outcomes: Sequence[_PartOutcome]) -> Exception:
@@ -170,7 +202,3 @@ def _joint(outcomes: Sequence[_PartOutcome]) -> Exception:
     if len(errors) == len(outcomes) and len({str(error) for error in errors.values()}) == 1:
         return first
     return type(first)(f"rank {rank}: {first}")
-
-
-def _wait_for_first() -> Any:
-    """What the first rank says is what counts."""
