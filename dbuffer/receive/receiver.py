@@ -23,6 +23,7 @@ from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, copy_one
+from dbuffer.io.transfer import OnBytes
 from dbuffer.receive.snapshot import (
     Snapshot,
     SnapshotTensors,
@@ -520,15 +521,31 @@ class WeightReceiver(Closing):
 
     def _go_on_from(self, before: _InMemory, held: Held) -> FileTensors | None:
         """Apply what changed since to what is in memory; None where that is not what it was."""
+        if before.layout_xxh3 != held.manifest.layout_xxh3 or not self._must_verify(held):
+            return None
+        checksums = self.apply_changes(before.tensors, before.identity, held)
+        return None if checksums is None else before.tensors
+
+    def apply_changes(
+        self,
+        tensors: FileTensors,
+        since: str | None,
+        held: Held,
+        on_bytes: OnBytes | None = None,
+    ) -> list[int] | None:
+        """Bring memory that holds the version ``since`` to a held one, and verify the result.
+
+        Returns:
+            The checksums of all tensors. None: no deltas lead there; or, logged, they cannot be
+            read, or lead elsewhere, because the memory was changed: the version is to be read
+            whole.
+        """
         manifest = held.manifest
-        if before.identity not in manifest.chain or not self._must_verify(held):
+        if since not in manifest.chain:
             return None
-        if before.layout_xxh3 != manifest.layout_xxh3:
-            return None
-        tensors = before.tensors
         try:
-            with Chain(held, tensors.layout) as chain:
-                chain.read(tensors, self._copier, since=before.identity)
+            chain = Chain(held, tensors.layout)
+            chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
         except (errors.StoreCorruptError, errors.StoreNotFoundError) as error:
@@ -543,7 +560,7 @@ class WeightReceiver(Closing):
                 listed(wrong),
             )
             return None
-        return tensors
+        return checksums
 
     def _map_kept(self, held: Held) -> MappedTensors:
         """A mapping that stays for the next versions in the same file, and is only copied from.

@@ -171,8 +171,7 @@ class Snapshot:
             return None
         layout = self._contents.layout
         try:
-            with Chain(self._held, layout) as chain:
-                found = chain.changed_since(identity, self._copier)
+            found = Chain(self._held, layout).changed_since(identity, self._copier)
         except DBufferError as error:  # what unpacks deltas may be missing, too
             logger.warning("%s: reading it whole: %s", self.path, error)
             return None
@@ -257,8 +256,7 @@ def read_whole(
     if memory is None or memory.numel() != num_bytes:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
     tensors = FileTensors(memory, layout)
-    with Chain(held, layout) as chain:
-        return tensors, chain.read(tensors, copier, hashed=hashed)
+    return tensors, Chain(held, layout).read(tensors, copier, hashed=hashed)
 
 
 def wrong_tensors(
@@ -278,8 +276,7 @@ def wrong_tensors(
             "cannot be verified; make the sender with checksum=True"
         )
     known = {} if known is None else known
-    with Chain(held, layout) as chain:
-        expected = chain.expected(known)
+    expected = Chain(held, layout).expected(known)
     if expected is None:
         return ["the table of checksums"]
     wrong = [
