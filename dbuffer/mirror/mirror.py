@@ -514,8 +514,7 @@ class Mirror(Closing):
 
     def _note_problem(self, receiver: WeightReceiver, error: Exception) -> None:
         self._stats["failures"] += 1
-        text = f"{type(error).__name__}: {error}"
-        receiver.record.write(problem=text[:2000], stats=self.stats)
+        receiver.record.write_problem(error, None, stats=self.stats)
 
     def _forget_problem(self, receiver: WeightReceiver) -> None:
         """Take a problem with the remote store off the record, when it has passed."""

@@ -28,7 +28,7 @@ from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer, are_apart
-from dbuffer.store.records import Spare
+from dbuffer.store.records import MAX_PROBLEM_CHARACTERS, Spare
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,6 @@ _RETRY_MIN_S = 0.5
 _RETRY_MAX_S = 30.0
 """A version that could not be staged is tried again, at growing intervals, until a newer one comes:
 a network's caches and a full disk's neighbours do change."""
-
-MAX_PROBLEM_CHARACTERS = 2000
 
 NewHistory = Literal["follow", "refuse"]
 """What becomes of a store that was emptied or replaced, and started over, while it is followed."""

@@ -30,6 +30,8 @@ from dbuffer.store.medium import RecordOwner
 
 logger = logging.getLogger(__name__)
 
+MAX_PROBLEM_CHARACTERS = 2000
+
 _MAX_TRIES = 100
 """How often a record may be replaced by others while it is claimed."""
 
@@ -182,6 +184,11 @@ class RecordFile:
             self._can_write = False
         else:
             self._can_write = True
+
+    def write_problem(self, error: Exception, version: int | None, **changes: Any) -> None:
+        """Say why a version cannot be applied; None: the store itself is the problem."""
+        text = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
+        self.write(problem=text, problem_version=version, **changes)
 
     def _write(self) -> None:
         _owned[str(self._record.owner)] = self._kept
