@@ -23,6 +23,7 @@ from dbuffer import (
     AcknowledgementTimeoutError,
     ChecksumError,
     ClosedError,
+    InvalidWeightsError,
     ReceiverFailedError,
     SnapshotEvictedError,
     StoreCorruptError,
@@ -296,6 +297,28 @@ class TestThePointer:
             # What was seen is still there until its buffer is taken for another version.
             assert snapshot.version == (1 if num_publishes == 1 else 1 + num_publishes)
             assert values_in(snapshot.tensors) == {float(snapshot.version)}
+
+
+class TestRollingBack:
+    @pytest.mark.parametrize("delta", [False, True])
+    def test_the_buffer_to_be_written_is_no_source(self, store, delta):
+        with (
+            WeightSender(store, delta=delta, reader_timeout_s=60) as sender,
+            WeightReceiver(store) as receiver,
+        ):
+            for value in (1, 2, 3):
+                sender.send(weights_of(value))
+            started = time.monotonic()
+            with receiver.open(version=2) as snapshot:
+                for weights in (snapshot.tensors, dict(snapshot.tensors), snapshot.tensordict):
+                    with pytest.raises(InvalidWeightsError, match=r"snapshot\.copy\(\)"):
+                        sender.send(weights)
+                copy = snapshot.copy()
+            assert sender.send(copy).version == 4
+            with receiver.open() as snapshot:
+                assert values_in(snapshot.tensors) == {2.0}
+                assert sender.send(snapshot.tensors).version == 5, "the newest is not written to"
+            assert time.monotonic() - started < SOON_S
 
 
 class TestEviction:

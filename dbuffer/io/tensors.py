@@ -10,6 +10,7 @@ import functools
 import itertools
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,10 +92,26 @@ class MappedTensors(FileTensors):
         super().__init__(torch.frombuffer(mapped, dtype=torch.uint8), layout)
         self.identity = filesystem.identity_of(file)
         """Of the file, which may be replaced by another of its name."""
+        if not shared:
+            _read_mappings[self.address] = self
 
     def read_ahead(self) -> None:
         """Touch every page, with the interpreter's lock let go."""
         self._bytes[:: mmap.PAGESIZE].amax()
+
+
+_read_mappings: weakref.WeakValueDictionary[int, MappedTensors] = weakref.WeakValueDictionary()
+"""Readers' mappings in this process, by the address of their memory."""
+
+
+def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Identity of the weights file that a reader's tensor is a view of; None for other tensors."""
+    if not _read_mappings or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if tensor.device.type != "cpu":
+        return None
+    mapped = _read_mappings.get(tensor.untyped_storage().data_ptr())
+    return None if mapped is None else mapped.identity
 
 
 class KeptMappings:

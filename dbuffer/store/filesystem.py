@@ -378,7 +378,7 @@ def _place(temporary: Path, path: Path, made: tuple[int, int], *, only_new: bool
         try:
             os.link(temporary, path)
         except FileExistsError:
-            is_new = _identity_at(path) == made
+            is_new = identity_at(path) == made
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -389,12 +389,12 @@ def _place(temporary: Path, path: Path, made: tuple[int, int], *, only_new: bool
     try:
         os.replace(temporary, path)
     except FileNotFoundError:
-        if _identity_at(path) != made:
+        if identity_at(path) != made:
             raise
     return True
 
 
-def _identity_at(path: Path) -> tuple[int, int] | None:
+def identity_at(path: Path) -> tuple[int, int] | None:
     """Which file has this name now. Looked up anew: an NFS client answers from memory otherwise."""
     try:
         refresh(path.parent)

@@ -236,6 +236,15 @@ class BufferWriter:
             for path in self._files.named_by(buffer, manifest)
         }
 
+    def idle_file(self) -> tuple[int, int] | None:
+        """Identity of the file that the next version is written over; None: it gets a new one."""
+        found = self._look()
+        buffer = self._idle_buffer(found)
+        manifest = found.manifests[buffer]
+        if manifest is None or not self.medium.can_rewrite_in_place:
+            return None
+        return filesystem.identity_at(self.store.weights_path(buffer, manifest))
+
     def add_delta(self, claim: Claim, identity: str, chunks: Iterable[bytes]) -> int:
         """Write the delta that leads to the version of this identity; its size.
 
