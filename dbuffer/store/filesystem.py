@@ -499,7 +499,8 @@ def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | N
     """Make a lock's file, and lock it for as long as it is open; None: somebody has it.
 
     ``may_lack_locks``: it counts as locked, logged once, where the mount knows no locks, as Lustre
-    by default. Who calls this must have another way to detect a second one.
+    by default. Who calls this must have another way to detect a second one. Otherwise that is a
+    StoreAccessError.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with os_errors(f"open the {whose} lock", path):
@@ -521,13 +522,31 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
     """Lock an open file against other openings of it; False if another holds it.
 
     The kernel drops the lock when the descriptor is closed, and so when the process dies.
+
+    Raises:
+        StoreAccessError: it cannot be locked at all; its ``errno`` says why.
     """
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise _cannot_lock(descriptor, error) from error
     return True
+
+
+def _cannot_lock(descriptor: int, error: OSError) -> StoreAccessError:
+    path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+    advice = ""
+    if error.errno in NO_LOCKS:
+        advice = (
+            "; its mount knows no locks (flock), which a store on a local disk needs: use another "
+            f"directory, or set {MOUNT_VARIABLE}=network for all processes that use this one"
+        )
+    refused = StoreAccessError(f"cannot lock {path}: {error.strerror}{advice}")
+    refused.errno = error.errno
+    return refused
 
 
 def is_locked(path: Path) -> bool:
