@@ -48,7 +48,7 @@ class FileTensors:
     @classmethod
     def in_memory(cls, layout: Layout) -> FileTensors:
         """Those of a layout in new memory, not yet written."""
-        return cls(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
+        return cls(new_memory(layout.checksums_offset), layout)
 
     def tensor(self, index: int) -> torch.Tensor:
         return view_tensor(self._bytes, self.layout, index)
@@ -148,6 +148,21 @@ class KeptMappings:
 
     def clear(self) -> None:
         self._mapped.clear()
+
+
+def new_memory(num_bytes: int) -> torch.Tensor:
+    """Allocate flat bytes of main memory, not yet written.
+
+    Raises:
+        StoreAccessError: there is no room for them.
+    """
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    except (MemoryError, RuntimeError) as error:
+        raise StoreAccessError(
+            f"cannot allocate {num_bytes} bytes of memory for a version; is there a limit on this "
+            "process's memory (ulimit -v, vm.overcommit_memory)?"
+        ) from error
 
 
 def as_bytes(data: torch.Tensor) -> memoryview:
