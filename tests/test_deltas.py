@@ -11,16 +11,18 @@ import functools
 import itertools
 import logging
 import os
+import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from damage import flip_bit
-from support import OTHER, SPARSE, named_files, newest, version_files
+from support import OTHER, SPARSE, Child, named_files, newest, version_files
 
 import dbuffer
 from dbuffer import SparsePatch
@@ -121,6 +123,34 @@ def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Tensors) -> No
 
 # ---------------------------------------------------------------------------------------------
 # Readers that follow, come late, skip
+
+
+LENGTH = 40
+SPARE_DESCRIPTORS = 12
+
+
+def open_with_few_descriptors(connection: Connection, store: Path) -> None:
+    os.environ["DBUFFER_MOUNT"] = "network"
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    limit = lowest_free + SPARE_DESCRIPTORS
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    with reader_of(store) as reader:
+        connection.send(opened(reader))
+    with make_sender(store) as sender:
+        connection.send(publish(sender, LENGTH + 1))
+
+
+def test_a_chain_may_have_more_deltas_than_descriptors(
+    store: Path, network: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chaining, "MAX_CHAIN_SHARE", 100)
+    with make_sender(store) as sender:
+        publish(sender, *range(1, LENGTH + 1))
+    assert len(manifest_of(store).chain) == LENGTH
+    with Child(open_with_few_descriptors, store) as child:
+        assert child.receive() == LENGTH
+        assert None not in child.receive(), "the next sender builds upon it"
 
 
 @pytest.mark.usefixtures("mount", "short_chains", "files_go_at_once")

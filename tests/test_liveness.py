@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import signal
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 from namespaces import Boxed
-from support import SMALL, Child, newest, publish, until, weights_files
+from support import LOOKS, SMALL, Child, at_call, newest, publish, until, weights_files
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
@@ -24,6 +26,7 @@ from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.store import filesystem, retirement
 from dbuffer.store.buffer import DoubleBuffer, _state_of
+from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S, Process, owner_fields
 from dbuffer.store.records import RecordFile, Spare
 from dbuffer.tools.status import read_status
@@ -248,6 +251,84 @@ def test_a_name_that_was_let_go_of_is_free_for_others(store: Path, mount: str) -
         if mount == "network":  # this process lives, and others cannot see what it has dropped
             path_of(store).unlink()
         assert other_process.receive()
+
+
+def load_and_write_again(connection: Connection, store: Path) -> None:
+    with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver:
+        connection.send(receiver.load_into(SMALL.empty()))
+        while connection.recv():
+            try:
+                receiver.record.write()
+            except dbuffer.ReceiverActiveError as error:
+                connection.send(str(error))
+            else:
+                connection.send("written")
+
+
+@MOUNTS
+def test_a_container_that_was_restarted_has_its_name_at_once(store: Path, mount: str) -> None:
+    """Its host name and its process id are those of the one before it."""
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+        with Boxed(load_and_write_again, store, pid=1) as first:
+            assert first.receive() == 1
+            # Else the second one's namespace may have its number.
+            kept = os.open(f"/proc/{first.boxed_pid}/ns/pid", os.O_RDONLY)
+            first.kill()
+        with Descriptor(kept), Boxed(load_and_write_again, store, pid=1) as second:
+            assert second.receive() == 1
+            sender.wait_applied(1, receivers=[NAME], timeout_s=0)
+            second.send(True)
+            assert second.receive() == "written"
+
+
+@pytest.mark.parametrize("mount", ["network"])
+def test_of_two_living_containers_that_are_alike_the_later_one_has_the_name(
+    store: Path, mount: str
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        publish(sender, 1)
+    with (
+        Boxed(load_and_write_again, store, pid=1) as first,
+        Boxed(load_and_write_again, store, pid=1) as second,
+    ):
+        assert first.receive() == second.receive() == 1
+        for _ in range(2):
+            second.send(True)
+            assert second.receive() == "written"
+            first.send(True)
+            assert NAME in first.receive(), "it is refused, and does not take the name back"
+
+
+@MOUNTS
+@pytest.mark.parametrize("is_made_anew", [False, True])
+def test_an_interrupt_leaves_the_name_to_this_process(
+    store: Path, mount: str, is_made_anew: bool
+) -> None:
+    """Whichever call it comes before, and whatever it has left open."""
+    dbuffer.WeightSender(store).close()
+    record = RecordFile(store, NAME)
+    interrupts = []
+    for number in itertools.count(1):
+        try:
+            # One in a finalizer is not raised; only a lock that is not closed matters.
+            at_call(number, interrupt, LOOKS if mount == "local" else LOOKS - {"close"})
+            record.write(applied_version=number)
+            break
+        except KeyboardInterrupt as error:
+            interrupts.append(error)  # and with it what its frames have in hand
+        finally:
+            sys.setprofile(None)
+        if is_made_anew:
+            record.close()
+            record = RecordFile(store, NAME)
+        record.write(applied_version=number)
+        assert DoubleBuffer(store).receiver(NAME).applied_version == number
+    assert len(interrupts) > 2
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def claim_when_told(connection: Connection, store: Path, go: Path) -> None:

@@ -55,7 +55,7 @@ from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations import mirror_metrics
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.publication import Publication
-from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
 MEGABYTE = 1 << 20
 LONG = Pattern(num_tensors=9, numel=MEGABYTE // 8)  # 9 MB: read in three spans
@@ -455,15 +455,39 @@ def test_a_damaged_remote_delta(
         if mount == "local":
             one.wait_until_current(10)  # the buffer is whole
             assert newest(local, verify=True) == 4
+            assert one.stats["failures"] == 0
         else:
             until("it is noted", lambda: mirror_record(remote).problem)
             assert path.name in mirror_record(remote).problem
+            assert mirror_record(remote).unreadable_version == 4
+            with pytest.raises(dbuffer.VersionTimeoutError, match=path.name):
+                one.wait_until_current(0.0)
             assert newest(local, verify=True) == 2
         for version in (5, 6, 7):
             changing.send(SPARSE.weights(version))
             one.wait_until_current(10)
             assert newest(local, verify=True) == version
         until("it is forgotten", lambda: mirror_record(remote).problem is None)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_a_damaged_local_buffer_is_not_built_upon(
+    remote: Path, local: Path, mount: str, checksum: bool
+) -> None:
+    """Without checksums, each version is copied whole."""
+    with (
+        dbuffer.WeightSender(remote, checksum=checksum, delta=True) as sender,
+        quick(remote, local).start() as one,
+    ):
+        for version in range(1, 8):
+            sender.send(SPARSE.weights(version))
+            one.wait_until_current(10)
+            assert newest(local) == version
+            if version == 4:
+                double = DoubleBuffer(local)
+                idle = other_buffer(double.pointer().buffer)
+                flip_bit(double.weights_path(idle, double.manifest(idle)), 77)
+        assert one.stats["failures"] == 0
 
 
 def follow_to_a_call(

@@ -254,10 +254,13 @@ def test_a_switch_that_fails_on_one_rank_is_taken_back_on_all(
             assert outcome.kind == "EngineUpdateError"
             assert "rank 1: RuntimeError: the bus is on fire" in outcome.message
             assert "went back" in outcome.message
+        with pytest.raises(dbuffer.ReceiverFailedError, match=r"engine .* version 3: .* on fire"):
+            sender.wait_applied(3, receivers=["engine"], timeout_s=60)
         require_right(world.run(parameters), published)
         sender.send(published := weights(4))
         # The rank that failed was reloaded to go back, and is once more: that proves its plan anew.
         assert require_right(world.run(update, 4), published) == [1, 3, 1, 1]
+        sender.wait_applied(4, receivers=["engine"], timeout_s=0)
         sender.send(published := weights(5))
         assert require_right(world.run(update, 5), published) == [1, 3, 1, 1]
     world.run(close)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from damage import flip_bit
 from support import OTHER, SMALL
 
 import dbuffer
@@ -21,6 +23,8 @@ from dbuffer import (
     AcknowledgementTimeoutError,
     ChecksumError,
     ClosedError,
+    InvalidWeightsError,
+    ReceiverFailedError,
     SnapshotEvictedError,
     StoreCorruptError,
     StoreInsecureError,
@@ -32,8 +36,10 @@ from dbuffer import (
     WeightSender,
 )
 from dbuffer.format.layout import Layout
+from dbuffer.integrations.peft import save_adapter
 from dbuffer.receive.stager import Stager
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.tools.status import read_status
 
 SOON_S = 5.0
 
@@ -293,6 +299,28 @@ class TestThePointer:
             assert values_in(snapshot.tensors) == {float(snapshot.version)}
 
 
+class TestRollingBack:
+    @pytest.mark.parametrize("delta", [False, True])
+    def test_the_buffer_to_be_written_is_no_source(self, store, delta):
+        with (
+            WeightSender(store, delta=delta, reader_timeout_s=60) as sender,
+            WeightReceiver(store) as receiver,
+        ):
+            for value in (1, 2, 3):
+                sender.send(weights_of(value))
+            started = time.monotonic()
+            with receiver.open(version=2) as snapshot:
+                for weights in (snapshot.tensors, dict(snapshot.tensors), snapshot.tensordict):
+                    with pytest.raises(InvalidWeightsError, match=r"snapshot\.copy\(\)"):
+                        sender.send(weights)
+                copy = snapshot.copy()
+            assert sender.send(copy).version == 4
+            with receiver.open() as snapshot:
+                assert values_in(snapshot.tensors) == {2.0}
+                assert sender.send(snapshot.tensors).version == 5, "the newest is not written to"
+            assert time.monotonic() - started < SOON_S
+
+
 class TestEviction:
     def test_the_snapshot_raises_on_exit(self, sender, receiver, caplog):
         sender.send(weights_of(1))
@@ -482,6 +510,91 @@ class TestAcknowledging:
     def test_default_names_differ(self, store):
         with WeightReceiver(store) as one, WeightReceiver(store) as other:
             assert one.receiver_id != other.receiver_id
+
+
+def load_what_does_not_fit(receiver):
+    receiver.load_into({"a": torch.zeros(4)})
+
+
+def load_by_a_function_that_raises(receiver):
+    def load(pairs):
+        raise MemoryError("no room on the device")
+
+    receiver.load_into(load)
+
+
+def raise_in_the_block(receiver):
+    with receiver.open() as snapshot:
+        torch.nn.Linear(1, 1).load_state_dict(dict(snapshot.tensors))
+
+
+def read_what_is_damaged(receiver):
+    path = next(receiver.store.glob("[AB]/*.td"))
+    flip_bit(path, 40)
+    with receiver.open():
+        pass
+
+
+def save_an_adapter(receiver):
+    save_adapter(receiver, receiver.store.with_name("saved"))
+
+
+class TestReporting:
+    @pytest.mark.parametrize(
+        ("fail", "reason"),
+        [
+            (load_what_does_not_fit, "WeightsMismatchError: .*float32"),
+            (load_by_a_function_that_raises, "MemoryError: no room on the device"),
+            (raise_in_the_block, "RuntimeError: .*Linear"),
+            (read_what_is_damaged, "ChecksumError: .*damaged"),
+            (save_an_adapter, "WeightsMismatchError: .*not an adapter"),
+        ],
+    )
+    def test_the_sender_learns_why_a_version_was_not_applied(self, store, fail, reason):
+        with (
+            WeightSender(store, checksum=True) as sender,
+            WeightReceiver(store, receiver_id="me", verify=True) as receiver,
+        ):
+            sender.send(weights_of(1))
+            with pytest.raises(Exception, match=reason.partition(": ")[2]):
+                fail(receiver)
+            with pytest.raises(ReceiverFailedError, match=f"me .* version 1: {reason}"):
+                sender.wait_applied(1, receivers="me", timeout_s=60)
+            [status] = read_status(DoubleBuffer(store)).receivers
+            assert re.search(reason, status.problem)
+            sender.send(weights_of(2))
+            with pytest.raises(AcknowledgementTimeoutError):
+                sender.wait_applied(2, receivers="me", timeout_s=0)
+            with receiver.open():
+                pass
+            sender.wait_applied(2, receivers="me", timeout_s=0)
+            assert record_of(store)["problem"] is None
+
+    def test_a_problem_with_the_store_is_reported_until_it_is_over(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        receiver.load_into(weights_of(0))
+        pointer = (store / "CURRENT").read_bytes()
+        (store / "CURRENT").write_bytes(b"{")
+        with pytest.raises(StoreCorruptError):
+            receiver.load_into(weights_of(0))
+        assert "StoreCorruptError" in record_of(store)["problem"]
+        (store / "CURRENT").write_bytes(pointer)
+        assert receiver.load_into(weights_of(0)) is None
+        assert record_of(store)["problem"] is None
+
+    def test_what_is_no_failure_is_not_reported(self, sender, receiver, store):
+        sender.send(weights_of(1))
+        with pytest.raises(VersionTimeoutError), receiver.open(newer_than=1, timeout_s=0):
+            pass
+        with (
+            pytest.raises(RuntimeError),
+            receiver.open(acknowledge=False) as snapshot,
+        ):
+            raise RuntimeError(snapshot)
+        with pytest.raises(SnapshotEvictedError), receiver.open():
+            sender.send(weights_of(2))
+            sender.send(weights_of(3))
+        assert record_of(store)["problem"] is None
 
 
 class TestFollowing:

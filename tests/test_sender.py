@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -558,6 +559,17 @@ class TestWaitingForReceiversByName:
             # What was wrong with one version says nothing of the next.
             with pytest.raises(AcknowledgementTimeoutError):
                 sender.wait_applied(2, receivers=["one"], timeout_s=0)
+
+    def test_a_problem_with_the_store_may_be_over(self, sender, store):
+        sender.send(WEIGHTS)
+        with WeightReceiver(store, receiver_id="one") as one:
+            one.record.write(problem="the store was removed", problem_version=None)
+            with ThreadPoolExecutor() as pool:
+                waiting = pool.submit(sender.wait_applied, 1, receivers=["one"], timeout_s=60)
+                while not waiting.running():
+                    pass
+                one.load_into({name: tensor.clone() for name, tensor in WEIGHTS.items()})
+                waiting.result()
 
     def test_says_at_once_that_one_has_ended(self, sender, store):
         sender.send(WEIGHTS)

@@ -12,6 +12,7 @@ import gc
 import itertools
 import os
 import re
+import resource
 import shutil
 import threading
 import time
@@ -34,6 +35,7 @@ from dbuffer.errors import (
     ClosedError,
     DBufferError,
     OptionError,
+    StoreAccessError,
     StoreCorruptError,
     StoreNotFoundError,
     StoreReplacedError,
@@ -1414,3 +1416,31 @@ class StagerMachine(RuleBasedStateMachine):
 TestStager = StagerMachine.TestCase
 TestStager.settings = settings(max_examples=1_000 if is_soak() else 25, stateful_step_count=20)
 TestStager.pytestmark = [pytest.mark.soak]
+
+
+LARGE = Pattern(num_tensors=4, numel=1 << 21)
+LARGE_BYTES = 64 << 20
+
+
+def stage_with_little_memory(connection: Connection, store: Path) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    # Room for a mapping of the version, and for no copy.
+    resource.setrlimit(resource.RLIMIT_AS, (used + LARGE_BYTES * 7 // 4, before[1]))
+    with staging(store, copy=True, num_threads=1) as made:
+        try:
+            made.take(timeout_s=IN_TIME_S)
+        except Exception as error:
+            connection.send((type(error), str(error)))
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        connection.send(made.take(timeout_s=IN_TIME_S).version)
+
+
+def test_memory_that_there_is_not_is_told(store: Path) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(LARGE.weights(1))
+    with Child(stage_with_little_memory, store) as child:
+        kind, message = child.receive()
+        assert kind is StoreAccessError
+        assert re.search(r"cannot allocate \d+ bytes of memory", message)
+        assert child.receive() == 1

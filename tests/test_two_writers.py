@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -313,3 +315,34 @@ def test_a_version_published_while_another_takes_over_keeps_its_file(
             with pytest.raises(RuntimeError, match="the trainer fails"):
                 second.send(fail())
             assert newest(store, verify=True) == 3
+
+
+def knows_no_locks(_: int, kind: int) -> None:
+    if not kind & fcntl.LOCK_UN:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def test_a_local_store_needs_locks(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with dbuffer.WeightSender(store) as sender, dbuffer.WeightReceiver(store) as receiver:
+        sender.send(SMALL.weights(1))
+        monkeypatch.setattr(fcntl, "flock", knows_no_locks)
+        with pytest.raises(dbuffer.StoreAccessError, match=r"\.td: .*DBUFFER_MOUNT=network"):
+            receiver.load_into(SMALL.empty())
+        with pytest.raises(dbuffer.StoreAccessError, match=r"\.td: .*DBUFFER_MOUNT=network"):
+            sender.send(SMALL.weights(2))
+    with pytest.raises(dbuffer.StoreAccessError, match=r"writer\.lock: .*DBUFFER_MOUNT=network"):
+        dbuffer.WeightSender(store)
+    assert "detected, not prevented" not in caplog.text
+
+
+def test_a_store_on_a_network_mount_needs_none(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")
+    monkeypatch.setattr(fcntl, "flock", knows_no_locks)
+    with dbuffer.WeightSender(store) as sender:
+        sender.send(SMALL.weights(1))
+    assert newest(store, verify=True) == 1
+    assert "detected, not prevented" in caplog.text

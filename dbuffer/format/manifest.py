@@ -266,7 +266,7 @@ class ReceiverRecord(Record):
     staged_version: int | None = None
     """What it has ready, checked and not yet applied."""
     problem: str | None = None
-    """Why it cannot have a version ready."""
+    """Why it cannot apply a version, or have it ready."""
     problem_version: int | None = None
     """Which one; None: the store itself is the problem."""
     unreadable_version: int | None = None

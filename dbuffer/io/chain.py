@@ -7,11 +7,10 @@ neither version, and is of no use if one of them cannot be read.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +53,7 @@ class _Opened(NamedTuple):
 
 
 class Chain:
-    """The deltas of a held version; each is opened and its header read once, when it is needed.
+    """The deltas of a held version, opened one after another; each header is read once.
 
     Raises, in all its methods:
         StoreNotFoundError: a file was removed meanwhile.
@@ -64,16 +63,7 @@ class Chain:
     def __init__(self, held: Held, layout: Layout) -> None:
         self._held = held
         self._layout = layout
-        self._opened: dict[str, _Opened] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with contextlib.ExitStack() as stack:
-            for opened in self._opened.values():
-                stack.callback(opened.file.close)
-        self._opened.clear()
+        self._headers: dict[str, DeltaHeader] = {}
 
     def read(
         self,
@@ -139,7 +129,7 @@ class Chain:
     ) -> None:
         for later in self._held.manifest.deltas_after(identity):
             opened = self._open(later)
-            with _naming(opened.path):
+            with opened.file, _naming(opened.path):
                 apply_delta(opened.header, opened.reader(on_bytes), memory, copier, excerpt)
 
     def changed_since(
@@ -153,9 +143,9 @@ class Chain:
         found: dict[int, list[npt.NDArray[np.int64] | None]] = {}
         for later in self._held.manifest.deltas_after(identity):
             opened = self._open(later)
-            with _naming(opened.path):
-                told = changed_positions(opened.header, opened.reader(), copier)
-            for index, positions in told:
+            with opened.file, _naming(opened.path):
+                changed = changed_positions(opened.header, opened.reader(), copier)
+            for index, positions in changed:
                 found.setdefault(index, []).append(positions)
         words = {index: words_an_element(self._layout.specs[index]) for index in found}
         return {index: _united(parts, words[index]) for index, parts in found.items()}
@@ -177,16 +167,18 @@ class Chain:
             return None
         expected = list(expected)
         for identity in later:
-            opened = self._open(identity)
-            if (checksums := opened.header.checksums) is None:
-                raise ChecksumError(f"{opened.path} was written without checksums of its tensors")
+            if (checksums := self.header(identity).checksums) is None:
+                path = self._held.store.delta_path(identity)
+                raise ChecksumError(f"{path} was written without checksums of its tensors")
             for index, checksum in checksums.items():
                 expected[index] = checksum
         return expected
 
     def header(self, identity: str) -> DeltaHeader:
         """What the delta that leads to this version says of itself."""
-        return self._open(identity).header
+        if identity not in self._headers:
+            self._open(identity).file.close()
+        return self._headers[identity]
 
     def _table(self) -> list[int] | None:
         table = self._held.read_checksums()
@@ -194,15 +186,18 @@ class Chain:
         return unpack_checksums(table) if is_whole else None
 
     def _open(self, identity: str) -> _Opened:
-        if identity not in self._opened:
-            path, file = self._held.open_delta(identity)
-            try:
-                header = self._header(path, file, identity)
-            except BaseException:
-                file.close()
-                raise
-            self._opened[identity] = _Opened(path, file, header)
-        return self._opened[identity]
+        """Open a delta. Close it before the next: a chain may have more of them than descriptors.
+
+        Its header is read once.
+        """
+        path, file = self._held.open_delta(identity)
+        try:
+            if identity not in self._headers:
+                self._headers[identity] = self._header(path, file, identity)
+        except BaseException:
+            file.close()
+            raise
+        return _Opened(path, file, self._headers[identity])
 
     def _header(self, path: Path, file: Descriptor, identity: str) -> DeltaHeader:
         chain, layout_xxh3 = self._held.manifest.chain, self._held.manifest.layout_xxh3

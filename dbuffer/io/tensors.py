@@ -10,6 +10,7 @@ import functools
 import itertools
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class FileTensors:
     @classmethod
     def in_memory(cls, layout: Layout) -> FileTensors:
         """Those of a layout in new memory, not yet written."""
-        return cls(torch.empty(layout.checksums_offset, dtype=torch.uint8), layout)
+        return cls(new_memory(layout.checksums_offset), layout)
 
     def tensor(self, index: int) -> torch.Tensor:
         return view_tensor(self._bytes, self.layout, index)
@@ -91,10 +92,26 @@ class MappedTensors(FileTensors):
         super().__init__(torch.frombuffer(mapped, dtype=torch.uint8), layout)
         self.identity = filesystem.identity_of(file)
         """Of the file, which may be replaced by another of its name."""
+        if not shared:
+            _read_mappings[self.address] = self
 
     def read_ahead(self) -> None:
         """Touch every page, with the interpreter's lock let go."""
         self._bytes[:: mmap.PAGESIZE].amax()
+
+
+_read_mappings: weakref.WeakValueDictionary[int, MappedTensors] = weakref.WeakValueDictionary()
+"""Readers' mappings in this process, by the address of their memory."""
+
+
+def file_under(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Identity of the weights file that a reader's tensor is a view of; None for other tensors."""
+    if not _read_mappings or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if tensor.device.type != "cpu":
+        return None
+    mapped = _read_mappings.get(tensor.untyped_storage().data_ptr())
+    return None if mapped is None else mapped.identity
 
 
 class KeptMappings:
@@ -131,6 +148,21 @@ class KeptMappings:
 
     def clear(self) -> None:
         self._mapped.clear()
+
+
+def new_memory(num_bytes: int) -> torch.Tensor:
+    """Allocate flat bytes of main memory, not yet written.
+
+    Raises:
+        StoreAccessError: there is no room for them.
+    """
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    except (MemoryError, RuntimeError) as error:
+        raise StoreAccessError(
+            f"cannot allocate {num_bytes} bytes of memory for a version; is there a limit on this "
+            "process's memory (ulimit -v, vm.overcommit_memory)?"
+        ) from error
 
 
 def as_bytes(data: torch.Tensor) -> memoryview:

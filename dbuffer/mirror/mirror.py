@@ -216,9 +216,10 @@ class Mirror(Closing):
             if self._error is not None:
                 raise self._error
             if time.monotonic() > deadline:
+                problem = None if self._receiver is None else self._receiver.record.current.problem
                 raise VersionTimeoutError(
                     f"{self._local.root} did not catch up with {self._remote.root} within "
-                    f"{timeout_s:g} s"
+                    f"{timeout_s:g} s" + ("" if problem is None else f": {problem}")
                 )
             time.sleep(_LOOK_S)
 
@@ -450,12 +451,7 @@ class Mirror(Closing):
             receiver.telling_if_unreadable(held),
             drafts.begin(manifest.version, known.footer, hashed=hashed) as draft,
         ):
-            on_bytes = counter(self._progress, layout.checksums_offset)
-            draft.fill_from(held, known.remote, self._copier, on_bytes)
-            checksums = draft.checksums
-            if checksums and not receiver.checksums_match(held, layout, checksums):
-                return None
-            if not held.is_unchanged():
+            if not self._fill(draft, held, receiver, known) or not held.is_unchanged():
                 return None
             chain = self._pass_on(held, draft, known)
             before, self._chain = self._chain, []
@@ -468,6 +464,28 @@ class Mirror(Closing):
             passed = [link.delta_bytes for link in chain[1:] if link not in before]
             self._chain = chain
         return Publication.of(manifest.version, layout, started, sum(passed) if passed else None)
+
+    def _fill(self, draft: Draft, held: Held, receiver: WeightReceiver, known: _Described) -> bool:
+        """Fill a draft with a held version; False if a writer was faster.
+
+        Only what changed since the version that its file holds, where deltas tell and checksums
+        show that the file still holds it.
+        """
+        layout = known.footer.layout
+        if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
+            on_bytes = counter(self._progress, layout.checksums_offset)
+            since = draft.claim.held_before
+            draft.checksums = receiver.apply_changes(draft.mapped, since, held, on_bytes)
+            if draft.checksums is not None:
+                return True
+        try:
+            on_bytes = counter(self._progress, layout.checksums_offset)
+            draft.fill_from(held, known.remote, self._copier, on_bytes)
+        except StoreNotFoundError as error:
+            held.require_overtaken(error)
+            return False
+        checksums = draft.checksums
+        return checksums is None or receiver.checksums_match(held, layout, checksums)
 
     def _pass_on(self, held: Held, draft: Draft, known: _Described) -> list[Link]:
         """Copy the deltas that lead from the version copied last; the chain that this gives."""
@@ -497,8 +515,7 @@ class Mirror(Closing):
 
     def _note_problem(self, receiver: WeightReceiver, error: Exception) -> None:
         self._stats["failures"] += 1
-        text = f"{type(error).__name__}: {error}"
-        receiver.record.write(problem=text[:2000], stats=self.stats)
+        receiver.record.write_problem(error, None, stats=self.stats)
 
     def _forget_problem(self, receiver: WeightReceiver) -> None:
         """Take a problem with the remote store off the record, when it has passed."""

@@ -148,8 +148,8 @@ class Chaining:
                     footer = self.drafts.footer_of(layout.specs, layout.aliases)
                 if footer.layout_xxh3 != held.manifest.layout_xxh3:
                     return None
-                with Chain(held, footer.layout) as chain:
-                    return read(held, chain, Tip.of(held, chain, footer, hashed=hashed))
+                chain = Chain(held, footer.layout)
+                return read(held, chain, Tip.of(held, chain, footer, hashed=hashed))
         except UNREADABLE as error:
             self.say_why_whole(str(error))
             return None

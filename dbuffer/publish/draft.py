@@ -170,25 +170,19 @@ class Draft:
     def fill_from(
         self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
     ) -> None:
-        """Copy another store's version, which has this layout there.
-
-        Only what changed since the version that this draft's file holds, where deltas tell.
-        """
-        with Chain(held, layout) as chain:
-            if self.is_mapped:
-                before, hashed = self.claim.held_before, self._hashed
-                self.checksums = chain.read(
-                    self.mapped, copier, since=before, on_bytes=on_bytes, hashed=hashed
-                )
-            elif held.manifest.anchor is None:
-                file, own, hashed = held.file.number, self.claim.weights, self._hashed
-                self.checksums = read_tensors(
-                    file, held.path, layout, own, copier, hashed=hashed, on_bytes=on_bytes
-                )
-            else:
-                tensors = FileTensors.in_memory(self.layout)
-                chain.read(tensors, copier, on_bytes=on_bytes)
-                self.fill(tensors.views, copier)
+        """Copy another store's version, which has this layout there."""
+        chain, hashed = Chain(held, layout), self._hashed
+        if self.is_mapped:
+            self.checksums = chain.read(self.mapped, copier, on_bytes=on_bytes, hashed=hashed)
+        elif held.manifest.anchor is None:
+            file, own = held.file.number, self.claim.weights
+            self.checksums = read_tensors(
+                file, held.path, layout, own, copier, hashed=hashed, on_bytes=on_bytes
+            )
+        else:
+            tensors = FileTensors.in_memory(self.layout)
+            chain.read(tensors, copier, on_bytes=on_bytes)
+            self.fill(tensors.views, copier)
 
     def _write(self, spec: TensorSpec, offset: int, tensor: torch.Tensor) -> None:
         file, dtype, hashed = self.claim.weights, DTYPES[spec.dtype], self._hashed

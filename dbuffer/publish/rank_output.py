@@ -270,8 +270,8 @@ class OwnFile(RankOutput):
         self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier
     ) -> None:
         mine = self._pieces_of(footer.layout)
-        with Chain(held, footer.layout) as chain:
-            chain.read_pieces([mine[box.tensor] for box in boxes], copy, copier)
+        pieces = [mine[box.tensor] for box in boxes]
+        Chain(held, footer.layout).read_pieces(pieces, copy, copier)
 
     def checksums_read(
         self, ranks: Agreement, layout: Layout, digests: Callable[[], list[int]]

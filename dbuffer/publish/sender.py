@@ -18,6 +18,7 @@ from dbuffer.errors import ClosedError, InvalidWeightsError, VersionError
 from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import TensorSpec
 from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import file_under
 from dbuffer.io.transfer import OnBytes
 from dbuffer.publish.deltas import Deltas, Published, Wanted
 from dbuffer.publish.draft import Drafts, checked_metadata
@@ -353,6 +354,7 @@ class WeightSender(LocalSender):
         progress: Progress | None,
         check: Callable[[], None] = lambda: None,
     ) -> Published:
+        self._refuse_idle_buffer(source)
         footer = self._drafts.footer_of(source.specs, source.aliases)
         if self._deltas is not None:
             fetched = list(map(sources.fetch, source.tensors))
@@ -368,6 +370,21 @@ class WeightSender(LocalSender):
             check()
             draft.commit(metadata)
         return Published(footer.layout, None)
+
+    def _refuse_idle_buffer(self, source: Source) -> None:
+        """Refuse a snapshot's tensors that this version would overwrite while it reads them."""
+        tensors = [] if source.is_lazy else cast("list[torch.Tensor]", source.tensors)
+        files = [file_under(tensor) for tensor in tensors]
+        if not any(files):
+            return
+        idle = self._writer.idle_file()
+        for spec, file in zip(source.specs, files, strict=True):
+            if file is not None and file == idle:
+                raise InvalidWeightsError(
+                    f"{spec.name} lies in the buffer of {self.store} that the next version is "
+                    "written to: it is a tensor of a snapshot of the version before the newest. "
+                    "To roll back to that, send snapshot.copy() after its with block"
+                )
 
     def _send_stream(
         self,

@@ -23,6 +23,7 @@ from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, copy_one
+from dbuffer.io.transfer import OnBytes
 from dbuffer.receive.snapshot import (
     Snapshot,
     SnapshotTensors,
@@ -55,6 +56,15 @@ class _InMemory(NamedTuple):
     layout_xxh3: str | None
     tensors: FileTensors
 
+
+_NO_FAILURES = (
+    errors.ClosedError,
+    errors.ReceiverActiveError,
+    errors.SnapshotEvictedError,
+    errors.VersionError,
+    errors.VersionTimeoutError,
+)
+"""Errors that say nothing about whether the newest version can be applied."""
 
 _STOP_CHECK_S = 0.1
 """How often a wait looks at its stop event."""
@@ -142,13 +152,14 @@ class WeightReceiver(Closing):
     ) -> Iterator[Snapshot]:
         """Hold the newest version for the length of a ``with`` block.
 
-        Leaving the block without an error acknowledges the version as applied.
+        Leaving the block without an error acknowledges the version as applied; an error that leaves
+        it is reported in the record, and raised by a sender's ``wait_applied`` for this receiver.
 
         Args:
             newer_than: wait for a version above this one. None: any version will do.
             timeout_s: how long to wait for it.
             version: exactly this version, and no other.
-            acknowledge: whether to acknowledge.
+            acknowledge: whether to acknowledge the version, or report an error.
 
         Raises:
             OptionError: one of these is not what it may be.
@@ -189,17 +200,13 @@ class WeightReceiver(Closing):
     ) -> Iterator[Snapshot]:
         deadline = time.monotonic() + timeout_s
         while True:
-            if version is not None:
-                held = self._wait_and_hold_exactly(version, timeout_s, deadline)
-            else:
-                if known is None:
-                    self._wait_until_published(newer_than, timeout_s, deadline)
-                    known = self._seen  # which was read just now
-                newest, known = self._hold(newer_than, known), None
-                if newest is None:
-                    continue
-                held = newest
-            with self._released(held):
+            with self.reporting(None) if acknowledge else contextlib.nullcontext():
+                held = self._wait_and_hold(newer_than, timeout_s, version, known, deadline)
+            known = None
+            if held is None:
+                continue
+            reporting = self.reporting(held.manifest.version)
+            with self._released(held), reporting if acknowledge else contextlib.nullcontext():
                 tensors = self._bring_in(held)
                 if tensors is None:  # a writer was faster
                     continue
@@ -217,6 +224,40 @@ class WeightReceiver(Closing):
                 if acknowledge:
                     self._note_applied(held)
                 return
+
+    def _wait_and_hold(
+        self,
+        newer_than: int | None,
+        timeout_s: float,
+        version: int | None,
+        known: Pointer | None,
+        deadline: float,
+    ) -> Held | None:
+        if version is not None:
+            return self._wait_and_hold_exactly(version, timeout_s, deadline)
+        if known is None:
+            self._wait_until_published(newer_than, timeout_s, deadline)
+            known = self._seen  # which was read just now
+        return self._hold(newer_than, known)
+
+    @contextlib.contextmanager
+    def reporting(self, version: int | None) -> Iterator[None]:
+        """Report in the record an error that leaves the block, as one of applying ``version``.
+
+        None: the store is looked at, and a problem with it is over when the block is left without
+        an error. A problem with a version is over when one is acknowledged.
+        """
+        try:
+            yield
+        except _NO_FAILURES:
+            raise
+        except Exception as error:
+            of_this_run = {} if self.history is None else {"history": self.history}
+            self.record.write_problem(error, version, **of_this_run)
+            raise
+        record = self.record.current
+        if version is None and record.problem is not None and record.problem_version is None:
+            self.record.write(problem=None)
 
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[Held | None]:
@@ -251,6 +292,9 @@ class WeightReceiver(Closing):
                 is raised. Default: refuse an adapter, which is no model
                 (:mod:`dbuffer.integrations.peft` loads those).
 
+        An error is reported in the record, and raised by a sender's ``wait_applied`` for this
+        receiver.
+
         Returns:
             The version loaded, or None if there is nothing newer (or nothing at all).
 
@@ -264,10 +308,11 @@ class WeightReceiver(Closing):
             self._check_open()
             if not self._store.exists() and self._seen is None:
                 return None
-            held = self._hold(self._loaded)
+            with self.reporting(None):
+                held = self._hold(self._loaded)
             if held is None:
                 return None
-            with self._released(held):
+            with self._released(held), self.reporting(held.manifest.version):
                 check(held.manifest.metadata)
                 if self._load(held, target, partial) and held.is_unchanged():
                     self._loaded = held.manifest.version
@@ -293,7 +338,10 @@ class WeightReceiver(Closing):
         Raises:
             SnapshotEvictedError: the loop's body took longer than the sender waits.
         """
-        while self.wait_for_version(newer_than, None, stop_event) is not None:
+        while True:
+            with self.reporting(None):
+                if self.wait_for_version(newer_than, None, stop_event) is None:
+                    return
             with self.open(newer_than) as snapshot:
                 yield snapshot
             newer_than = snapshot.version
@@ -345,7 +393,8 @@ class WeightReceiver(Closing):
         """Say in the store that this receiver has applied ``version``."""
         if self._seen is None:
             self._newest()  # which run of versions that is one of
-        self.record.write(applied_version=version, held_version=None, history=self.history)
+        self._set_applied(version, self.history)
+        self.record.write(held_version=None)
 
     @property
     def history(self) -> str | None:
@@ -359,7 +408,13 @@ class WeightReceiver(Closing):
         earlier one contained is refused with ``partial``, because it would leave a mix.
         """
         self._seen = self._loaded = None
-        self.record.set(applied_version=None, held_version=None, history=None)
+        self.record.set(
+            applied_version=None,
+            held_version=None,
+            history=None,
+            problem=None,
+            problem_version=None,
+        )
 
     def wake(self) -> None:
         """Let a :meth:`wait_for_version` in another thread look at once: its stop event is set."""
@@ -415,7 +470,12 @@ class WeightReceiver(Closing):
 
     def _note_applied(self, held: Held) -> None:
         manifest = held.manifest
-        self.record.set(applied_version=manifest.version, history=manifest.history)
+        self._set_applied(manifest.version, manifest.history)
+
+    def _set_applied(self, version: int, history: str | None) -> None:
+        self.record.set(
+            applied_version=version, history=history, problem=None, problem_version=None
+        )
 
     def _announce(self, version: int) -> None:
         if self.record.current.held_version != version:
@@ -520,15 +580,31 @@ class WeightReceiver(Closing):
 
     def _go_on_from(self, before: _InMemory, held: Held) -> FileTensors | None:
         """Apply what changed since to what is in memory; None where that is not what it was."""
+        if before.layout_xxh3 != held.manifest.layout_xxh3 or not self._must_verify(held):
+            return None
+        checksums = self.apply_changes(before.tensors, before.identity, held)
+        return None if checksums is None else before.tensors
+
+    def apply_changes(
+        self,
+        tensors: FileTensors,
+        since: str | None,
+        held: Held,
+        on_bytes: OnBytes | None = None,
+    ) -> list[int] | None:
+        """Bring memory that holds the version ``since`` to a held one, and verify the result.
+
+        Returns:
+            The checksums of all tensors. None: no deltas lead there; or, logged, they cannot be
+            read, or lead elsewhere, because the memory was changed: the version is to be read
+            whole.
+        """
         manifest = held.manifest
-        if before.identity not in manifest.chain or not self._must_verify(held):
+        if since not in manifest.chain:
             return None
-        if before.layout_xxh3 != manifest.layout_xxh3:
-            return None
-        tensors = before.tensors
         try:
-            with Chain(held, tensors.layout) as chain:
-                chain.read(tensors, self._copier, since=before.identity)
+            chain = Chain(held, tensors.layout)
+            chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
         except (errors.StoreCorruptError, errors.StoreNotFoundError) as error:
@@ -543,7 +619,7 @@ class WeightReceiver(Closing):
                 listed(wrong),
             )
             return None
-        return tensors
+        return checksums
 
     def _map_kept(self, held: Held) -> MappedTensors:
         """A mapping that stays for the next versions in the same file, and is only copied from.

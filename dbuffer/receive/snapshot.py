@@ -19,7 +19,14 @@ from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.chain import Chain
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import FileTensors, MappedTensors, as_bytes, copy_one, view_tensor
+from dbuffer.io.tensors import (
+    FileTensors,
+    MappedTensors,
+    as_bytes,
+    copy_one,
+    new_memory,
+    view_tensor,
+)
 from dbuffer.runtime.messages import listed
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
@@ -157,7 +164,7 @@ class Snapshot:
         Raises:
             ChecksumError: they were damaged since this snapshot was opened and verified.
         """
-        return self.copy_into(torch.empty(self.data_bytes, dtype=torch.uint8))
+        return self.copy_into(new_memory(self.data_bytes))
 
     def changed_since(self, identity: str) -> dict[str, npt.NDArray[np.int64] | None] | None:
         """Where it differs from an earlier version: flat positions, ascending, by tensor's name.
@@ -171,8 +178,7 @@ class Snapshot:
             return None
         layout = self._contents.layout
         try:
-            with Chain(self._held, layout) as chain:
-                found = chain.changed_since(identity, self._copier)
+            found = Chain(self._held, layout).changed_since(identity, self._copier)
         except DBufferError as error:  # what unpacks deltas may be missing, too
             logger.warning("%s: reading it whole: %s", self.path, error)
             return None
@@ -255,10 +261,9 @@ def read_whole(
     layout = held.read_layout()
     num_bytes = layout.checksums_offset
     if memory is None or memory.numel() != num_bytes:
-        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        memory = new_memory(num_bytes)
     tensors = FileTensors(memory, layout)
-    with Chain(held, layout) as chain:
-        return tensors, chain.read(tensors, copier, hashed=hashed)
+    return tensors, Chain(held, layout).read(tensors, copier, hashed=hashed)
 
 
 def wrong_tensors(
@@ -278,8 +283,7 @@ def wrong_tensors(
             "cannot be verified; make the sender with checksum=True"
         )
     known = {} if known is None else known
-    with Chain(held, layout) as chain:
-        expected = chain.expected(known)
+    expected = Chain(held, layout).expected(known)
     if expected is None:
         return ["the table of checksums"]
     wrong = [

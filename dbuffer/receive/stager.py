@@ -24,11 +24,12 @@ import torch
 from dbuffer import errors
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Pointer
+from dbuffer.io.tensors import new_memory
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer, are_apart
-from dbuffer.store.records import Spare
+from dbuffer.store.records import MAX_PROBLEM_CHARACTERS, Spare
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,6 @@ _RETRY_MIN_S = 0.5
 _RETRY_MAX_S = 30.0
 """A version that could not be staged is tried again, at growing intervals, until a newer one comes:
 a network's caches and a full disk's neighbours do change."""
-
-MAX_PROBLEM_CHARACTERS = 2000
 
 NewHistory = Literal["follow", "refuse"]
 """What becomes of a store that was emptied or replaced, and started over, while it is followed."""
@@ -118,10 +117,14 @@ class _BroughtIn(NamedTuple):
 
 
 class StagingMemory:
-    """Memory for one version; page-locked for a GPU to copy from, if it is to be."""
+    """Memory for one version; page-locked for a GPU to copy from, if it is to be.
+
+    Raises:
+        StoreAccessError: there is no room for it, or it cannot be page-locked.
+    """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        self.bytes = new_memory(num_bytes)
         self._is_pinned = pinned
         if pinned:
             # Not torch's own pinned memory: that rounds up to a power of two, up to twice as much.
@@ -140,7 +143,10 @@ def _cuda() -> Any:
 
 def _check_cuda(status: int) -> None:
     if int(status) != 0:
-        raise MemoryError(f"memory for staging could not be page-locked: CUDA error {status}")
+        raise errors.StoreAccessError(
+            f"memory to stage a version in could not be page-locked: CUDA error {status}; is there "
+            "a limit on locked memory (ulimit -l)? Staging by mapping needs none"
+        )
 
 
 class Stager:

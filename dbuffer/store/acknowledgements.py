@@ -16,7 +16,8 @@ _POLL_MAX_S = 0.05
 _LAST_WORD_S = 1.0
 """How long the last word of a process that has ended may take to arrive: it acknowledged and ended
 between our look at its record and our look at it, or a network still carries it. A mirror carries
-the end and the last word together."""
+the end and the last word together. A problem with the store itself may be over as well, until the
+receiver looks at the store again."""
 
 
 def wait_applied(
@@ -43,10 +44,11 @@ def wait_applied(
     for name in names or ():
         if not is_receiver_id(name):
             options.refuse("receivers", receivers, f"no receiver can be named {name!r:.80}")
-    ended_at: dict[str, float] = {}
+    noted_at: dict[tuple[str, str], float] = {}
     while True:
+        everybody = store.receivers()
         # An engine acknowledges as one; its ranks only say what they have ready.
-        records = [record for record in store.receivers() if record.part_of is None]
+        records = [record for record in everybody if record.part_of is None]
         if names is not None:
             records = [record for record in records if record.receiver in names]
         waiting = [record for record in records if not record.has_applied(version, history)]
@@ -55,8 +57,12 @@ def wait_applied(
             return
         if names is not None:
             for record in waiting:
+                ranks = [rank for rank in everybody if rank.part_of == record.receiver]
+                for each in (record, *ranks):
+                    if each.updated_at >= since:
+                        _require_able(each, version, history, noted_at)
                 if record.updated_at >= since:
-                    _check(store, record, version, history, ended_at)
+                    _require_running(store, record, noted_at)
         left = deadline - time.monotonic()
         if left <= 0:
             states = ", ".join(_state(record, version, history) for record in records)
@@ -76,20 +82,33 @@ def _state(record: ReceiverRecord, version: int, history: str | None) -> str:
     return state
 
 
-def _check(
-    store: DoubleBuffer,
+def _require_able(
     record: ReceiverRecord,
     version: int,
     history: str | None,
-    ended_at: dict[str, float],
+    noted_at: dict[tuple[str, str], float],
 ) -> None:
-    """Raise if it cannot apply the version, or has ended; ``ended_at``: since when it has."""
-    who = f"{record.receiver} (process {record.pid} on {record.host})"
-    if record.has_problem_with(version, history):
+    if not record.has_problem_with(version, history):
+        return
+    problem = str(record.problem)
+    if record.problem_version is not None or _has_lasted(noted_at, record, problem):
         raise ReceiverFailedError(
-            f"{who} could not apply version {record.problem_version or version}: {record.problem}"
+            f"{_who(record)} could not apply version {record.problem_version or version}: {problem}"
         )
-    if not store.may_live(record):
-        now = time.monotonic()
-        if now - ended_at.setdefault(record.receiver, now) >= _LAST_WORD_S:
-            raise ReceiverFailedError(f"{who} has ended, at version {record.applied_version}")
+
+
+def _require_running(
+    store: DoubleBuffer, record: ReceiverRecord, noted_at: dict[tuple[str, str], float]
+) -> None:
+    if not store.may_live(record) and _has_lasted(noted_at, record, "ended"):
+        raise ReceiverFailedError(f"{_who(record)} has ended, at version {record.applied_version}")
+
+
+def _has_lasted(noted_at: dict[tuple[str, str], float], record: ReceiverRecord, state: str) -> bool:
+    """Whether a receiver was in a state before; ``noted_at``: when that was first seen."""
+    now = time.monotonic()
+    return now - noted_at.setdefault((record.receiver, state), now) >= _LAST_WORD_S
+
+
+def _who(record: ReceiverRecord) -> str:
+    return f"{record.receiver} (process {record.pid} on {record.host})"

@@ -100,7 +100,16 @@ class Held:
             StoreCorruptError: the manifest names that file, and has for long enough.
         """
         logger.warning("version %d was removed while it was read: %s", self.manifest.version, error)
-        if not patience.wait(self.manifest.identity) and self.is_still_named():
+        if not patience.wait(self.manifest.identity):
+            self.require_overtaken(error)
+
+    def require_overtaken(self, error: errors.StoreNotFoundError) -> None:
+        """Return if a file of it went because there are newer versions.
+
+        Raises:
+            StoreCorruptError: its manifest still names that file.
+        """
+        if self.is_still_named():
             raise errors.StoreCorruptError(f"{error}; publish again to repair the store") from error
 
     def read_layout(self) -> Layout:

@@ -400,7 +400,7 @@ def _place(temporary: Path, path: Path, made: tuple[int, int], *, only_new: bool
         try:
             os.link(temporary, path)
         except FileExistsError:
-            is_new = _identity_at(path) == made
+            is_new = identity_at(path) == made
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
@@ -411,12 +411,12 @@ def _place(temporary: Path, path: Path, made: tuple[int, int], *, only_new: bool
     try:
         os.replace(temporary, path)
     except FileNotFoundError:
-        if _identity_at(path) != made:
+        if identity_at(path) != made:
             raise
     return True
 
 
-def _identity_at(path: Path) -> tuple[int, int] | None:
+def identity_at(path: Path) -> tuple[int, int] | None:
     """Which file has this name now. Looked up anew: an NFS client answers from memory otherwise."""
     try:
         refresh(path.parent)
@@ -521,7 +521,8 @@ def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | N
     """Make a lock's file, and lock it for as long as it is open; None: somebody has it.
 
     ``may_lack_locks``: it counts as locked, logged once, where the mount knows no locks, as Lustre
-    by default. Who calls this must have another way to detect a second one.
+    by default. Who calls this must have another way to detect a second one. Otherwise that is a
+    StoreAccessError.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with os_errors(f"open the {whose} lock", path):
@@ -543,13 +544,31 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
     """Lock an open file against other openings of it; False if another holds it.
 
     The kernel drops the lock when the descriptor is closed, and so when the process dies.
+
+    Raises:
+        StoreAccessError: it cannot be locked at all; its ``errno`` says why.
     """
     kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise _cannot_lock(descriptor, error) from error
     return True
+
+
+def _cannot_lock(descriptor: int, error: OSError) -> StoreAccessError:
+    path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+    advice = ""
+    if error.errno in NO_LOCKS:
+        advice = (
+            "; its mount knows no locks (flock), which a store on a local disk needs: use another "
+            f"directory, or set {MOUNT_VARIABLE}=network for all processes that use this one"
+        )
+    refused = StoreAccessError(f"cannot lock {path}: {error.strerror}{advice}")
+    refused.errno = error.errno
+    return refused
 
 
 def is_locked(path: Path) -> bool:

@@ -115,7 +115,7 @@ class _LockedRecord(RecordOwner):
             self._lock = lock
         return lock is not None
 
-    def is_free(self, old: Descriptor, may_be_owned: Callable[[], bool]) -> bool:  # noqa: ARG002
+    def is_free(self, old: Descriptor, *, may_be_owned: bool) -> bool:  # noqa: ARG002
         # The lock is held until the new file, which has its own, is in place.
         return filesystem.lock_within(old.number, _LOOKED_AT_S)
 

@@ -127,7 +127,7 @@ class RecordOwner(ABC):
         """Replace the file, which is ours from then on; False: it was to be new, and is not."""
 
     @abstractmethod
-    def is_free(self, old: Descriptor, may_be_owned: Callable[[], bool]) -> bool:
+    def is_free(self, old: Descriptor, *, may_be_owned: bool) -> bool:
         """Whether nobody owns what has the name, the open file ``old``.
 
         ``may_be_owned`` says what the record itself does of it.

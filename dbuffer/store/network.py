@@ -117,8 +117,8 @@ class _TouchedRecord(RecordOwner):
             only_new=only_new,
         )
 
-    def is_free(self, old: Descriptor, may_be_owned: Callable[[], bool]) -> bool:  # noqa: ARG002
-        return not may_be_owned()
+    def is_free(self, old: Descriptor, *, may_be_owned: bool) -> bool:  # noqa: ARG002
+        return not may_be_owned
 
     def touch(self) -> None:
         with contextlib.suppress(OSError):  # the network is cut, or the file was removed

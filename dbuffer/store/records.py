@@ -30,6 +30,8 @@ from dbuffer.store.medium import RecordOwner
 
 logger = logging.getLogger(__name__)
 
+MAX_PROBLEM_CHARACTERS = 2000
+
 _MAX_TRIES = 100
 """How often a record may be replaced by others while it is claimed."""
 
@@ -54,6 +56,7 @@ class KeptFile:
         self.path = self._store.record_path(receiver_id)
         self._scratch = store / SCRATCH_DIRECTORY
         self._pid = os.getpid()
+        self._was_ours = False
 
     @functools.cached_property
     def sign(self) -> RecordOwner:
@@ -69,6 +72,7 @@ class KeptFile:
             self._put(record, only_new=False)
         else:
             self._claim(record)
+        self._was_ours = True
 
     def let_go(self, record: ReceiverRecord) -> None:
         """Say, where no lock does, that the name may be taken; the file stays."""
@@ -114,7 +118,11 @@ class KeptFile:
         # Whoever wrote what is damaged or insecure, it is no receiver.
         with contextlib.suppress(errors.StoreCorruptError, errors.StoreInsecureError):
             found = self._store.receiver(self._receiver_id)
-        is_free = self.sign.is_free(old, lambda: self._may_be_owned(found, record))
+        may_be_owned = self._may_be_owned(found, record)
+        # An interrupt may have left a lock behind in this process, whose records it knows itself.
+        is_of_this_process = found is not None and Process.of(found) == Process.here()
+        is_free = is_of_this_process and not may_be_owned
+        is_free = is_free or self.sign.is_free(old, may_be_owned=may_be_owned)
         if not filesystem.is_at(old, self.path):
             return False
         if is_free:
@@ -130,7 +138,16 @@ class KeptFile:
             return False
         if Process.of(found) == Process.here():
             return found.owner in _owned
-        return self._store.may_live(found)
+        return self._store.may_live(found) and not self._is_of_an_earlier_start(found, record)
+
+    def _is_of_an_earlier_start(self, found: ReceiverRecord, record: ReceiverRecord) -> bool:
+        """Whether a container wrote it before it was restarted: its host name and process id stay.
+
+        If both processes live, each in a container of its own, the later one has the name: the
+        earlier one is refused with its next write, and does not take it back.
+        """
+        is_alike = (found.host, found.pid) == (record.host, record.pid)
+        return is_alike and Process.of(found) != Process.of(record) and not self._was_ours
 
 
 class RecordFile:
@@ -182,6 +199,11 @@ class RecordFile:
             self._can_write = False
         else:
             self._can_write = True
+
+    def write_problem(self, error: Exception, version: int | None, **changes: Any) -> None:
+        """Say why a version cannot be applied; None: the store itself is the problem."""
+        text = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
+        self.write(problem=text, problem_version=version, **changes)
 
     def _write(self) -> None:
         _owned[str(self._record.owner)] = self._kept

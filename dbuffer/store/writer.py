@@ -132,9 +132,7 @@ class BufferWriter:
         self._generation = 0
         self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
         self._forgot_at = time.monotonic()
-        lock = filesystem.take_lock(
-            self.root / places.WRITER_LOCK_FILE, "writer's", may_lack_locks=True
-        )
+        lock = _take_lock(self.store)
         if lock is None:
             holder = self.store.undamaged_writer()
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
@@ -239,6 +237,15 @@ class BufferWriter:
             if manifest is not None
             for path in self._files.named_by(buffer, manifest)
         }
+
+    def idle_file(self) -> tuple[int, int] | None:
+        """Identity of the file that the next version is written over; None: it gets a new one."""
+        found = self._look()
+        buffer = self._idle_buffer(found)
+        manifest = found.manifests[buffer]
+        if manifest is None or not self.medium.can_rewrite_in_place:
+            return None
+        return filesystem.identity_at(self.store.weights_path(buffer, manifest))
 
     def add_delta(self, claim: Claim, identity: str, chunks: Iterable[bytes]) -> int:
         """Write the delta that leads to the version of this identity; its size.
@@ -490,8 +497,14 @@ class BufferWriter:
 @contextlib.contextmanager
 def writer_lock(root: Path) -> Iterator[None]:
     """Keep senders out of a store for a ``with`` block."""
-    lock = filesystem.take_lock(root / places.WRITER_LOCK_FILE, "writer's", may_lack_locks=True)
+    lock = _take_lock(DoubleBuffer(root))
     if lock is None:
         raise WriterActiveError(f"a sender has {root} open for writing; give another directory")
     with lock:
         yield
+
+
+def _take_lock(store: DoubleBuffer) -> Descriptor | None:
+    path = store.root / places.WRITER_LOCK_FILE
+    # Between hosts epochs show a second writer; on a local disk readers need locks as well.
+    return filesystem.take_lock(path, "writer's", may_lack_locks=store.medium.reaches_other_hosts)

@@ -72,7 +72,7 @@ def status_tables(status: StoreStatus) -> RenderableType:
     problems = [
         cell(f"{receiver.receiver} reports: {receiver.problem}")
         for receiver in status.receivers
-        if receiver.problem is not None and receiver.is_alive
+        if receiver.problem is not None
     ]
     return Group(cell(head), buffers, receivers, *problems)
 

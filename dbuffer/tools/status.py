@@ -50,7 +50,7 @@ class ReceiverStatus:
     staged_version: int | None
     """What it has ready and not yet applied."""
     problem: str | None
-    """Why it cannot have a version ready."""
+    """Why it cannot apply a version, or have it ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,6 +62,7 @@ class RankReceiver:
         self._broken = serving.broken
         self._loaded_names = serving.loaded_names or LoadedNames()
         self._attempt: str | None = None
+        self._failure: tuple[str | None, int | None] = None, None
         self._fits = rank.make_check(partial=options.partial)
         self._recorded: tuple[Layout, Recording] | None = None
         self._copier = Copier(options.num_threads)
@@ -334,6 +335,7 @@ class RankReceiver:
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
         self._served = Served(staged.version, staged.history)
+        self._failure = None, None
         self._is_whole_again()
         self._record_engine(
             load_s=time.monotonic() - started,
@@ -352,7 +354,9 @@ class RankReceiver:
         failures = self._on_all_ranks(lambda: self._load_again(self._served))
         if not any(failures):
             self._is_whole_again()
-            raise EngineUpdateError(f"{what}; all ranks went back, and {self._serves_on}")
+            what = f"{what}; all ranks went back, and {self._serves_on}"
+            self._failure = what, staged.version
+            raise EngineUpdateError(what)
         why = self._describe(f"go back to version {self._applied}", failures)
         logger.error("%s; loading version %s once more", why, staged.version)
         failures = self._on_all_ranks(
@@ -417,10 +421,12 @@ class RankReceiver:
 
     def _record_engine(self, **stats: float) -> None:
         if self.ranks.rank == 0:
+            problem, version = (self._broken, None) if self._broken else self._failure
             self._record.write(
                 applied_version=self._applied,
                 history=self._history,
-                problem=self._broken,
+                problem=problem,
+                problem_version=version,
                 state="serving" if self._broken is None else "broken",
                 attempt=self._attempt,
                 stats=stats or self._record.current.stats,

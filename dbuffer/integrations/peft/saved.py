@@ -68,7 +68,10 @@ def save_adapter(
     filesystem.make_directory(directory, parents=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=directory) as scratch:
         made = Path(scratch, "adapter")
-        with receiver.open(newer_than, timeout_s, acknowledge=False) as snapshot:
+        with (
+            receiver.open(newer_than, timeout_s, acknowledge=False) as snapshot,
+            receiver.reporting(snapshot.version),
+        ):
             config = config_of(snapshot.metadata)
             path = directory / f"v{snapshot.version}-{snapshot.identity}"
             if not path.is_dir():

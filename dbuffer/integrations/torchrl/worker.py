@@ -157,7 +157,7 @@ class WorkerReceiver:
             # Mostly transient; a store that was recreated is for a new scheme to follow.
             except (errors.DBufferError, OSError) as error:
                 wait_s = trouble.note(error)
-                receiver.record.write(problem=str(error), problem_version=None)
+                receiver.record.write_problem(error, None)
                 self._stop_event.wait(wait_s)
                 continue
             if trouble.end(str(receiver.store)):
@@ -174,7 +174,7 @@ class WorkerReceiver:
                 return
             logger.exception("could not apply version %d of %s", version, feed.receiver.store)
             feed.seen = max(version, feed.seen or 0)
-            feed.receiver.record.write(problem=str(error), problem_version=version)
+            feed.receiver.record.write_problem(error, version)
 
     def _take(self, feed: Feed, timeout_s: float) -> bool:
         """Load a store's newest version, unless something later is loaded already."""
@@ -187,7 +187,6 @@ class WorkerReceiver:
                     self._applied_hook(staged.info)
                     self._announced = self._order
             feed.seen = version
-            feed.receiver.record.set(problem=None, problem_version=None)
             feed.receiver.acknowledge(version)
             if staged is None:
                 return False
