@@ -24,7 +24,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch
+from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch, Tensors
 from dbuffer.integrations.engine.plan.patches import Changed
 from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
 from dbuffer.integrations.engine.plan.recording import Recording
@@ -226,19 +226,21 @@ class RankReceiver:
             and self._planned.apply(switch, staged.identity)
         ):
             return
-        if staged.tensors is None:
-            staged = self._take_whole(staged.version, staged.history)
-            switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
-        assert staged.tensors is not None  # noqa: S101 - it was asked for
+        assert staged.tensors is not None  # noqa: S101 - or the switch were enough
         tensors = dict(self._under_all_names(staged.tensors, staged.layout))
 
-        def reload() -> None:
+        def reload(tensors: Tensors) -> None:
             self._model.load(tensors.items(), partial=self.options.partial)
 
         if self._planned is None:
-            reload()
+            reload(tensors)
         else:
-            self._planned.reload(reload, switch, staged.identity)
+            self._planned.reload(reload, tensors, switch, staged.identity)
+
+    def _is_enough(self, staged: Staged) -> bool:
+        """Whether what was prepared of a version is all that loading it takes."""
+        switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
+        return self._planned is not None and self._planned.is_enough(switch)
 
     def _take_whole(self, version: int, history: str | None) -> Staged:
         self._stager.give_back()
@@ -286,6 +288,14 @@ class RankReceiver:
                 history=request.history,
                 timeout_s=self.options.timeout_s,
             )
+            if staged.tensors is None and not self._is_enough(staged):
+                logger.warning(
+                    "rank %d reads version %d again, whole and while the engine is paused: its "
+                    "parameters have moved, or were lost, since its part was staged",
+                    self.ranks.rank,
+                    staged.version,
+                )
+                staged = self._take_whole(staged.version, staged.history)
             # Once more: it may have been checked before the version before it was loaded.
             self._require_no_mix(staged.layout, staged.version)
         # All ranks must hear of it, whatever it is; else they would wait for this one.
