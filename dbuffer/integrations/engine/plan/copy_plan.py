@@ -9,8 +9,8 @@ with the engine's reload. Whether that is all that a reload of everything does i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from dbuffer.integrations.engine.plan.patches import (
     as_integers,
     elements_of,
     flat,
+    joined,
     patch_or_copy,
 )
 from dbuffer.integrations.engine.plan.recording import LoadStep, Place, Recording, Unwrapped
@@ -40,6 +41,8 @@ from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Tensors = Mapping[str, torch.Tensor]
 CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 """Copies the second ones into the first."""
@@ -48,9 +51,12 @@ ApplyPatches = Callable[[Sequence[Patch]], None]
 LoadInto = Callable[[str, Tensors], torch.Tensor]
 """Lets a model's loaders load some tensors; what is then in the parameter of this name."""
 
-_SAMPLED = 64
-"""Elements of each parameter by which a model is known to hold what was put there; and so many of
-those that were patched."""
+_SAMPLED = 8192
+"""Elements of all parameters by which a model is known to hold what was put there; and so many of
+those that were patched. Looking at them takes a few milliseconds of a pause."""
+
+_MIN_SAMPLED, _MAX_SAMPLED = 8, 64
+"""Of each parameter."""
 
 _SAMPLED_PARTS = 8
 """Of a parameter that is made of many, experts for instance."""
@@ -136,6 +142,8 @@ class CopyPlan:
         """How many parameters it copies into, images not counted."""
         self.twin_bytes = sum(align(tensor.nbytes) for tensor in self._tensors.values())
         """What :meth:`staged_in` needs for the parameters."""
+        num_sampled = _SAMPLED // max(1, len(self._tensors))
+        self._num_sampled = min(max(num_sampled, _MIN_SAMPLED), _MAX_SAMPLED)
         self._unproven: Mapping[str, int] | None = None
 
     def _require_all_parameters(self, model: torch.nn.Module) -> None:
@@ -218,25 +226,34 @@ class CopyPlan:
             for write, (target, source) in zip(self._writes[name], switch.copies[name], strict=True)
         )
 
-    def sample_of(
-        self, switch: PlannedSwitch, patches: Patches | None, random: np.random.Generator
-    ) -> list[Patch]:
-        """Choose elements of every parameter, others each time, and some that patches write.
+    def sample_of(self, switch: PlannedSwitch, random: np.random.Generator) -> dict[str, Patch]:
+        """Choose elements of every parameter, others each time.
 
         By these a model is known to hold what the switch puts there.
         """
-        sample: list[Patch] = []
+        sample = {}
         for name, copies in switch.copies.items():
             filled = [copy for copy in copies if copy.target.numel()]
-            parts = min(len(filled), _SAMPLED_PARTS)
-            for index in random.choice(len(filled), parts, replace=False) if parts else ():
-                found = elements_of(filled[index], self._tensors[name], _SAMPLED // parts, random)
-                sample.append(found)
-        for pieces in patches.patches.values() if patches is not None else ():
-            parts = min(len(pieces), _SAMPLED_PARTS)
-            for index in random.choice(len(pieces), parts, replace=False):
-                sample.append(pieces[index].some(_SAMPLED // parts, random))
-        return [each.on_device() for each in sample]
+            chosen = [
+                elements_of(copy, self._tensors[name], self._num_sampled // num_parts, random)
+                for copy, num_parts in _some(filled, random)
+            ]
+            if chosen:
+                sample[name] = joined(chosen).on_device()
+        return sample
+
+    def with_patched(
+        self, sample: Mapping[str, Patch], patches: Patches, random: np.random.Generator
+    ) -> dict[str, Patch]:
+        """Add to a sample some elements that patches write, of every parameter they write to."""
+        more = {}
+        for name, pieces in patches.patches.items():
+            chosen = [
+                piece.some(self._num_sampled // num_parts, random).on_device()
+                for piece, num_parts in _some(pieces, random)
+            ]
+            more[name] = joined([sample[name], *chosen])
+        return {**sample, **more}
 
     def make_images(self, tensors: Tensors) -> list[Image]:
         """Images of all layers that have one; takes as long as packing takes, and its memory.
@@ -334,7 +351,7 @@ class PlannedSwitch:
         self.plan = plan
         self.patches: Patches | None = None
         """What does the same to a model that holds the version before."""
-        self.sample: Sequence[Patch] = ()
+        self.sample: Mapping[str, Patch] = {}
         """Elements by which the model is known to hold this version."""
         self.copies = copies
         """By the name of the parameter."""
@@ -417,6 +434,13 @@ class PlannedSwitch:
             note_copied_whole(error)
             return None
         return self.patches.copies
+
+
+def _some(parts: Sequence[T], random: np.random.Generator) -> Iterator[tuple[T, int]]:
+    """Choose a few parts of a parameter, each with the number of those that are chosen."""
+    chosen = random.permutation(len(parts))[:_SAMPLED_PARTS]
+    for index in chosen:
+        yield parts[index], len(chosen)
 
 
 def note_copied_whole(error: Exception) -> None:

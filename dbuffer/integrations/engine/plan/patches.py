@@ -6,7 +6,7 @@ they are scattered. A tensor of which too much changed, or nobody knows what, is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -106,7 +106,13 @@ def elements_of(
     return Patch(flat(parameter), positions, values)
 
 
-def are_there(patches: Sequence[Patch]) -> bool:
+def joined(patches: Sequence[Patch]) -> Patch:
+    """Join patches of one parameter, of which none has a start of its own."""
+    positions = torch.cat([patch.positions for patch in patches])
+    return patches[0]._replace(positions=positions, values=torch.cat([p.values for p in patches]))
+
+
+def are_there(patches: Collection[Patch]) -> bool:
     """Whether parameters have these values in these places."""
     devices = {patch.target.device for patch in patches}
     for device in devices:

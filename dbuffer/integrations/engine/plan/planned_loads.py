@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ class PlannedLoads:
         self._num_to_pass_over = 0
         self._is_told = False
         self._holds: str | None = None
-        self._sample: Sequence[Patch] = ()
+        self._sample: Mapping[str, Patch] = {}
         self._may_patch = True
         # Of its own: the engine's generators are seeded, and sample tokens.
         self._random = np.random.default_rng()
@@ -140,10 +140,10 @@ class PlannedLoads:
             self._set_aside("a layer could not be packed", error)
             return None
         try:
-            self._find_patches(self._plan, tensors, switch, changed_since)
+            switch.sample = self._plan.sample_of(switch, self._random)
+            self._add_patches(self._plan, tensors, switch, changed_since)
         # Memory that is short for a moment, say. The whole is there.
         except Exception as error:  # noqa: BLE001
-            switch.patches, switch.sample = None, ()
             note_copied_whole(error)
         return switch
 
@@ -201,38 +201,35 @@ class PlannedLoads:
         """
         if self._holds is None or not self._sample:
             return None
-        return self._holds if are_there(self._sample) else None
+        return self._holds if are_there(self._sample.values()) else None
 
-    def _find_patches(
+    def _add_patches(
         self,
         plan: CopyPlan,
         tensors: Tensors,
         switch: PlannedSwitch,
         changed_since: Callable[[str], Changed | None],
     ) -> None:
-        """Give a switch patches, where the model holds a version from which that is known.
-
-        And elements by which the model is known to hold what it switches to.
-        """
-        if not self._may_patch:
-            return
-        base = self._what_it_holds() if plan.is_proven else None
+        """Give a switch patches, where the model holds a version from which those are known."""
+        base = self._what_it_holds() if plan.is_proven and self._may_patch else None
         changed = None if base is None else changed_since(base)
-        patches = None
-        if base is not None and changed is not None:
-            patches = plan.patches_to(tensors, changed, base)
-            name = self._random.choice(list(switch.copies))
-            if not plan.is_patched_right(name, patches, switch):
-                self._may_patch = False
-                logger.warning(
-                    "%s changed in other places than its delta says: versions are copied whole "
-                    "from now on",
-                    name,
-                )
-                return
-        switch.sample = plan.sample_of(switch, patches, self._random)
-        if patches is not None:
-            switch.patches = patches.on_device()
+        if base is None or changed is None:
+            return
+        patches = plan.patches_to(tensors, changed, base)
+        name = self._random.choice(list(switch.copies))
+        if not plan.is_patched_right(name, patches, switch):
+            self._may_patch = False
+            logger.warning(
+                "%s changed in other places than its delta says: versions are copied whole from "
+                "now on",
+                name,
+            )
+            return
+        switch.patches = patches.on_device()
+        if patches.patches or patches.copies:
+            switch.sample = plan.with_patched(switch.sample, patches, self._random)
+        else:  # what was patched last tells more
+            switch.sample = self._sample
 
     @torch.no_grad()
     def reload(
