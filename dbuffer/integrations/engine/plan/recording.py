@@ -126,16 +126,33 @@ class LoadRecorder:
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self._steps: dict[str, list[LoadStep]] = defaultdict(list)
         self._refused: dict[str, str] = {}
+        self._read: dict[int, tuple[str, torch.Tensor]] = {}
+        """Values computed from the model's own tensors, and from which; alive, to be recognized."""
+        self.written_from: dict[str, str] = {}
+        """Tensors of the model that are written with what was computed from another one of it."""
 
     def begin(self) -> None:
         """Forget what was noted."""
         self._sources.clear()
         self._steps.clear()
         self._refused.clear()
+        self._read.clear()
+        self.written_from.clear()
 
     def note_source(self, name: str, tensor: torch.Tensor) -> None:
         """A published tensor, which must live until :meth:`end`."""
         self._sources[storage_of(tensor)] = (name, tensor)
+
+    def note_result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note what an operation computed, if that was from one of the model's tensors."""
+        with self._lock:
+            origins = (self._origin_of(each) for each in _tensors_in((args, kwargs)))
+            origin = next(filter(None, origins), None)
+            if origin is None:
+                return
+            for made in _tensors_in(result):
+                if storage_of(made) not in self._places:
+                    self._read.setdefault(storage_of(made), (origin, made))
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """An operation that is about to be done."""
@@ -187,10 +204,19 @@ class LoadRecorder:
                 num_loaded[place[0]] += count
         return Recording(steps, places, dict(self._refused), dict(num_loaded), offered)
 
+    def _origin_of(self, tensor: torch.Tensor) -> str | None:
+        """The model's tensor that this is a part of, or was computed from."""
+        storage = storage_of(tensor)
+        name, _ = self._places.get(storage) or self._read.get(storage) or (None, None)
+        return name
+
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name, place = self._places.get(storage_of(target), (None, target))
         if name is None:
             return  # into memory of the loader's own; what it does with that shows
+        origin = self._origin_of(source)
+        if origin is not None and origin != name:
+            self.written_from[name] = origin
         source_name, whole = self._sources.get(storage_of(source), (None, source))
         if source_name is None:
             self._refused[name] = "is computed by its loader"
@@ -214,6 +240,10 @@ def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return layer.__dict__["_parameters"], layer.__dict__["_buffers"]
 
 
+def _tensors_in(values: Any) -> Iterable[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
 def _changes_values(view: torch.Tensor) -> bool:
     return view.is_conj() or view.is_neg()
 
@@ -224,7 +254,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        yield from _tensors_in(value)
 
 
 def _not_once(steps: tuple[LoadStep, ...], num_elements: int) -> str | None:
