@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.plan import patches
+from dbuffer.integrations.engine.plan import copy_plan, patches
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.patches import Changed
 from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
@@ -1347,3 +1347,181 @@ def test_a_tensor_of_which_much_changed_is_copied() -> None:
     assert switch is not None
     assert switch.patches is not None
     assert (len(switch.patches.patches), len(switch.patches.copies)) == (0, 1)
+
+
+# Weights that something else has loaded meanwhile.
+
+
+def vector(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data.copy_(loaded.view(-1))
+
+
+NUM_OF_A_KIND = 15
+KINDS: dict[str, tuple[Callable[[], Layer], Callable[[], Tensors]]] = {
+    "plain": (Layer, lambda: {"weight": random()}),
+    "fused": (
+        lambda: Layer(fused),  # type: ignore[arg-type]
+        lambda: {part: random((2, 4)) for part in "qkv"},
+    ),
+    "padded": (lambda: Layer(padded), lambda: {"weight": random((5, 4))}),
+    "experts": (
+        lambda: Layer(expert, (12, 6, 4)),  # type: ignore[arg-type]
+        lambda: {str(number): random() for number in range(12)},
+    ),
+    "share": (lambda: Layer(sharded), lambda: {"weight": random((6, 8))}),
+    "transposed": (lambda: Layer(transposed), lambda: {"weight": random((4, 6))}),
+    "cast": (lambda: Layer(dtype=torch.bfloat16), lambda: {"weight": random()}),
+    "vector": (lambda: Layer(vector, (4,)), lambda: {"weight": random((1, 4))}),
+    "scalar": (lambda: Layer(shape=()), lambda: {"weight": random(())}),
+}
+
+
+def deep_model() -> Model:
+    layers = {f"{kind}{n}": KINDS[kind][0]() for n in range(NUM_OF_A_KIND) for kind in KINDS}
+    return Model(**layers)
+
+
+def deep_tensors(*kinds: str) -> Tensors:
+    return {
+        f"{kind}{n}.{part}": tensor
+        for n in range(NUM_OF_A_KIND)
+        for kind in kinds or KINDS
+        for part, tensor in KINDS[kind][1]().items()
+    }
+
+
+@pytest.mark.usefixtures("any_share")
+@pytest.mark.parametrize("is_patched", [True, False], ids=["patched", "copied"])
+def test_whichever_parameters_something_else_put_back_no_patch_goes_upon_them(
+    is_patched: bool,
+) -> None:
+    newest = deep_tensors()
+    switched = Switched(deep_model, newest)
+    assert len(list(switched.model.parameters())) > 128
+    assert not switched.switch(newest)
+    for kind in KINDS:
+        base = newest
+        of_kind = {name: tensor for name, tensor in base.items() if name.startswith(kind)}
+        trained = base | (changed_a_little(of_kind) if is_patched else deep_tensors(kind))
+        switched.changes = differences if is_patched else None
+        assert switched.switch(trained)
+        switched.changes = differences
+        switched.model.reload(base)
+        other = next(name for name in base if not name.startswith(kind))
+        newest = trained | changed_a_little({other: base[other]})
+        assert switched.switch(newest), kind  # which compares all of them
+        assert switched.patched[-2:] == [is_patched, False], kind
+
+
+@pytest.mark.usefixtures("any_share")
+def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause() -> None:
+    tensors = {"a.weight": random()}
+    switched = Switched(lambda: Model(a=Layer()), tensors)
+    switched.changes = differences
+    patched_often(switched, tensors)
+    newest = changed_a_little(switched.versions[-1])
+    switched.versions.append(newest)
+    switch = switched.loads.prepare(newest, switched.recording, switched.changed_since)
+    assert switch is not None
+    assert switch.patches is not None
+    switched.model.reload(switched.versions[-3])
+    assert switched.loads.apply(switch, "newest")
+    assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
+
+
+@pytest.mark.usefixtures("any_share")
+def test_samples_are_of_every_parameter_and_move() -> None:
+    tensors = deep_tensors()
+    switched = Switched(deep_model, tensors)
+    switched.switch(tensors)
+    samples = []
+    for _ in range(3):
+        switched.switch(tensors)
+        samples.append(switched.loads._sample)
+    for name, parameter in switched.model.named_parameters():
+        drawn = [set(sample[name].positions.tolist()) for sample in samples]
+        assert all(drawn)
+        assert parameter.numel() < 100 or len(set.union(*drawn)) > max(map(len, drawn))
+
+
+@pytest.mark.usefixtures("any_share")
+def test_after_a_foreign_load_a_version_is_whole() -> None:
+    tensors = {"a.weight": random()}
+    switched = Switched(lambda: Model(a=Layer()), tensors)
+    switched.changes = differences
+    patched_often(switched, tensors)
+    switched.loads.forget_base()
+    assert switched.switch(changed_a_little(switched.versions[-1]))
+    assert not switched.patched[-1]
+
+
+# Failures that pass.
+
+
+class Once:
+    """Does as another one, but for one time."""
+
+    def __init__(self, real: Callable[..., Any]) -> None:
+        self.real = real
+        self.has_failed = False
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise torch.OutOfMemoryError("no room on this device")
+        return self.real(*args)
+
+
+@pytest.mark.usefixtures("any_share")
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [(copy_plan, "patch_or_copy"), (patches.Patch, "on_device"), (patches.Patch, "apply")],
+)
+def test_a_version_whose_patches_fail_is_copied_whole_and_the_next_is_patched(
+    kind: Any, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a.weight": random(), "b.weight": random()}
+    switched = Switched(lambda: Model(a=Layer(), b=Layer()), tensors)
+    switched.changes = differences
+    patched_often(switched, tensors)
+    once = Once(getattr(kind, step))
+    monkeypatch.setattr(kind, step, lambda *args: once(*args))
+    for _ in range(3):
+        assert switched.switch(changed_a_little(switched.versions[-1]))
+    assert once.has_failed
+    assert switched.patched[-2:] == [True, True] or step == "on_device"
+    assert switched.patched[-1]
+
+
+def test_an_image_that_failed_is_made_again_after_some_versions(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class FailingOnce(Packer):
+        has_failed = False
+
+        def pack(self, layer: Any) -> None:
+            if not self.has_failed:
+                self.has_failed = True
+                raise torch.OutOfMemoryError("no room on this device")
+            layer.pack()
+
+    switched = Switched(
+        lambda: Model(a=IntoAKernel(), b=Layer()), packed_tensors(), packing=FailingOnce()
+    )
+    planned = [switched.switch(packed_tensors()) for _ in range(11)]
+    assert planned == [*[False] * 9, True, True]
+    [warning] = caplog.messages
+    assert "for 8 versions" in warning
+    assert "no room on this device" in warning
+
+
+def test_positions_are_narrow_wherever_they_are() -> None:
+    far = 1 << 40
+    for positions, dtype in (
+        ([far + 5, far + 3], torch.int32),
+        ([5, far], torch.int64),
+    ):
+        patch = patches.Patch(torch.empty(0), torch.tensor(positions), torch.zeros(2))
+        [piece] = patch.pieces()
+        assert piece.positions.dtype is dtype
+        assert (piece.positions.long() + piece.start).tolist() == positions

@@ -489,10 +489,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _source(write: _Write, tensors: Tensors) -> torch.Tensor:
-    step = write.step
-    if step.source is None or step.part is None:
-        return torch.tensor(step.value, dtype=write.target.dtype).expand(write.target.shape)
-    return step.part.in_(tensors[step.source])
+    return write.step.content(tensors, write.target.dtype)
 
 
 def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:

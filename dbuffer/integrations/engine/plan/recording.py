@@ -62,6 +62,12 @@ class LoadStep:
     part: View | None = None
     value: float = 0
 
+    def content(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return the part of a version that is written, or the constant, in this dtype."""
+        if self.source is None or self.part is None:
+            return torch.tensor(self.value, dtype=dtype).expand(self.to.shape)
+        return self.part.in_(tensors[self.source])
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -91,6 +97,8 @@ class Recording:
     """How many elements loaders gave each parameter, in whatever way."""
     offered: frozenset[str]
     """Names of all published tensors, those that loaders passed over included."""
+    apart: frozenset[str] = frozenset()
+    """Names of all parameters and buffers; one of them where several are one tensor."""
 
     @property
     def loaded_bytes(self) -> int:
@@ -100,6 +108,18 @@ class Recording:
             for name, steps in self.steps.items()
             for step in steps
             if step.source is not None
+        )
+
+    def fills_alike(self, one: str, other: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether two parameters are known to be given the same bytes of a version."""
+        if one not in self.steps or other not in self.steps:
+            return False
+        mine, others = (
+            {step.to: step.content(tensors, self.places[name].dtype) for step in self.steps[name]}
+            for name in (one, other)
+        )
+        return mine.keys() == others.keys() and all(
+            torch.equal(_bytes(content), _bytes(others[place])) for place, content in mine.items()
         )
 
 
@@ -202,7 +222,8 @@ class LoadRecorder:
             place = self._places.get(storage_of(tensor))
             if count and place is not None:
                 num_loaded[place[0]] += count
-        return Recording(steps, places, dict(self._refused), dict(num_loaded), offered)
+        apart = frozenset(by_name)
+        return Recording(steps, places, dict(self._refused), dict(num_loaded), offered, apart)
 
     def _origin_of(self, tensor: torch.Tensor) -> str | None:
         """The model's tensor that this is a part of, or was computed from."""
@@ -238,6 +259,19 @@ def storage_of(tensor: torch.Tensor) -> int:
 def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Where a module keeps its parameters and buffers; to register them again keeps no order."""
     return layer.__dict__["_parameters"], layer.__dict__["_buffers"]
+
+
+def tied_names(model: torch.nn.Module, unwrapped: Unwrapped) -> list[list[str]]:
+    """Names of a model's parameters that are one and the same tensor."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.nbytes:
+            names[parameter.data_ptr()].append(unwrapped(name))
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _tensors_in(values: Any) -> Iterable[torch.Tensor]:
