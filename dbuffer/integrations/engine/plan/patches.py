@@ -47,32 +47,43 @@ class Patch(NamedTuple):
     values: torch.Tensor
     start: int = 0
 
+    @property
+    def places(self) -> torch.Tensor:
+        """Positions from the beginning of the parameter, as wide as torch wants them."""
+        return self.positions.long() + self.start if self.start else self.positions.long()
+
     def apply(self) -> None:
         """Put them there."""
-        # As wide as torch wants them, for one piece at a time.
-        self.target.index_copy_(0, self.positions.long() + self.start, self.values)
+        self.target.index_copy_(0, self.places, self.values)
 
     def pieces(self) -> Iterator[Patch]:
-        """Yield it in pieces of which several threads can take some each, as narrow as can be."""
+        """Yield it in pieces of which several threads can take some each."""
         for first in range(0, len(self.positions), _PIECE):
             piece = slice(first, first + _PIECE)
-            positions, start = self.positions[piece], int(self.positions[piece].min())
-            if int(positions.max()) - start <= torch.iinfo(torch.int32).max:
-                narrow = (positions - start).to(torch.int32)
-                yield Patch(self.target, narrow, self.values[piece], self.start + start)
-            else:
-                yield self._replace(positions=positions, values=self.values[piece])
+            yield self._replace(positions=self.positions[piece], values=self.values[piece])
+
+    def narrow(self) -> Patch:
+        """Count positions from the lowest, in 32 bits where those will do."""
+        start = int(self.positions.min())
+        if int(self.positions.max()) - start > torch.iinfo(torch.int32).max:
+            return self
+        narrow = (self.positions - start).to(torch.int32)
+        return self._replace(positions=narrow, start=self.start + start)
 
     def on_device(self) -> Patch:
-        """Move positions and values to where the parameter is."""
+        """Move positions and values to where the parameter is, in as little memory as will do."""
         device = self.target.device
-        return self._replace(positions=self.positions.to(device), values=self.values.to(device))
+        if device.type == "cpu":
+            return self
+        narrow = self.narrow()
+        return narrow._replace(
+            positions=narrow.positions.to(device), values=narrow.values.to(device)
+        )
 
     def some(self, count: int, random: np.random.Generator) -> Patch:
         """Choose so many of its places, at random; one may come twice."""
         chosen = torch.from_numpy(random.integers(len(self.positions), size=count))
-        positions = self.positions[chosen].long() + self.start
-        return Patch(self.target, positions, self.values[chosen])
+        return Patch(self.target, self.places[chosen], self.values[chosen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +118,10 @@ def elements_of(
 
 
 def joined(patches: Sequence[Patch]) -> Patch:
-    """Join patches of one parameter, of which none has a start of its own."""
-    positions = torch.cat([patch.positions for patch in patches])
-    return patches[0]._replace(positions=positions, values=torch.cat([p.values for p in patches]))
+    """Join patches of one parameter."""
+    positions = torch.cat([patch.places for patch in patches])
+    values = torch.cat([patch.values for patch in patches])
+    return Patch(patches[0].target, positions, values)
 
 
 def are_there(patches: Collection[Patch]) -> bool:
@@ -117,7 +129,7 @@ def are_there(patches: Collection[Patch]) -> bool:
     devices = {patch.target.device for patch in patches}
     for device in devices:
         mine = [patch for patch in patches if patch.target.device == device]
-        found = [patch.target.index_select(0, patch.positions) for patch in mine]
+        found = [patch.target.index_select(0, patch.places) for patch in mine]
         # One comparison: on a device each waits for all that was queued.
         if not torch.equal(torch.cat(found), torch.cat([patch.values for patch in mine])):
             return False
