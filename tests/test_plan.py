@@ -603,6 +603,8 @@ def test_what_is_derived_from_integers_is_derived_when_they_change() -> None:
     codes = torch.arange(24, dtype=torch.int32).view(SHAPE)
     assert not switched.switch(tensors(codes))
     assert not switched.switch(tensors(codes.flip(1)))
+    assert not any(switched.switch(tensors(codes + number)) for number in range(4))
+    assert switched.reloads < 12  # two for each of three proofs
 
 
 # Layers that pack their weights, and have images.

@@ -45,6 +45,9 @@ Load = Callable[[Tensors], None]
 _MAX_PLANS = 3
 """Of a layout: each leaves more layers to the reload."""
 
+_MAX_PROOFS = 3
+"""Of a plan; each takes two reloads."""
+
 _STAND_INS = (0.25, 0.75)
 """Range of the values that stand in for weights: there are roots and inverses of all of them."""
 
@@ -95,6 +98,7 @@ class PlannedLoads:
         self._left: dict[str, str] = {}
         self._is_due = False
         self._num_plans = 0
+        self._num_proofs = 0
         self._pause = _MIN_PAUSE
         self._num_to_pass_over = 0
         self._is_told = False
@@ -137,7 +141,7 @@ class PlannedLoads:
             return None
         # Anything may go wrong when a layer packs, and it does so in the reload as well.
         except Exception as error:  # noqa: BLE001
-            self._set_aside("a layer could not be packed", error)
+            self._set_aside(f"a layer could not be packed: {_described(error)}")
             return None
         try:
             switch.sample = self._plan.sample_of(switch, self._random)
@@ -250,6 +254,11 @@ class PlannedLoads:
                 plan.forget_loaded()
             reload(tensors)
             return
+        self._num_proofs += 1
+        if self._num_proofs > _MAX_PROOFS:
+            self._set_aside("what it copies has integers that change, or parameters move")
+            reload(tensors)
+            return
         self._reload_and_prove(plan, switch, reload, tensors)
         if plan.is_proven and self._plan is plan:
             self._note_held(switch, identity)
@@ -281,7 +290,7 @@ class PlannedLoads:
 
     def _make_plan(self, recording: Recording) -> None:
         self._plan, self._is_due = None, False
-        self._is_told = False
+        self._num_proofs, self._is_told = 0, False
         check = None if self._load_part is None else self._check
         try:
             self._plan = CopyPlan(
@@ -300,24 +309,24 @@ class PlannedLoads:
         self._plan = None
         logger.info("switches go through the engine's reload, and not by copies alone: %s", why)
 
-    def _set_aside(self, what: str, error: Exception) -> None:
+    def _set_aside(self, why: str) -> None:
         """Give a plan up for some versions: memory may have been short for a moment."""
         self._plan, self._num_to_pass_over = None, self._pause
         self._pause = min(2 * self._pause, _MAX_PAUSE)
         logger.warning(
-            "switches go through the engine's reload for %d versions, and not by copies alone, as "
-            "%s: %s %.300s",
+            "switches go through the engine's reload for %d versions, and not by copies alone: %s",
             self._num_to_pass_over,
-            what,
-            type(error).__name__,
-            error,
+            why,
         )
 
     def _reload_and_prove(
         self, plan: CopyPlan, switch: PlannedSwitch, reload: Load, tensors: Tensors
     ) -> None:
         started = time.monotonic()
-        stand_ins = {name: _stand_in(tensor, self._random) for name, tensor in tensors.items()}
+        stand_ins = {
+            name: _stand_in(tensor, self._random, is_copied=name not in plan.reloaded.sources)
+            for name, tensor in tensors.items()
+        }
         before = None
         # What a reload of everything changes after one of a part was not in that.
         if self._can_reload(
@@ -338,7 +347,7 @@ class PlannedLoads:
         if changes or lacking:
             self._leave_more(plan, changes, lacking)
         elif self._spares_the_rest(plan, switch, lambda: reload(tensors)):
-            plan.note_proven({n: t for n, t in tensors.items() if stand_ins[n] is t})
+            plan.note_proven({n: t for n, t in tensors.items() if _is_mostly(t, stand_ins[n])})
             self._tell(plan, looking_s)
 
     def _spares_the_rest(
@@ -364,7 +373,7 @@ class PlannedLoads:
             reload()
         # Whatever it is: the whole is reloaded now.
         except Exception as error:  # noqa: BLE001
-            self._set_aside(otherwise, error)
+            self._set_aside(f"{otherwise}: {_described(error)}")
             return False
         return True
 
@@ -412,19 +421,39 @@ class PlannedLoads:
             )
         # Anything may be in a model, and a switch must not fail because one cannot look at it.
         except Exception as error:  # noqa: BLE001
-            self._set_aside("the model cannot be looked at", error)
+            self._set_aside(f"the model cannot be looked at: {_described(error)}")
             return None
 
 
-def _stand_in(tensor: torch.Tensor, random: np.random.Generator) -> torch.Tensor:
+def _stand_in(
+    tensor: torch.Tensor, random: np.random.Generator, *, is_copied: bool
+) -> torch.Tensor:
     """Return a tensor of the same form, without memory, whose elements are all another number.
 
-    Integers may be indices or codes, of which nobody knows which others there are: none stands in
-    for them.
+    Integers may be indices or codes, so one of their own stands in for them. What is derived from
+    their order would not show, so nothing stands in where that could be left behind by a copy.
     """
-    if not tensor.is_floating_point() or tensor.dtype is torch.float4_e2m1fn_x2:
+    if not tensor.numel():
         return tensor
+    first, last = tensor[(0,) * tensor.dim()], tensor[(-1,) * tensor.dim()]
+    if not tensor.is_floating_point() or tensor.dtype is torch.float4_e2m1fn_x2:
+        return tensor if is_copied else last.expand(tensor.shape)
     value = torch.tensor(random.uniform(*_STAND_INS)).to(tensor.dtype)
-    if tensor.numel() and tensor[(0,) * tensor.dim()].float() == value.float():
+    if first.float() == value.float():
         value = (2 * value.float()).to(tensor.dtype)
     return value.expand(tensor.shape)
+
+
+def _is_mostly(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
+    """Whether most elements are those of what stood in for it."""
+    if stand_in is tensor:
+        return True
+    if tensor.is_floating_point() and tensor.dtype is not torch.float4_e2m1fn_x2:
+        return False
+    if tensor.itemsize == 1:
+        tensor, stand_in = tensor.view(torch.uint8), stand_in.view(torch.uint8)
+    return 2 * int((tensor == stand_in).sum()) > tensor.numel()
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__} {error!s:.300}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +97,7 @@ class Recording:
     """How many elements loaders gave each parameter, in whatever way."""
     offered: frozenset[str]
     """Names of all published tensors, those that loaders passed over included."""
-    apart: frozenset[str] = frozenset()
+    apart: frozenset[str] = field(default=frozenset(), compare=False)
     """Names of all parameters and buffers; one of them where several are one tensor."""
 
     @property
