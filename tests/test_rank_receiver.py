@@ -224,7 +224,7 @@ def test_what_was_staged_for_another_model_is_staged_anew(
         assert [any("reads version 3 again" in line for line in lines) for lines in logged] == [
             staging == "copy"
         ] * SIZE
-        assert require_right(list(found), published) == [3] * SIZE
+        assert require_right(list(found), published) == [4] * SIZE
     world.run(close)
 
 
