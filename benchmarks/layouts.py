@@ -151,7 +151,9 @@ class PlannedReceiver:
         if not isinstance(prepared, PlannedSwitch) or not self._loads.apply(prepared):
             tensors = staged.tensors or {}
             switch = prepared if isinstance(prepared, PlannedSwitch) else None
-            self._loads.reload(lambda: self.model.load_weights(tensors.items()), switch)
+            self._loads.reload(
+                lambda loaded: self.model.load_weights(loaded.items()), tensors, switch
+            )
         commit_s = time.perf_counter() - start_s
         self._stager.give_back(applied=staged.version)
         return Switched(staged.duration_s, commit_s, staged.num_bytes)

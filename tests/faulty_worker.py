@@ -112,7 +112,8 @@ def watch_loads(model: Any, watch: Callable[[int], None]) -> None:
 
     def watched(weights: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
         for count, pair in enumerate(weights):
-            watch(count)
+            if pair[1].is_contiguous():  # or it stands in for a version's, and a failure passes
+                watch(count)
             yield pair
 
     model.load_weights = lambda weights: load_weights(model, watched(weights))

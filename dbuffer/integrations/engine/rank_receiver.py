@@ -21,13 +21,14 @@ from dbuffer.errors import (
     RankFailedError,
     StoreReplacedError,
     VersionError,
+    WeightsMismatchError,
 )
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch
+from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch, Tensors
 from dbuffer.integrations.engine.plan.patches import Changed
 from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
-from dbuffer.integrations.engine.plan.recording import Recording
+from dbuffer.integrations.engine.plan.recording import Recording, tied_names, unwrapped_by
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.serving import EngineRank, Served, Serving
 from dbuffer.io.copier import Copier
@@ -65,6 +66,7 @@ class RankReceiver:
         self._failure: tuple[str | None, int | None] = None, None
         self._fits = rank.make_check(partial=options.partial)
         self._recorded: tuple[Layout, Recording] | None = None
+        self._tied = tied_names(rank.module, unwrapped_by(rank.wrapper))
         self._copier = Copier(options.num_threads)
         self._planned = (
             PlannedLoads(
@@ -93,7 +95,7 @@ class RankReceiver:
             instance=names.instance,
             spare=names.spare(name),
             check=self._check,
-            prepare=self._prepare_switch if self._planned is not None else None,
+            prepare=self._prepare_switch,
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
             pin_memory=rank.on_device and options.staging != "map",
             poll_interval_s=options.poll_interval_s,
@@ -205,9 +207,12 @@ class RankReceiver:
     def _prepare_switch(self, snapshot: Snapshot) -> PlannedSwitch | None:
         """In the stager's thread, while the engine serves."""
         recorded, recording = self._recorded or (None, None)
-        if self._planned is None or recorded != snapshot.layout:
+        if recording is None or recorded != snapshot.layout:
             return None
         tensors = dict(self._under_all_names(snapshot.tensors, snapshot.layout))
+        self._require_ties(recording, tensors)
+        if self._planned is None:
+            return None
 
         def changed_since(identity: str) -> Changed | None:
             changed = snapshot.changed_since(identity)
@@ -218,6 +223,18 @@ class RankReceiver:
 
         return self._planned.prepare(tensors, recording, changed_since)
 
+    def _require_ties(self, recording: Recording, tensors: Tensors) -> None:
+        """Refuse a version that has two tensors where the engine has made one of two."""
+        for names in self._tied:
+            one, *others = [name for name in names if name in recording.apart] or [""]
+            for other in others:
+                if not recording.fills_alike(one, other, tensors):
+                    raise WeightsMismatchError(
+                        f"{one} and {other} are one tensor in this engine, whose checkpoint has "
+                        "the same values for both, and differ in this version: publish the same "
+                        "for both, or start the engine on a checkpoint in which they differ"
+                    )
+
     def _load(self, staged: Staged) -> None:
         self._loaded_names.add(staged.layout.all_names, staged.version)
         switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
@@ -227,19 +244,21 @@ class RankReceiver:
             and self._planned.apply(switch, staged.identity)
         ):
             return
-        if staged.tensors is None:
-            staged = self._take_whole(staged.version, staged.history)
-            switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
-        assert staged.tensors is not None  # noqa: S101 - it was asked for
+        assert staged.tensors is not None  # noqa: S101 - or the switch were enough
         tensors = dict(self._under_all_names(staged.tensors, staged.layout))
 
-        def reload() -> None:
+        def reload(tensors: Tensors) -> None:
             self._model.load(tensors.items(), partial=self.options.partial)
 
         if self._planned is None:
-            reload()
+            reload(tensors)
         else:
-            self._planned.reload(reload, switch, staged.identity)
+            self._planned.reload(reload, tensors, switch, staged.identity)
+
+    def _is_enough(self, staged: Staged) -> bool:
+        """Whether what was prepared of a version is all that loading it takes."""
+        switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
+        return self._planned is not None and self._planned.is_enough(switch)
 
     def _take_whole(self, version: int, history: str | None) -> Staged:
         self._stager.give_back()
@@ -287,6 +306,14 @@ class RankReceiver:
                 history=request.history,
                 timeout_s=self.options.timeout_s,
             )
+            if staged.tensors is None and not self._is_enough(staged):
+                logger.warning(
+                    "rank %d reads version %d again, whole and while the engine is paused: its "
+                    "parameters have moved, or were lost, since its part was staged",
+                    self.ranks.rank,
+                    staged.version,
+                )
+                staged = self._take_whole(staged.version, staged.history)
             # Once more: it may have been checked before the version before it was loaded.
             self._require_no_mix(staged.layout, staged.version)
         # All ranks must hear of it, whatever it is; else they would wait for this one.

@@ -100,7 +100,9 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.recorder.note(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.recorder.note_result(args, kwargs or {}, result)
+        return result
 
     def _wrap_loader(self, tensor: Any, loader: Loader) -> None:
         signature = inspect.signature(loader)

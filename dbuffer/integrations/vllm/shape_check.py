@@ -176,6 +176,11 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
 
     def _refuse_what_reload_would_lose(self) -> None:
         """A reload loads into other tensors, and sees what comes by a tensor's loader only."""
+        for name, origin in self.recorder.written_from.items():
+            raise WeightsMismatchError(
+                f"{type(self.model).__name__} computes {name} from {origin}, which has no data in "
+                "the midst of vLLM's reload: only an engine's start can load this model"
+            )
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
         # Some buffers are views of parameters.
         loaded = {storage_of(tensor) for _, tensor in tensors if self.count_of(tensor)}

@@ -8,20 +8,25 @@ with the engine's reload. Whether that is all that a reload of everything does i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
+import xxhash
 
 from dbuffer.format.layout import align
-from dbuffer.integrations.engine.plan.images import Image, Packing, digest_of, packed_layers
+from dbuffer.integrations.engine.plan.images import Image, Packing, packed_layers
 from dbuffer.integrations.engine.plan.patches import (
     Changed,
     Copy,
     Patch,
     Patches,
     as_integers,
+    elements_of,
     flat,
+    joined,
     patch_or_copy,
 )
 from dbuffer.integrations.engine.plan.recording import LoadStep, Place, Recording, Unwrapped
@@ -32,6 +37,11 @@ from dbuffer.integrations.engine.plan.reloaded import (
     without_reloaded,
 )
 from dbuffer.runtime.messages import listed
+from dbuffer.runtime.trouble import log_once
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Tensors = Mapping[str, torch.Tensor]
 CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
@@ -41,8 +51,18 @@ ApplyPatches = Callable[[Sequence[Patch]], None]
 LoadInto = Callable[[str, Tensors], torch.Tensor]
 """Lets a model's loaders load some tensors; what is then in the parameter of this name."""
 
-_SAMPLED = 64
-"""Parameters, and elements of each, by which a model is known to hold what was put there."""
+_SAMPLED = 8192
+"""Elements of all parameters by which a model is known to hold what was put there; and so many of
+those that were patched. Looking at them takes a few milliseconds of a pause."""
+
+_MIN_SAMPLED, _MAX_SAMPLED = 8, 64
+"""Of each parameter."""
+
+_SAMPLED_PARTS = 8
+"""Of a parameter that is made of many, experts for instance."""
+
+_BLOCK_BYTES = 64 << 20
+"""What is compared at a time, on a device that has little room."""
 
 
 class _Write(NamedTuple):
@@ -122,10 +142,9 @@ class CopyPlan:
         """How many parameters it copies into, images not counted."""
         self.twin_bytes = sum(align(tensor.nbytes) for tensor in self._tensors.values())
         """What :meth:`staged_in` needs for the parameters."""
-        self._all_names = {*self._writes, *images, *map(_published, self.reloaded.sources)}
-        self._unproven = self._all_names
-        self._loaded_xxh3: Mapping[str, int] = {}
-        """Of what layers that have images or are reloaded got last, as far as that is known."""
+        num_sampled = _SAMPLED // max(1, len(self._tensors))
+        self._num_sampled = min(max(num_sampled, _MIN_SAMPLED), _MAX_SAMPLED)
+        self._unproven: Mapping[str, int] | None = None
 
     def _require_all_parameters(self, model: torch.nn.Module) -> None:
         """A reload would give others something: what they had when the engine was started, say."""
@@ -145,19 +164,27 @@ class CopyPlan:
 
     @property
     def is_proven(self) -> bool:
-        """Whether a reload was found to do no more, for what it changed."""
-        return self._unproven != self._all_names
+        """Whether a reload was found to do no more."""
+        return self._unproven is not None
 
-    def note_loaded(self, switch: PlannedSwitch | None) -> None:
-        """The model has what this switch brings; None: nobody knows which version it has."""
-        self._loaded_xxh3 = {} if switch is None else switch.loaded_xxh3
+    def note_proven(self, unchanged: Tensors) -> None:
+        """A reload of a version changed all but these of its tensors, and did nothing else.
+
+        What never changed may be the origin of something that would have changed with it. So the
+        plan is good for versions that leave these as they are.
+        """
+        self._unproven = {name: digest_of(tensor) for name, tensor in unchanged.items()}
+
+    def forget_loaded(self) -> None:
+        """Nobody knows any more which version the model has."""
+        if self._unproven:
+            self._unproven = None
 
     def switch_to(self, tensors: Tensors, images: Sequence[Image]) -> PlannedSwitch:
         """What switches to a version whose tensors these are."""
         reloaded = {name: tensors[name] for name in tensors if name in self.reloaded.sources}
-        xxh3 = {_published(name): digest_of([tensor]) for name, tensor in reloaded.items()}
-        xxh3 |= {image.of.name: image.loaded_xxh3 for image in images}
-        return PlannedSwitch(self, self.copies_of(tensors), images, reloaded, xxh3)
+        unproven = {name: digest_of(tensors[name]) for name in self._unproven or ()}
+        return PlannedSwitch(self, self.copies_of(tensors), images, reloaded, unproven)
 
     def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
         """What is to be copied of a version, by the names of the parameters that get it."""
@@ -168,7 +195,7 @@ class CopyPlan:
 
     def patches_to(self, tensors: Tensors, changed: Changed, base: str) -> Patches:
         """What brings a model from the version ``base`` to these tensors; images are not in it."""
-        patches: list[Patch] = []
+        patches: dict[str, list[Patch]] = {}
         copies: list[Copy] = []
         for name, writes in self._writes.items():
             parameter = self._tensors[name]
@@ -178,19 +205,20 @@ class CopyPlan:
                 source, positions = tensors[step.source], changed[step.source]
                 found = patch_or_copy(parameter, step.to, step.part, source, positions)
                 if isinstance(found, Patch):
-                    patches += found.pieces()
+                    patches.setdefault(name, []).extend(found.pieces())
                 elif found is not None:
                     copies.append(found)
         return Patches(base, patches, copies)
 
     def is_patched_right(self, name: str, patches: Patches, switch: PlannedSwitch) -> bool:
-        """Whether patches give a parameter just what the whole switch would give it."""
-        place = flat(self._tensors[name])
-        patched = place.clone()
-        for patch in patches.patches:
-            if patch.target.data_ptr() == place.data_ptr():
-                patch._replace(target=patched).apply()
+        """Whether patches give a parameter just what the whole switch would give it.
+
+        ``patches`` and what is compared are in main memory: a device may have no room.
+        """
         parameter = self._tensors[name].detach()
+        patched = flat(parameter).to("cpu", copy=True)
+        for patch in patches.patches.get(name, ()):
+            patch._replace(target=patched).apply()
         like = patched.view(parameter.dtype).as_strided(parameter.shape, parameter.stride())
         copied = {target.data_ptr() for target, _ in patches.copies}
         return all(
@@ -198,11 +226,34 @@ class CopyPlan:
             for write, (target, source) in zip(self._writes[name], switch.copies[name], strict=True)
         )
 
-    def sample(self) -> list[torch.Tensor]:
-        """A few bytes of some parameters: whether something has written all of them anew."""
-        tensors = list(self._tensors.values())
-        some = tensors[:: max(1, len(tensors) // _SAMPLED)]
-        return [flat(t)[:: max(1, t.numel() // _SAMPLED)].clone() for t in some]
+    def sample_of(self, switch: PlannedSwitch, random: np.random.Generator) -> dict[str, Patch]:
+        """Choose elements of every parameter, others each time.
+
+        By these a model is known to hold what the switch puts there.
+        """
+        sample = {}
+        for name, copies in switch.copies.items():
+            filled = [copy for copy in copies if copy.target.numel()]
+            chosen = [
+                elements_of(copy, self._tensors[name], self._num_sampled // num_parts, random)
+                for copy, num_parts in _some(filled, random)
+            ]
+            if chosen:
+                sample[name] = joined(chosen).on_device()
+        return sample
+
+    def with_patched(
+        self, sample: Mapping[str, Patch], patches: Patches, random: np.random.Generator
+    ) -> dict[str, Patch]:
+        """Add to a sample some elements that patches write, of every parameter they write to."""
+        more = {}
+        for name, pieces in patches.patches.items():
+            chosen = [
+                piece.some(self._num_sampled // num_parts, random).on_device()
+                for piece, num_parts in _some(pieces, random)
+            ]
+            more[name] = joined([sample[name], *chosen])
+        return {**sample, **more}
 
     def make_images(self, tensors: Tensors) -> list[Image]:
         """Images of all layers that have one; takes as long as packing takes, and its memory.
@@ -233,34 +284,21 @@ class CopyPlan:
         return not all(_same_bytes(w.target, _source(w, tensors)) for w in writes)
 
     def is_good_for(self, switch: PlannedSwitch) -> bool:
-        """Whether it is proven for what a version changes.
-
-        What never changed yet may be the origin of something that would have changed with it.
-        """
+        """Whether it is proven for what a version changes, and writes where the model reads."""
         if self._find_places() != self._places or len(switch.images) != len(self._layers):
             return False
-        return switch.finds(self._unproven, self._loaded_xxh3) == self._unproven
-
-    def found_by(self, switch: PlannedSwitch) -> set[str]:
-        """All that this switch would not change, for all that can be told."""
-        layers = {image.of.name for image in switch.images if image.is_there()}
-        known = {**switch.loaded_xxh3, **self._loaded_xxh3}
-        published = {
-            name
-            for name in map(_published, self.reloaded.sources)
-            if known[name] == switch.loaded_xxh3[name]
-        }
-        return layers | published | switch.finds(self._writes, {})
-
-    def note_proven(self, unchanged: Collection[str]) -> None:
-        """A reload changed all but these parameters and layers, and did nothing else."""
-        self._unproven = self._unproven & set(unchanged)
+        return self._unproven is not None and all(
+            switch.unproven.get(name) == digest for name, digest in self._unproven.items()
+        )
 
     def lacking(self, switch: PlannedSwitch) -> list[str]:
         """Parameters and layers that have not what this switch would give them."""
-        has = switch.finds(self._writes, {})
-        layers = [image.of.name for image in switch.images if not image.is_there()]
-        return sorted(self._writes.keys() - has) + layers
+        lacks = [
+            name
+            for name, copies in switch.copies.items()
+            if not all(_same_bytes(*copy) for copy in copies)
+        ]
+        return sorted(lacks) + [image.of.name for image in switch.images if not image.is_there()]
 
     def staged_in(
         self, memory: torch.Tensor, switch: PlannedSwitch, copy: CopyTensors
@@ -289,7 +327,7 @@ class CopyPlan:
             start = align(start + tensor.nbytes)
             filling.append(Copy(reloaded[name], tensor))
         copy([target for target, _ in filling], [source for _, source in filling])
-        return PlannedSwitch(self, staged, switch.images, reloaded, switch.loaded_xxh3)
+        return PlannedSwitch(self, staged, switch.images, reloaded, switch.unproven)
 
     def _find_places(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors.values()]
@@ -308,23 +346,25 @@ class PlannedSwitch:
         copies: Mapping[str, Sequence[Copy]],
         images: Sequence[Image],
         reloaded: Tensors,
-        loaded_xxh3: Mapping[str, int],
+        unproven: Mapping[str, int],
     ) -> None:
         self.plan = plan
         self.patches: Patches | None = None
         """What does the same to a model that holds the version before."""
+        self.sample: Mapping[str, Patch] = {}
+        """Elements by which the model is known to hold this version."""
         self.copies = copies
         """By the name of the parameter."""
         self.images = images
         self.reloaded = reloaded
         """Published tensors that are to be reloaded in addition."""
-        self.loaded_xxh3 = loaded_xxh3
-        """Of what layers that have images or are reloaded are loaded with."""
+        self.unproven = unproven
+        """Digests of the published tensors for which nothing is proven."""
 
     @property
     def is_enough(self) -> bool:
         """Whether it is known that there is nothing else to do."""
-        return self.plan.is_proven and self.plan.is_good_for(self)
+        return self.plan.is_good_for(self)
 
     @property
     def num_bytes(self) -> int:
@@ -342,10 +382,11 @@ class PlannedSwitch:
         reloaded = {name: tensors[name] for name in self.reloaded}
         copies = self.plan.copies_of(tensors)
         return self._with_patches(
-            PlannedSwitch(self.plan, copies, self.images, reloaded, self.loaded_xxh3)
+            PlannedSwitch(self.plan, copies, self.images, reloaded, self.unproven)
         )
 
     def _with_patches(self, switch: PlannedSwitch) -> PlannedSwitch:
+        switch.sample = self.sample
         # Copies out of what is let go of now would be in them.
         if self.patches is not None and not self.patches.copies:
             switch.patches = self.patches
@@ -355,29 +396,15 @@ class PlannedSwitch:
         """The same, out of ``memory``, into which it copies all that it needs."""
         return self._with_patches(self.plan.staged_in(memory, self, copy))
 
-    def finds(self, names: Collection[str], loaded_xxh3: Mapping[str, int]) -> set[str]:
-        """Which of these parameters and layers have already what it would give them.
-
-        ``loaded_xxh3``: what the layers were loaded with before.
-        """
-        mine = self.loaded_xxh3
-        found = {name for name in names if name in mine and loaded_xxh3.get(name) == mine[name]}
-        return found | {
-            name
-            for name in names
-            if name in self.copies and all(_same_bytes(*copy) for copy in self.copies[name])
-        }
-
     def apply(self, copy: CopyTensors, patch: ApplyPatches, holds: str | None) -> None:
         """Switch. A failure leaves a mix, to be repaired at once.
 
         ``copy`` copies in main memory; on a device its own queue does. ``holds``: identity of the
         version that the model holds, if it is known to.
         """
-        copies: Sequence[Copy] = [pair for of_one in self.copies.values() for pair in of_one]
-        if self.patches is not None and self.patches.base == holds:
-            patch(self.patches.patches)
-            copies = self.patches.copies
+        copies = self._patched(patch, holds)
+        if copies is None:
+            copies = [pair for of_one in self.copies.values() for pair in of_one]
         # A tied tensor is in the images of two layers.
         packed = {
             target.data_ptr(): (target, source)
@@ -395,6 +422,37 @@ class PlannedSwitch:
             torch.accelerator.synchronize()
         for image in self.images:
             image.hand_over()
+
+    def _patched(self, patch: ApplyPatches, holds: str | None) -> Sequence[Copy] | None:
+        """Patch what can be patched; what is left to be copied. None: everything is."""
+        if self.patches is None or self.patches.base != holds:
+            return None
+        try:
+            patch([each for pieces in self.patches.patches.values() for each in pieces])
+        # A device without room, say. Copying everything needs none, and leaves no trace of it.
+        except Exception as error:  # noqa: BLE001
+            note_copied_whole(error)
+            return None
+        return self.patches.copies
+
+
+def _some(parts: Sequence[T], random: np.random.Generator) -> Iterator[tuple[T, int]]:
+    """Choose a few parts of a parameter, each with the number of those that are chosen."""
+    chosen = random.permutation(len(parts))[:_SAMPLED_PARTS]
+    for index in chosen:
+        yield parts[index], len(chosen)
+
+
+def note_copied_whole(error: Exception) -> None:
+    """Log that what changed could not be patched this time."""
+    message = "a version is copied whole, as patching what changed failed: %s"
+    log_once(logger, message, f"{type(error).__name__} {error!s:.100}")
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    """Return the XXH3 of a tensor's bytes."""
+    flat_bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64(flat_bytes.numpy().data).intdigest()
 
 
 def _live_tensors(
@@ -426,22 +484,20 @@ def _misfits(
     return {layer_of(name): f"{name} {why}" for name, why in misfits.items()}
 
 
-def _published(name: str) -> str:
-    """What a published tensor is called among parameters and layers."""
-    return f"{name}, as published"
-
-
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 def _source(write: _Write, tensors: Tensors) -> torch.Tensor:
-    step = write.step
-    if step.source is None or step.part is None:
-        return torch.tensor(step.value, dtype=write.target.dtype).expand(write.target.shape)
-    return step.part.in_(tensors[step.source])
+    return write.step.content(tensors, write.target.dtype)
 
 
 def _same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
-    found = source.to(device=target.device, dtype=target.dtype)
-    return torch.equal(as_integers(target), as_integers(found))
+    target, source = (each.reshape(each.shape or (1,)) for each in (target, source))
+    rows = max(1, len(target) * _BLOCK_BYTES // max(1, target.nbytes))
+    blocks = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
+    for mine, other in blocks:
+        found = other.to(device=mine.device, dtype=mine.dtype)
+        if not torch.equal(as_integers(mine), as_integers(found)):
+            return False
+    return True

@@ -7,12 +7,11 @@ of it, and the switch copies the outcome, or puts it in the layer's place.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import xxhash
 
 from dbuffer.integrations.engine.plan.recording import Place, Unwrapped, tables_of
 
@@ -79,8 +78,6 @@ class Image:
         self.of = of
         self.shadow = shadow
         self._packing = packing
-        self.loaded_xxh3 = digest_of(of.tensors_of(shadow).values())
-        """Of the weights before they were packed."""
         packing.pack(shadow)
         live = of.layer.__dict__
         self._attributes = {
@@ -169,11 +166,3 @@ def _is_alone(tensor: torch.Tensor) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of their bytes, one after another."""
-    hasher = xxhash.xxh3_64()
-    for tensor in tensors:
-        hasher.update(_bytes(tensor).numpy().data)
-    return hasher.intdigest()

@@ -6,8 +6,8 @@ they are scattered. A tensor of which too much changed, or nobody knows what, is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -38,22 +38,52 @@ class Copy(NamedTuple):
 
 
 class Patch(NamedTuple):
-    """New values in some places of a parameter."""
+    """Values in some places of a parameter."""
 
     target: torch.Tensor
     """All its memory, flat, as integers of its elements' size."""
     positions: torch.Tensor
+    """Counted from `start`."""
     values: torch.Tensor
+    start: int = 0
+
+    @property
+    def places(self) -> torch.Tensor:
+        """Positions from the beginning of the parameter, as wide as torch wants them."""
+        return self.positions.long() + self.start if self.start else self.positions.long()
 
     def apply(self) -> None:
         """Put them there."""
-        self.target.index_copy_(0, self.positions, self.values)
+        self.target.index_copy_(0, self.places, self.values)
 
     def pieces(self) -> Iterator[Patch]:
-        """The same in pieces of which several threads can take some each."""
+        """Yield it in pieces of which several threads can take some each."""
         for first in range(0, len(self.positions), _PIECE):
             piece = slice(first, first + _PIECE)
-            yield Patch(self.target, self.positions[piece], self.values[piece])
+            yield self._replace(positions=self.positions[piece], values=self.values[piece])
+
+    def narrow(self) -> Patch:
+        """Count positions from the lowest, in 32 bits where those will do."""
+        start = int(self.positions.min())
+        if int(self.positions.max()) - start > torch.iinfo(torch.int32).max:
+            return self
+        narrow = (self.positions - start).to(torch.int32)
+        return self._replace(positions=narrow, start=self.start + start)
+
+    def on_device(self) -> Patch:
+        """Move positions and values to where the parameter is, in as little memory as will do."""
+        device = self.target.device
+        if device.type == "cpu":
+            return self
+        narrow = self.narrow()
+        return narrow._replace(
+            positions=narrow.positions.to(device), values=narrow.values.to(device)
+        )
+
+    def some(self, count: int, random: np.random.Generator) -> Patch:
+        """Choose so many of its places, at random; one may come twice."""
+        chosen = torch.from_numpy(random.integers(len(self.positions), size=count))
+        return Patch(self.target, self.places[chosen], self.values[chosen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +92,48 @@ class Patches:
 
     base: str
     """Identity of the version that it must hold."""
-    patches: Sequence[Patch]
+    patches: Mapping[str, Sequence[Patch]]
+    """By the name of the parameter."""
     copies: Sequence[Copy]
     """Of what is not patched."""
+
+    def on_device(self) -> Patches:
+        """Move all patches to where their parameters are."""
+        patches = {name: [p.on_device() for p in each] for name, each in self.patches.items()}
+        return replace(self, patches=patches)
+
+
+def elements_of(
+    copy: Copy, parameter: torch.Tensor, count: int, random: np.random.Generator
+) -> Patch:
+    """Choose places of a copy at random, and the values that it puts there; one may come twice."""
+    target, source = (each.reshape(each.shape or (1,)) for each in copy)
+    indices = np.unravel_index(random.integers(target.numel(), size=count), target.shape)
+    places = [torch.from_numpy(index) for index in indices]
+    positions = torch.full((count,), View.of(target, parameter).offset)
+    for index, stride in zip(places, target.stride(), strict=True):
+        positions += index * stride
+    values = _values_for(parameter, source, tuple(place.to(source.device) for place in places))
+    return Patch(flat(parameter), positions, values)
+
+
+def joined(patches: Sequence[Patch]) -> Patch:
+    """Join patches of one parameter."""
+    positions = torch.cat([patch.places for patch in patches])
+    values = torch.cat([patch.values for patch in patches])
+    return Patch(patches[0].target, positions, values)
+
+
+def are_there(patches: Collection[Patch]) -> bool:
+    """Whether parameters have these values in these places."""
+    devices = {patch.target.device for patch in patches}
+    for device in devices:
+        mine = [patch for patch in patches if patch.target.device == device]
+        found = [patch.target.index_select(0, patch.places) for patch in mine]
+        # One comparison: on a device each waits for all that was queued.
+        if not torch.equal(torch.cat(found), torch.cat([patch.values for patch in mine])):
+            return False
+    return True
 
 
 def patch_or_copy(
@@ -93,9 +162,17 @@ def patch_or_copy(
         return None
     if len(sources) > MAX_SHARE * part.num_elements:
         return whole
-    values = source.reshape(-1)[torch.from_numpy(sources)].to(parameter.dtype)
-    positions = torch.from_numpy(targets).to(parameter.device)
-    return Patch(flat(parameter), positions, as_integers(values).to(parameter.device))
+    values = _values_for(parameter, source.reshape(-1), (torch.from_numpy(sources),))
+    return Patch(flat(parameter), torch.from_numpy(targets), values)
+
+
+def _values_for(
+    parameter: torch.Tensor, source: torch.Tensor, places: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """Take elements of a source, as integers of the size of a parameter's elements."""
+    if source.dtype == parameter.dtype:  # torch cannot index every dtype
+        return as_integers(source)[places]
+    return as_integers(source[places].to(parameter.dtype))
 
 
 def _is_nested(part: View) -> bool:

@@ -1,24 +1,30 @@
 """`PlannedLoads`: loads by copies alone, where it is proven that a reload does no more.
 
-The first switch of a layout goes through the engine's own reload, and is compared with that: every
-parameter to the byte, every image with its layer, and all else that can be reached from the model
-must be as it was. What passed is copied from then on. Layers of which anything else is true are
-reloaded alone, where that is found to leave the same as a reload of everything; or else the model
-stays with the reload.
+The first switch of a layout goes through the engine's own reload twice: of values that stand in for
+the version's, so that all that is derived from any of them changes, and then of the version. From
+the one to the other every parameter must become what was planned, to the byte, and every image what
+its layer has; all else that can be reached from the model must stay as it was. What passed is
+copied from then on. Layers of which anything else is true are reloaded alone, where that is found
+to leave the same as a reload of everything; or else the model stays with the reload.
 """
 
 from __future__ import annotations
 
 import logging
-import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 
-from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, PlannedSwitch, Tensors
+from dbuffer.integrations.engine.plan.copy_plan import (
+    CopyPlan,
+    PlannedSwitch,
+    Tensors,
+    note_copied_whole,
+)
 from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.plan.patches import Changed, Patch, Patches
+from dbuffer.integrations.engine.plan.patches import Changed, Patch, are_there
 from dbuffer.integrations.engine.plan.reachable import State
 from dbuffer.integrations.engine.plan.recording import Recording, unwrapped_by
 from dbuffer.integrations.engine.plan.reloaded import (
@@ -33,14 +39,20 @@ from dbuffer.runtime.messages import listed
 
 logger = logging.getLogger(__name__)
 
-LoadPart = Callable[[Tensors], None]
+Load = Callable[[Tensors], None]
 """Reloads the layers that these published tensors are all of."""
-
-_MAX_PROOFS = 3
-"""Of a plan. A first reload may change what no later one does: an attribute that it adds."""
 
 _MAX_PLANS = 3
 """Of a layout: each leaves more layers to the reload."""
+
+_MAX_PROOFS = 3
+"""Of a plan; each takes two reloads."""
+
+_STAND_INS = (0.25, 0.75)
+"""Range of the values that stand in for weights: there are roots and inverses of all of them."""
+
+_MIN_PAUSE, _MAX_PAUSE = 8, 64
+"""Versions that are reloaded before a plan that failed is tried again; more after each failure."""
 
 _NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
 """Attributes that load, and that no computation reads."""
@@ -70,7 +82,7 @@ class PlannedLoads:
         packing: Packing | None = None,
         wrapper: str | None = None,
         check: ShapeCheck | None = None,
-        load_part: LoadPart | None = None,
+        load_part: Load | None = None,
     ) -> None:
         self._model = model
         self._copier = copier
@@ -87,10 +99,14 @@ class PlannedLoads:
         self._is_due = False
         self._num_plans = 0
         self._num_proofs = 0
+        self._pause = _MIN_PAUSE
+        self._num_to_pass_over = 0
         self._is_told = False
         self._holds: str | None = None
-        self._sample: list[torch.Tensor] = []
+        self._sample: Mapping[str, Patch] = {}
         self._may_patch = True
+        # Of its own: the engine's generators are seeded, and sample tokens.
+        self._random = np.random.default_rng()
 
     @torch.no_grad()
     def prepare(
@@ -108,7 +124,10 @@ class PlannedLoads:
             return None
         if recording is not self._recording:
             self._recording, self._left, self._num_plans = recording, {}, 0
-            self._is_due = True
+            self._is_due, self._num_to_pass_over = True, 0
+        elif self._num_to_pass_over:
+            self._num_to_pass_over -= 1
+            self._is_due = not self._num_to_pass_over
         if self._is_due:
             self._make_plan(recording)
         if self._plan is not None and self._plan.is_proven:
@@ -117,14 +136,20 @@ class PlannedLoads:
             return None
         try:
             switch = self._plan.switch_to(tensors, self._plan.make_images(tensors))
-            switch.patches = self._find_patches(self._plan, tensors, switch, changed_since)
-            return switch
         except NotPlannableError as error:
             self._give_up(str(error))
+            return None
         # Anything may go wrong when a layer packs, and it does so in the reload as well.
         except Exception as error:  # noqa: BLE001
-            self._give_up(f"a layer could not be packed: {type(error).__name__} {error!s:.300}")
-        return None
+            self._set_aside(f"a layer could not be packed: {_described(error)}")
+            return None
+        try:
+            switch.sample = self._plan.sample_of(switch, self._random)
+            self._add_patches(self._plan, tensors, switch, changed_since)
+        # Memory that is short for a moment, say. The whole is there.
+        except Exception as error:  # noqa: BLE001
+            note_copied_whole(error)
+        return switch
 
     @torch.no_grad()
     def apply(self, switch: PlannedSwitch, identity: str | None = None) -> bool:
@@ -133,11 +158,10 @@ class PlannedLoads:
         A failure leaves a mix, to be repaired at once. ``identity``: of the version, for the next
         one to be told what changed since.
         """
-        if switch.plan is not self._plan or not switch.is_enough:
+        if not self.is_enough(switch):
             return False
-        plan = self._plan
-        holds, self._holds = self._what_it_holds(plan), None
-        plan.note_loaded(None)
+        holds = None if switch.patches is None else self._what_it_holds()
+        self._holds = None
         try:
             switch.apply(self._copier.copy_tensors, self._patch, holds)
             self._reload_part(switch)
@@ -145,9 +169,12 @@ class PlannedLoads:
             # What repairs it must not fail by the same: a reload does, and the next is a proof.
             self._plan, self._is_due = None, True
             raise
-        plan.note_loaded(switch)
-        self._note_held(plan, identity)
+        self._note_held(switch, identity)
         return True
+
+    def is_enough(self, switch: PlannedSwitch | None) -> bool:
+        """Whether a switch that was prepared is known to be all that there is to do."""
+        return switch is not None and switch.plan is self._plan and switch.is_enough
 
     def _reload_part(self, switch: PlannedSwitch) -> None:
         if switch.reloaded:
@@ -162,35 +189,38 @@ class PlannedLoads:
         sizes = [patch.positions.numel() for patch in patches]
         self._copier.in_parallel(work, split_evenly(sizes, self._copier.num_threads))
 
-    def _note_held(self, plan: CopyPlan, identity: str | None) -> None:
-        self._holds, self._sample = identity, plan.sample()
+    def forget_base(self) -> None:
+        """Treat the model's weights as unknown: the next version is not patched upon them."""
+        self._holds = None
+        if self._plan is not None:
+            self._plan.forget_loaded()
 
-    def _what_it_holds(self, plan: CopyPlan) -> str | None:
+    def _note_held(self, switch: PlannedSwitch, identity: str | None) -> None:
+        self._holds, self._sample = identity, switch.sample
+
+    def _what_it_holds(self) -> str | None:
         """Identity of the version in the model; None if that is not known to be there still.
 
-        An engine that was asleep may have lost all of it.
+        An engine that was asleep may have lost all of it, or somebody loaded another one.
         """
         if self._holds is None or not self._sample:
             return None
-        is_there = all(map(torch.equal, plan.sample(), self._sample))
-        return self._holds if is_there else None
+        return self._holds if are_there(self._sample.values()) else None
 
-    def _find_patches(
+    def _add_patches(
         self,
         plan: CopyPlan,
         tensors: Tensors,
         switch: PlannedSwitch,
         changed_since: Callable[[str], Changed | None],
-    ) -> Patches | None:
-        """What is to be patched, where the model holds a version from which that is known."""
-        base = self._what_it_holds(plan)
-        if base is None or not plan.is_proven or not self._may_patch:
-            return None
-        changed = changed_since(base)
-        if changed is None:
-            return None
+    ) -> None:
+        """Give a switch patches, where the model holds a version from which those are known."""
+        base = self._what_it_holds() if plan.is_proven and self._may_patch else None
+        changed = None if base is None else changed_since(base)
+        if base is None or changed is None:
+            return
         patches = plan.patches_to(tensors, changed, base)
-        name = random.choice(list(switch.copies))  # noqa: S311 - nothing to keep secret
+        name = self._random.choice(list(switch.copies))
         if not plan.is_patched_right(name, patches, switch):
             self._may_patch = False
             logger.warning(
@@ -198,12 +228,20 @@ class PlannedLoads:
                 "now on",
                 name,
             )
-            return None
-        return patches
+            return
+        switch.patches = patches.on_device()
+        if patches.patches or patches.copies:
+            switch.sample = plan.with_patched(switch.sample, patches, self._random)
+        else:  # what was patched last tells more
+            switch.sample = self._sample
 
     @torch.no_grad()
     def reload(
-        self, reload: Callable[[], None], switch: PlannedSwitch | None, identity: str | None = None
+        self,
+        reload: Load,
+        tensors: Tensors,
+        switch: PlannedSwitch | None,
+        identity: str | None = None,
     ) -> None:
         """Switch by a reload, and see whether the switch that was prepared would have done it.
 
@@ -213,18 +251,23 @@ class PlannedLoads:
         self._holds, plan = None, self._plan
         if plan is None or switch is None or switch.plan is not plan:
             if plan is not None:
-                plan.note_loaded(None)
-            reload()
+                plan.forget_loaded()
+            reload(tensors)
             return
-        self._reload_and_prove(plan, switch, reload)
-        if self._plan is plan:
-            self._note_held(plan, identity)
+        self._num_proofs += 1
+        if self._num_proofs > _MAX_PROOFS:
+            self._set_aside("what it copies has integers that change, or parameters move")
+            reload(tensors)
+            return
+        self._reload_and_prove(plan, switch, reload, tensors)
+        if plan.is_proven and self._plan is plan:
+            self._note_held(switch, identity)
 
     def _prove_again(self, plan: CopyPlan, tensors: Tensors) -> None:
         """Ask the loader of one parameter again, whichever, what it does with this version."""
         if self._check is None or not self._loads_alone:
             return
-        name = random.choice(list(plan.recording.steps))  # noqa: S311 - nothing to keep secret
+        name = self._random.choice(list(plan.recording.steps))
         try:
             differs = plan.is_filled_otherwise(name, tensors, self._check.loaded)
         # Some models' loaders want all tensors, or none.
@@ -247,7 +290,6 @@ class PlannedLoads:
 
     def _make_plan(self, recording: Recording) -> None:
         self._plan, self._is_due = None, False
-        self._num_plans += 1
         self._num_proofs, self._is_told = 0, False
         check = None if self._load_part is None else self._check
         try:
@@ -267,35 +309,45 @@ class PlannedLoads:
         self._plan = None
         logger.info("switches go through the engine's reload, and not by copies alone: %s", why)
 
+    def _set_aside(self, why: str) -> None:
+        """Give a plan up for some versions: memory may have been short for a moment."""
+        self._plan, self._num_to_pass_over = None, self._pause
+        self._pause = min(2 * self._pause, _MAX_PAUSE)
+        logger.warning(
+            "switches go through the engine's reload for %d versions, and not by copies alone: %s",
+            self._num_to_pass_over,
+            why,
+        )
+
     def _reload_and_prove(
-        self, plan: CopyPlan, switch: PlannedSwitch, reload: Callable[[], None]
+        self, plan: CopyPlan, switch: PlannedSwitch, reload: Load, tensors: Tensors
     ) -> None:
         started = time.monotonic()
-        had = plan.found_by(switch)
-        plan.note_loaded(None)
-        if not self._can_reload_part(switch):
-            reload()
-            return
-        before = self._look(plan, switch)
+        stand_ins = {
+            name: _stand_in(tensor, self._random, is_copied=name not in plan.reloaded.sources)
+            for name, tensor in tensors.items()
+        }
+        before = None
+        # What a reload of everything changes after one of a part was not in that.
+        if self._can_reload(
+            lambda: reload(stand_ins), "values that stand in for a version cannot be loaded"
+        ) and self._can_reload_part(switch):
+            before = self._look(plan, switch)
         looking_s = time.monotonic() - started
-        reload()
+        reload(tensors)
+        if before is None:
+            return
         started = time.monotonic()
         after = self._look(plan, switch)
-        if before is None or after is None:
+        if after is None:
             return
         changes = before.changes_to(after)
         lacking = plan.lacking(switch)
-        plan.note_loaded(switch)
         looking_s += time.monotonic() - started
-        self._num_proofs += 1
-        if changes:
-            # What was reloaded twice was changed by no first reload.
-            if self._num_proofs >= _MAX_PROOFS or self._are_in_reloaded(plan, changes):
-                self._leave_more(plan, changes, lacking)
-        elif lacking:
-            self._leave_more(plan, (), lacking)
-        elif self._spares_the_rest(plan, switch, reload):
-            plan.note_proven(had)
+        if changes or lacking:
+            self._leave_more(plan, changes, lacking)
+        elif self._spares_the_rest(plan, switch, lambda: reload(tensors)):
+            plan.note_proven({n: t for n, t in tensors.items() if _is_mostly(t, stand_ins[n])})
             self._tell(plan, looking_s)
 
     def _spares_the_rest(
@@ -313,17 +365,17 @@ class PlannedLoads:
         return False
 
     def _can_reload_part(self, switch: PlannedSwitch) -> bool:
-        """Reload the part that is not copied; what a whole reload then changes was not in it."""
+        """Reload the part that is not copied."""
+        return self._can_reload(lambda: self._reload_part(switch), "a part cannot be reloaded")
+
+    def _can_reload(self, reload: Callable[[], None], otherwise: str) -> bool:
         try:
-            self._reload_part(switch)
+            reload()
         # Whatever it is: the whole is reloaded now.
         except Exception as error:  # noqa: BLE001
-            self._give_up(f"a part cannot be reloaded: {type(error).__name__} {error!s:.300}")
-        return self._plan is switch.plan
-
-    def _are_in_reloaded(self, plan: CopyPlan, places: Sequence[str]) -> bool:
-        found = (layers_at(place, plan.all_layers, self._unwrapped) for place in places)
-        return all(plan.reloaded.layers.keys() >= set(layers) for layers in found)
+            self._set_aside(f"{otherwise}: {_described(error)}")
+            return False
+        return True
 
     def _leave_more(self, plan: CopyPlan, changes: Sequence[str], lacking: Sequence[str]) -> None:
         """Leave layers to the reload that it does more with than the plan; all, if that fails."""
@@ -334,6 +386,7 @@ class PlannedLoads:
         for name in lacking:
             layer = name if name in plan.all_layers else layer_of(name)
             left.setdefault(layer, f"{name} is not what was published")
+        self._num_plans += 1
         if self._num_plans >= _MAX_PLANS or left.keys() <= plan.reloaded.layers.keys():
             self._give_up(listed(sorted(set(left.values())), "; "))
         else:
@@ -368,5 +421,39 @@ class PlannedLoads:
             )
         # Anything may be in a model, and a switch must not fail because one cannot look at it.
         except Exception as error:  # noqa: BLE001
-            self._give_up(f"the model cannot be looked at: {type(error).__name__} {error!s:.300}")
+            self._set_aside(f"the model cannot be looked at: {_described(error)}")
             return None
+
+
+def _stand_in(
+    tensor: torch.Tensor, random: np.random.Generator, *, is_copied: bool
+) -> torch.Tensor:
+    """Return a tensor of the same form, without memory, whose elements are all another number.
+
+    Integers may be indices or codes, so one of their own stands in for them. What is derived from
+    their order would not show, so nothing stands in where that could be left behind by a copy.
+    """
+    if not tensor.numel():
+        return tensor
+    first, last = tensor[(0,) * tensor.dim()], tensor[(-1,) * tensor.dim()]
+    if not tensor.is_floating_point() or tensor.dtype is torch.float4_e2m1fn_x2:
+        return tensor if is_copied else last.expand(tensor.shape)
+    value = torch.tensor(random.uniform(*_STAND_INS)).to(tensor.dtype)
+    if first.float() == value.float():
+        value = (2 * value.float()).to(tensor.dtype)
+    return value.expand(tensor.shape)
+
+
+def _is_mostly(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:
+    """Whether most elements are those of what stood in for it."""
+    if stand_in is tensor:
+        return True
+    if tensor.is_floating_point() and tensor.dtype is not torch.float4_e2m1fn_x2:
+        return False
+    if tensor.itemsize == 1:
+        tensor, stand_in = tensor.view(torch.uint8), stand_in.view(torch.uint8)
+    return 2 * int((tensor == stand_in).sum()) > tensor.numel()
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__} {error!s:.300}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +62,12 @@ class LoadStep:
     part: View | None = None
     value: float = 0
 
+    def content(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return the part of a version that is written, or the constant, in this dtype."""
+        if self.source is None or self.part is None:
+            return torch.tensor(self.value, dtype=dtype).expand(self.to.shape)
+        return self.part.in_(tensors[self.source])
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -91,6 +97,8 @@ class Recording:
     """How many elements loaders gave each parameter, in whatever way."""
     offered: frozenset[str]
     """Names of all published tensors, those that loaders passed over included."""
+    apart: frozenset[str] = field(default=frozenset(), compare=False)
+    """Names of all parameters and buffers; one of them where several are one tensor."""
 
     @property
     def loaded_bytes(self) -> int:
@@ -100,6 +108,18 @@ class Recording:
             for name, steps in self.steps.items()
             for step in steps
             if step.source is not None
+        )
+
+    def fills_alike(self, one: str, other: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether two parameters are known to be given the same bytes of a version."""
+        if one not in self.steps or other not in self.steps:
+            return False
+        mine, others = (
+            {step.to: step.content(tensors, self.places[name].dtype) for step in self.steps[name]}
+            for name in (one, other)
+        )
+        return mine.keys() == others.keys() and all(
+            torch.equal(_bytes(content), _bytes(others[place])) for place, content in mine.items()
         )
 
 
@@ -126,16 +146,33 @@ class LoadRecorder:
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self._steps: dict[str, list[LoadStep]] = defaultdict(list)
         self._refused: dict[str, str] = {}
+        self._read: dict[int, tuple[str, torch.Tensor]] = {}
+        """Values computed from the model's own tensors, and from which; alive, to be recognized."""
+        self.written_from: dict[str, str] = {}
+        """Tensors of the model that are written with what was computed from another one of it."""
 
     def begin(self) -> None:
         """Forget what was noted."""
         self._sources.clear()
         self._steps.clear()
         self._refused.clear()
+        self._read.clear()
+        self.written_from.clear()
 
     def note_source(self, name: str, tensor: torch.Tensor) -> None:
         """A published tensor, which must live until :meth:`end`."""
         self._sources[storage_of(tensor)] = (name, tensor)
+
+    def note_result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note what an operation computed, if that was from one of the model's tensors."""
+        with self._lock:
+            origins = (self._origin_of(each) for each in _tensors_in((args, kwargs)))
+            origin = next(filter(None, origins), None)
+            if origin is None:
+                return
+            for made in _tensors_in(result):
+                if storage_of(made) not in self._places:
+                    self._read.setdefault(storage_of(made), (origin, made))
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """An operation that is about to be done."""
@@ -185,12 +222,22 @@ class LoadRecorder:
             place = self._places.get(storage_of(tensor))
             if count and place is not None:
                 num_loaded[place[0]] += count
-        return Recording(steps, places, dict(self._refused), dict(num_loaded), offered)
+        apart = frozenset(by_name)
+        return Recording(steps, places, dict(self._refused), dict(num_loaded), offered, apart)
+
+    def _origin_of(self, tensor: torch.Tensor) -> str | None:
+        """The model's tensor that this is a part of, or was computed from."""
+        storage = storage_of(tensor)
+        name, _ = self._places.get(storage) or self._read.get(storage) or (None, None)
+        return name
 
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         name, place = self._places.get(storage_of(target), (None, target))
         if name is None:
             return  # into memory of the loader's own; what it does with that shows
+        origin = self._origin_of(source)
+        if origin is not None and origin != name:
+            self.written_from[name] = origin
         source_name, whole = self._sources.get(storage_of(source), (None, source))
         if source_name is None:
             self._refused[name] = "is computed by its loader"
@@ -214,6 +261,23 @@ def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return layer.__dict__["_parameters"], layer.__dict__["_buffers"]
 
 
+def tied_names(model: torch.nn.Module, unwrapped: Unwrapped) -> list[list[str]]:
+    """Names of a model's parameters that are one and the same tensor."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.nbytes:
+            names[parameter.data_ptr()].append(unwrapped(name))
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _tensors_in(values: Any) -> Iterable[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
 def _changes_values(view: torch.Tensor) -> bool:
     return view.is_conj() or view.is_neg()
 
@@ -224,7 +288,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        yield from _tensors_in(value)
 
 
 def _not_once(steps: tuple[LoadStep, ...], num_elements: int) -> str | None:

@@ -54,7 +54,7 @@ def without_reloaded(
     """
     if not layers:
         return recording, Reloaded({})
-    why = listed(list(layers.values()), "; ")
+    why = listed(list(dict.fromkeys(layers.values())), "; ")
     reloaded = _part(recording, lambda name: layer_of(name) in layers)
     copied = _part(recording, lambda name: layer_of(name) not in layers)
     num_copied, num_loaded = (sum(r.num_loaded.values()) for r in (copied, recording))
