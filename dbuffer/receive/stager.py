@@ -338,6 +338,18 @@ class Stager:
                     self._receiver.record.write()
             self._condition.notify_all()
 
+    def stage_again(self, *, applied: int | None) -> None:
+        """Make ready anew the newest version above ``applied``; None: whichever is the newest.
+
+        A version that is taken stays as it is.
+        """
+        with self._condition:
+            self._after = applied
+            if not self._is_taken:
+                self._drop()
+                self._receiver.record.write()
+            self._wake()
+
     def close(self) -> None:
         """Stop following, and take the record out of the store."""
         if self._pid != os.getpid():

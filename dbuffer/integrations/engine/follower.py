@@ -18,9 +18,19 @@ from dataclasses import replace
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine.messages import BeginRequest, EndRequest, specs_of
+from dbuffer.integrations.engine.messages import (
+    BeginRequest,
+    EndRequest,
+    ForgetRequest,
+    specs_of,
+)
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
+from dbuffer.integrations.engine.protocol import (
+    UNKNOWN_VERSION,
+    Engine,
+    EngineFacts,
+    PauseMode,
+)
 from dbuffer.integrations.engine.reporting import Failure, FollowerReport, Switch
 from dbuffer.integrations.engine.serving import Served
 from dbuffer.integrations.engine.states import FollowerEvent, FollowerState
@@ -30,9 +40,6 @@ from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.translated import TranslatedErrors
 
 logger = logging.getLogger(__name__)
-
-UNKNOWN_VERSION = "unknown"
-"""What an engine reports when it may have switched, and nobody could learn to which version."""
 
 _MIN_WAIT_S = 0.5
 """Between two attempts, also when a newer version came at once after the one that failed."""
@@ -163,10 +170,24 @@ class Follower(Closing):
 
     def _started(self) -> StoreView:
         self._engine.require_alive()
+        if self._view is not None and self._state.is_known:
+            self._note_foreign_loads(self._view)
         if self._view is None or not self._state.is_known or self.has_restarted():
             self.start()
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
+
+    def _note_foreign_loads(self, view: StoreView) -> None:
+        """Learn from the engine's own record whether it still has what it was switched to."""
+        record: ReceiverRecord | None = None
+        with contextlib.suppress(errors.DBufferError, OSError):
+            record = view.engine_record()
+        if record is None or _served_by(record) == self._served:
+            return
+        with self._in_our_terms("report its version"):
+            version = record.applied_version
+            self._label(UNKNOWN_VERSION if version is None else str(version))
+        self._served = _served_by(record)
 
     def has_restarted(self) -> bool:
         """Whether this is another engine than was switched last; only a server can be."""
@@ -183,18 +204,22 @@ class Follower(Closing):
         *,
         at_least: int | None = None,
         timeout_s: float | None = None,
+        force: bool = False,
         stop_event: threading.Event | None = None,
     ) -> Switch | None:
         """Switch to the newest version, if the engine does not have it; else None.
 
         Args:
+            force: load the newest version also if the engine has it, whole and through its own
+                reload: after something wrote to its weights that dbuffer cannot notice.
             at_least: a version that is known to be published, and may be on its way to a local
                 store: it is waited for.
             timeout_s: how long ranks may take to have it ready. Default: the option's.
             stop_event: set it to stop waiting for that.
 
         Raises:
-            EngineBusyError: (an ``LLM``) it has unfinished requests; it was not touched.
+            EngineBusyError: its weights are asleep, or (an ``LLM``) it has unfinished requests; it
+                was not touched.
             EngineUpdateError: it serves on with the weights that it had; the message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             EngineUnreachableError: (a server) it does not answer.
@@ -211,6 +236,8 @@ class Follower(Closing):
                 # Also where it cannot be followed now: whatever it has is whole, or it refuses.
                 if self._state.owes_resume:
                     self._resume_as_unknown()
+            if force and view.newer_than(None) is not None:
+                self._forget(view)
             goal = view.newer_than(self._served, at_least)
             if goal is not None:
                 switch = self._switch_when_ready(view, goal, timeout_s, stop_event)
@@ -221,6 +248,11 @@ class Follower(Closing):
         self._failure = None
         view.report.following()
         return switch
+
+    def _forget(self, view: StoreView) -> None:
+        with self._in_our_terms("forget its weights"):
+            self._engine.do(ForgetRequest())
+        self._note_foreign_loads(view)
 
     def is_ready(self, at_least: int | None = None) -> bool:
         """Whether :meth:`sync` would return, or raise, without waiting for a rank."""
@@ -245,7 +277,9 @@ class Follower(Closing):
     ) -> Switch:
         timeout_s = view.options.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
-        view.wait_ready(goal, self._served, timeout_s, stop_event)
+        view.wait_ready(
+            goal, self._served, timeout_s, stop_event, require_alive=self._engine.require_alive
+        )
         with self._in_our_terms(f"switch to version {goal.version}"):
             return self._switch(view, goal, time.monotonic() - started)
 
@@ -258,6 +292,10 @@ class Follower(Closing):
             self._engine.pause(self._pause_mode)
             record, load_s = self._load(view, goal)
             self._served = _served_by(record)
+        except errors.EngineBusyError:
+            # It fell asleep, and goes on when it is woken: a resume would let it compute before.
+            self._note(FollowerEvent.RESUMED)
+            raise
         finally:
             if self._state.owes_resume:
                 self._resume()

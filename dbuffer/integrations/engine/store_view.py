@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
@@ -188,13 +189,15 @@ class StoreView:
         served: Served | None,
         timeout_s: float,
         stop_event: threading.Event | None,
+        *,
+        require_alive: Callable[[], None] = lambda: None,
     ) -> None:
         """Wait until every rank has this version ready, or a later one.
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
             VersionTimeoutError: some rank did not have it in time.
-            ClosedError: the stop event was set.
+            ClosedError: the stop event was set; or what ``require_alive`` raises.
         """
         deadline = time.monotonic() + timeout_s
         applied = None if served is None else served.version
@@ -216,6 +219,7 @@ class StoreView:
                     "the engine to follow another store, or none. An engine has one follower: "
                     "close one of them, and then make the other anew"
                 )
+            require_alive()
             if stop_event is not None and stop_event.is_set():
                 raise errors.ClosedError("told to stop following")
             if time.monotonic() > deadline:

@@ -162,6 +162,12 @@ class PlannedLoads:
         sizes = [patch.positions.numel() for patch in patches]
         self._copier.in_parallel(work, split_evenly(sizes, self._copier.num_threads))
 
+    def forget_base(self) -> None:
+        """Treat the model's weights as unknown: the next version is not patched upon them."""
+        self._holds = None
+        if self._plan is not None:
+            self._plan.note_loaded(None)
+
     def _note_held(self, plan: CopyPlan, identity: str | None) -> None:
         self._holds, self._sample = identity, plan.sample()
 
