@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -40,6 +42,9 @@ from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.translated import TranslatedErrors
 
 logger = logging.getLogger(__name__)
+
+_followers: weakref.WeakValueDictionary[tuple[str, ...], Follower] = weakref.WeakValueDictionary()
+"""Followers in this process that have begun, by start and name of the engine, and the store."""
 
 _MIN_WAIT_S = 0.5
 """Between two attempts, also when a newer version came at once after the one that failed."""
@@ -95,10 +100,11 @@ class Follower(Closing):
         """Raise at once what no waiting will mend. A server that does not answer may do so later.
 
         Raises:
-            OptionError, EngineUnsupportedError: see :meth:`start`.
+            OptionError, EngineUnsupportedError, ReceiverActiveError: see :meth:`start`.
         """
         with contextlib.suppress(errors.EngineUnreachableError, errors.EngineUpdateError):
-            self._options_for(self._engine.facts())
+            facts = self._engine.facts()
+            self._require_alone(facts, self._options_for(facts))
 
     def start(self) -> None:
         """Let the engine's ranks follow; again, after the engine has been restarted.
@@ -106,6 +112,7 @@ class Follower(Closing):
         Raises:
             OptionError: (a ``ValueError``) neither this nor the engine names a store.
             EngineUnsupportedError: the engine was not started in a way that lets it follow.
+            ReceiverActiveError: another follower in this process has it follow this store.
             EngineUpdateError: its ranks cannot follow the store now.
             EngineUnreachableError: (a server) it does not answer.
         """
@@ -114,6 +121,7 @@ class Follower(Closing):
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
+        _followers[self._require_alone(facts, options)] = self
         view = self._look_anew(facts, options)
         # Ranks that follow since the engine's start need not begin again, unless they were lost.
         unless_following = is_first and options == facts.configured
@@ -131,6 +139,17 @@ class Follower(Closing):
         serves = "what it was started with" if self.applied is None else f"version {self.applied}"
         logger.info("%s follows %s, and serves %s", view.engine_id, options.read_store, serves)
 
+    def _require_alone(self, facts: EngineFacts, options: EngineOptions) -> tuple[str, ...]:
+        """Return the key of this engine and store, which no other follower in this process has."""
+        name = _engine_id(facts, options)
+        key = facts.instance_id, name, os.path.realpath(options.read_store)
+        if _followers.get(key, self) is not self:
+            raise errors.ReceiverActiveError(
+                f"another follower in this process has {name} follow {options.read_store}: each "
+                "would miss what the other does; use that one, or close it first"
+            )
+        return key
+
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
         options = self._given or facts.configured
         if options is None:
@@ -143,7 +162,7 @@ class Follower(Closing):
     def _look_anew(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
         if self._view is not None:
             self._view.close()
-        engine_id = (options.engine_id or facts.name) + facts.replica
+        engine_id = _engine_id(facts, options)
         self._view = StoreView(facts, options, engine_id, FollowerReport(engine_id))
         return self._view
 
@@ -460,10 +479,16 @@ class Follower(Closing):
                 pass  # so it does not stand still
             except (errors.DBufferError, OSError) as error:
                 logger.error("%s is left paused: %s", self.engine_id, error)
+        for key in [key for key, follower in _followers.items() if follower is self]:
+            del _followers[key]
         if self._view is not None:
             self._view.report.ended()
             self._view.close()
         self._engine.close()
+
+
+def _engine_id(facts: EngineFacts, options: EngineOptions) -> str:
+    return (options.engine_id or facts.name) + facts.replica
 
 
 def _served_by(record: ReceiverRecord | None) -> Served | None:

@@ -35,6 +35,7 @@ from dbuffer.integrations.engine.serving import EngineRank, Served, Serving, Wei
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from dbuffer.weights.targets import LoadedNames, refuse_adapter
 
@@ -46,6 +47,10 @@ _ASLEEP = (
     "the engine's weights are asleep, and their memory may be gone: wake it up first "
     "(its weights are enough: tags=['weights']), then sync"
 )
+
+_NETWORK_LAG_S = 5.0
+"""How long a host may see an older version than the newest on a network mount."""
+_LOOK_S = 0.05
 
 _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
@@ -303,7 +308,7 @@ class RankReceiver:
         """Take the same version on all ranks, or raise on all; None: the engine has it already."""
         must_load = False
         for round_ in range(_MAX_ROUNDS):
-            staged, problem = self._take(request, must_load=must_load)
+            staged, problem = self._take(request, must_load=must_load, is_first=round_ == 0)
             version = staged.version if staged else self._applied
             answer = version, staged.identity if staged else "", problem
             answers = self.ranks.gather(answer, begins=round_ == 0)
@@ -327,13 +332,15 @@ class RankReceiver:
         )
 
     def _take(
-        self, request: UpdateRequest | OptionError, *, must_load: bool
+        self, request: UpdateRequest | OptionError, *, must_load: bool, is_first: bool
     ) -> tuple[Staged | None, str | None]:
         try:
             if isinstance(request, OptionError):
                 raise request
             if self._weights.is_asleep:
                 raise EngineBusyError(_ASLEEP)
+            if is_first and request.version is not None:
+                self._require_published(request.version)
             if self._has_already(request) and not must_load:
                 return None, None
             staged = self._stager.take(
@@ -349,6 +356,25 @@ class RankReceiver:
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
             return None, f"{type(error).__name__}: {error}"
         return staged, None
+
+    def _require_published(self, version: int) -> None:
+        """Raise :class:`VersionError` for a version above the newest: waiting blocks the engine."""
+        origin = DoubleBuffer(
+            self.options.store, allow_shared_store=self.options.allow_shared_store
+        )
+        may_lag_s = 0.0 if origin.medium.maps_files else _NETWORK_LAG_S
+        deadline = time.monotonic() + may_lag_s
+        while True:
+            pointer = origin.newest_pointer() if origin.exists() else None
+            newest = 0 if pointer is None else pointer.version
+            if newest >= version:
+                return
+            if time.monotonic() > deadline:
+                raise VersionError(
+                    f"version {version} was not published in {self.options.store}: the newest is "
+                    f"{newest or 'none'}"
+                )
+            time.sleep(_LOOK_S)
 
     def _has_already(self, request: UpdateRequest) -> bool:
         newest = self._stager.newest_pointer()

@@ -192,7 +192,9 @@ class StoreView:
         *,
         require_alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until every rank has this version ready, or a later one.
+        """Wait until every rank has this version ready, or a later one; or the engine has it.
+
+        Another process may follow with the same server.
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
@@ -207,7 +209,8 @@ class StoreView:
         while True:
             records = {rank: self._record(rank) for rank in self._rank_ids}
             behind = [rank for rank, record in records.items() if not _is_ready(record, goal)]
-            if not behind:
+            engine = self.engine_record()
+            if not behind or (engine is not None and engine.has_applied(*goal)):
                 self.report.ranks(record for record in records.values() if record is not None)
                 return
             _require_unhindered(goal, records, began, serves_on)
