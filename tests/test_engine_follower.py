@@ -568,6 +568,44 @@ def test_lost_weights_are_brought_again_in_the_background(
         until("the version is there again", lambda: (engine.version, engine.label) == (1, "1"))
 
 
+def test_lost_layers_that_no_version_has_come_from_the_checkpoint(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    engine = LightEngine()
+    sender.send(SMALL.weights(1))
+    with Follower(engine, options(store, partial=True)) as follower:
+        follower.sync()
+        loaded = []
+        engine.model.load_checkpoint = lambda: loaded.append("checkpoint")  # type: ignore[method-assign]
+        reload_another_checkpoint(engine)
+        assert follower.sync() is not None
+        assert (engine.version, engine.label, loaded) == (1, "1", ["checkpoint"])
+
+
+def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(
+    shm_path: Path,
+) -> None:
+    store = shm_path / "store"
+    engine = LightEngine()
+    with dbuffer.WeightSender(store) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+        follower = Follower(engine, options(store))
+        follower.sync()
+    engine.endpoint.note_asleep(is_lost=False)
+    shutil.rmtree(store)
+    with dbuffer.WeightSender(store) as sender, follower:
+        sender.send(SMALL.weights(4))
+        staged = DoubleBuffer(store)
+        until(
+            "it is staged",
+            lambda: (record := staged.receiver("engine.rank-0")) and record.staged_version,
+        )
+        engine.endpoint.note_awake()
+        assert follower.sync() is not None
+        assert (engine.version, engine.label) == (4, "1")
+
+
 def test_failed_load_after_lost_weights_goes_back_to_nothing_else(
     sender: dbuffer.WeightSender, store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -68,7 +68,8 @@ class RankEndpoint:
 
     def note_foreign_load(self, what: str) -> None:
         """Treat the weights as unknown after ``what``, unless that was part of an update."""
-        if self._weights.is_updating:
+        # Those who load tensor by tensor call this for each.
+        if self._weights.is_updating or self._weights.is_unknown:
             return
         self._weights.is_unknown = True
         if self.receiver is not None:

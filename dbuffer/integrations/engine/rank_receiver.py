@@ -150,7 +150,7 @@ class RankReceiver:
         self._served = None
         if self._planned is not None:
             self._planned.forget_base()
-        self._stager.stage_again(applied=None)
+        self._stager.stage_again()
         self._record_engine()
 
     def wait_unread(self) -> None:
@@ -160,7 +160,7 @@ class RankReceiver:
 
     def note_awake(self) -> None:
         """Stage anew: what came while the weights slept could not be compared with them."""
-        self._stager.stage_again(applied=self._applied)
+        self._stager.stage_again(applied=self._applied, history=self._history)
 
     @property
     def _applied(self) -> int | None:
@@ -283,6 +283,8 @@ class RankReceiver:
             staged = self._take_whole(staged.version, staged.history)
             switch = self._prepared_of(staged)
         assert staged.tensors is not None  # noqa: S101 - it was asked for
+        if self._weights.is_unknown and self.options.partial:
+            self._model.load_checkpoint()  # for the layers that are in no version
         tensors = dict(self._under_all_names(staged.tensors, staged.layout))
 
         def reload() -> None:
