@@ -43,8 +43,8 @@ from dbuffer.runtime.translated import TranslatedErrors
 
 logger = logging.getLogger(__name__)
 
-_followers: weakref.WeakValueDictionary[tuple[str, ...], Follower] = weakref.WeakValueDictionary()
-"""Followers in this process that have begun, by start and name of the engine, and the store."""
+_followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.WeakValueDictionary()
+"""Last follower in this process that began with each engine."""
 
 _MIN_WAIT_S = 0.5
 """Between two attempts, also when a newer version came at once after the one that failed."""
@@ -91,6 +91,13 @@ class Follower(Closing):
         """The engine's name among the store's receivers; known from :meth:`start` on."""
         return self._view.name if self._view is not None else "the engine"
 
+    @property
+    def engine_and_store(self) -> tuple[str, str] | None:
+        """The engine's name and the store that it follows; None before :meth:`start`."""
+        if self._view is None:
+            return None
+        return self._view.engine_id, os.path.realpath(self._view.options.read_store)
+
     def _note(self, event: FollowerEvent) -> None:
         self._state = self._state.after(event)
 
@@ -121,7 +128,8 @@ class Follower(Closing):
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
-        _followers[self._require_alone(facts, options)] = self
+        self._require_alone(facts, options)
+        _followers[_key_of(facts)] = self
         view = self._look_anew(facts, options)
         # Ranks that follow since the engine's start need not begin again, unless they were lost.
         unless_following = is_first and options == facts.configured
@@ -139,16 +147,15 @@ class Follower(Closing):
         serves = "what it was started with" if self.applied is None else f"version {self.applied}"
         logger.info("%s follows %s, and serves %s", view.engine_id, options.read_store, serves)
 
-    def _require_alone(self, facts: EngineFacts, options: EngineOptions) -> tuple[str, ...]:
-        """Return the key of this engine and store, which no other follower in this process has."""
-        name = _engine_id(facts, options)
-        key = facts.instance_id, name, os.path.realpath(options.read_store)
-        if _followers.get(key, self) is not self:
+    def _require_alone(self, facts: EngineFacts, options: EngineOptions) -> None:
+        """Raise if another follower in this process has the engine follow the same store."""
+        other = _followers.get(_key_of(facts), self)
+        engine_id, store = _engine_id(facts, options), os.path.realpath(options.read_store)
+        if other is not self and other.engine_and_store == (engine_id, store):
             raise errors.ReceiverActiveError(
-                f"another follower in this process has {name} follow {options.read_store}: each "
-                "would miss what the other does; use that one, or close it first"
+                f"another follower in this process has {engine_id} follow {store}: each would miss "
+                "what the other does; use that one, or close it first"
             )
-        return key
 
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
         options = self._given or facts.configured
@@ -485,6 +492,10 @@ class Follower(Closing):
             self._view.report.ended()
             self._view.close()
         self._engine.close()
+
+
+def _key_of(facts: EngineFacts) -> tuple[str, str]:
+    return facts.instance_id, facts.replica
 
 
 def _engine_id(facts: EngineFacts, options: EngineOptions) -> str:
