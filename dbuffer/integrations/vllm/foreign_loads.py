@@ -137,10 +137,11 @@ def _core_call(call: _Method) -> _Method:
 
 
 def _drop_version(core: Any) -> None:
-    if getattr(core, "dbuffer_follows", False) or _has_our_backend(core.vllm_config):
+    is_followed = getattr(core, "dbuffer_follows", False) or _has_our_backend(core.vllm_config)
+    if is_followed and hasattr(core, "set_weight_version"):  # not in vLLM 0.23
         core.set_weight_version(UNKNOWN_VERSION)
 
 
 def _has_our_backend(vllm_config: Any) -> bool:
-    transfer = vllm_config.weight_transfer_config
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
     return transfer is not None and transfer.backend == BACKEND
