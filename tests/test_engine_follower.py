@@ -560,6 +560,22 @@ def test_engine_that_falls_asleep_in_a_switch_is_not_resumed(
         assert engine.paused, "its weights may be gone: whoever wakes it resumes it"
 
 
+def test_sleeping_server_is_not_resumed_when_following_begins(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    engine = LightEngine(is_server=True)
+    engine.may_be_left_paused = engine.paused = True  # as one that sleeps says
+    engine.endpoint.note_asleep(is_lost=False)
+    sender.send(SMALL.weights(1))
+    with Follower(engine, options(store)) as follower:
+        with pytest.raises(EngineBusyError):
+            follower.sync()
+        assert engine.paused
+        engine.endpoint.note_awake()
+        assert follower.sync() is not None
+        assert engine.paused, "whoever wakes it resumes it"
+
+
 def test_lost_weights_are_brought_again_in_the_background(
     sender: dbuffer.WeightSender, store: Path, engine_id: str
 ) -> None:

@@ -111,6 +111,8 @@ class RankEndpoint:
             case messages.ForgetRequest():
                 self._following()
                 self.note_foreign_load("a request to load it again")
+            case messages.AwakeRequest():
+                self._weights.require_awake()
             case messages.EndRequest():
                 self.end()
         return messages.RankAnswer()

@@ -21,6 +21,7 @@ from dataclasses import replace
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.messages import (
+    AwakeRequest,
     BeginRequest,
     EndRequest,
     ForgetRequest,
@@ -139,7 +140,8 @@ class Follower(Closing):
         self._served = _served_by(view.engine_record())
         if self.applied is not None:
             self._label(str(self.applied))
-        if was_paused and is_first and self._engine.may_be_left_paused:
+        may_be_left = was_paused and is_first and self._engine.may_be_left_paused
+        if may_be_left and self._is_awake():
             # Left over by a follower that was killed in a switch; nobody else would end it.
             logger.warning("%s was paused when following began: resuming it", view.engine_id)
             self._engine.resume()
@@ -156,6 +158,14 @@ class Follower(Closing):
                 f"another follower in this process has {engine_id} follow {store}: each would miss "
                 "what the other does; use that one, or close it first"
             )
+
+    def _is_awake(self) -> bool:
+        """Whether a resume would not let the engine compute with weights that are asleep."""
+        try:
+            self._engine.do(AwakeRequest())
+        except errors.EngineBusyError:
+            return False
+        return True
 
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
         options = self._given or facts.configured

@@ -37,17 +37,25 @@ class ForgetRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AwakeRequest:
+    """Do nothing, or answer that the weights are asleep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequest:
     """Stop following; the model keeps its weights."""
 
 
-RankRequest = BeginRequest | UpdateRequest | CheckRequest | ForgetRequest | EndRequest
+RankRequest = (
+    BeginRequest | UpdateRequest | CheckRequest | ForgetRequest | AwakeRequest | EndRequest
+)
 
 _CALLS = {
     BeginRequest: "begin",
     UpdateRequest: "update",
     CheckRequest: "check",
     ForgetRequest: "forget",
+    AwakeRequest: "awake",
     EndRequest: "end",
 }
 
@@ -78,6 +86,8 @@ def decode_request(values: Any) -> RankRequest:
                 return CheckRequest(tensors=specs_of(tensors))
             case "forget", {}:
                 return ForgetRequest(**values["arguments"])
+            case "awake", {}:
+                return AwakeRequest(**values["arguments"])
             case "end", {}:
                 return EndRequest(**values["arguments"])
         raise KeyError(values["call"])

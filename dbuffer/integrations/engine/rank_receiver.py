@@ -43,11 +43,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ASLEEP = (
-    "the engine's weights are asleep, and their memory may be gone: wake it up first "
-    "(its weights are enough: tags=['weights']), then sync"
-)
-
 _NETWORK_LAG_S = 5.0
 """How long a host may see an older version than the newest on a network mount."""
 _LOOK_S = 0.05
@@ -339,8 +334,7 @@ class RankReceiver:
         try:
             if isinstance(request, OptionError):
                 raise request
-            if self._weights.is_asleep:
-                raise EngineBusyError(_ASLEEP)
+            self._weights.require_awake()
             if is_first and request.version is not None:
                 self._require_published(request.version)
             if self._has_already(request) and not must_load:
@@ -485,8 +479,8 @@ class RankReceiver:
             return
         if isinstance(request, OptionError) and all(problems):
             raise request  # all were told so: a ValueError, as vLLM's contract has it
-        if self._weights.is_asleep and all(problems):
-            raise EngineBusyError(_ASLEEP)
+        if all(problems):
+            self._weights.require_awake()
         what = f"{self._describe('prepare', problems)}; no rank was touched"
         if self._broken is not None:
             raise EngineBrokenError(f"{what}; {self._broken}")

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from dbuffer.errors import EngineBusyError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.ranks import Ranks
@@ -41,6 +42,14 @@ class WeightsState:
     """Something else wrote or discarded them: the next update reloads all of them."""
     is_updating: bool = False
     """dbuffer is writing them."""
+
+    def require_awake(self) -> None:
+        """Raise :class:`EngineBusyError` while they are asleep."""
+        if self.is_asleep:
+            raise EngineBusyError(
+                "the engine's weights are asleep, and their memory may be gone: wake it up first "
+                "(its weights are enough: tags=['weights']), then sync"
+            )
 
 
 class ServingModel(Protocol):
