@@ -34,11 +34,13 @@ from support import SMALL, Command
 import dbuffer
 from dbuffer.errors import (
     EngineBrokenError,
+    EngineBusyError,
     EngineEndedError,
     EngineUnreachableError,
     EngineUnsupportedError,
     EngineUpdateError,
     OptionError,
+    ReceiverActiveError,
     StoreAccessError,
     StoreFullError,
 )
@@ -452,6 +454,233 @@ def test_log_says_when_following_begins_and_what_a_switch_took(
     assert " ms), paused for " in switched
 
 
+# Weights that something else wrote or discarded
+
+
+def reload_another_checkpoint(engine: LightEngine) -> None:
+    engine.model.tensors = SMALL.weights(0)
+    engine.endpoint.note_foreign_load("reload_weights")
+
+
+def sleep_and_lose_the_weights(engine: LightEngine) -> None:
+    engine.endpoint.note_asleep(is_lost=True)
+    engine.model.tensors = SMALL.weights(0)
+    engine.endpoint.note_awake()
+
+
+def write_unnoticed(engine: LightEngine) -> None:
+    engine.model.tensors = SMALL.weights(0)
+
+
+@contextlib.contextmanager
+def serving_version_1(
+    sender: dbuffer.WeightSender, store: Path
+) -> Iterator[tuple[LightEngine, Follower]]:
+    engine = LightEngine()
+    sender.send(SMALL.weights(1))
+    with Follower(engine, options(store)) as follower:
+        follower.sync()
+        yield engine, follower
+
+
+@pytest.mark.parametrize("lose", [reload_another_checkpoint, sleep_and_lose_the_weights])
+def test_lost_weights_are_unknown_until_a_sync_brings_the_version_again(
+    sender: dbuffer.WeightSender, store: Path, lose: Callable[[LightEngine], None]
+) -> None:
+    with serving_version_1(sender, store) as (engine, follower):
+        lose(engine)
+        record = DoubleBuffer(store).receiver("engine")
+        assert record is not None
+        assert record.applied_version is None
+        with about_no_version(engine) as labels:
+            switch = follower.sync()
+        assert switch is not None
+        assert switch.version == engine.version == 1
+        assert labels == [UNKNOWN_VERSION, "1"]
+        assert follower.sync() is None
+        sender.wait_applied(1, receivers=["engine"], timeout_s=WAIT_S)
+
+
+@contextlib.contextmanager
+def about_no_version(engine: LightEngine) -> Iterator[list[str]]:
+    """Labels that an engine is given meanwhile."""
+    labels: list[str] = []
+    give = engine.set_weight_version
+
+    def note(version: str) -> None:
+        labels.append(version)
+        give(version)
+
+    engine.set_weight_version = note  # type: ignore[method-assign]
+    yield labels
+    del engine.set_weight_version  # type: ignore[method-assign]
+
+
+def test_forced_sync_brings_the_version_again(sender: dbuffer.WeightSender, store: Path) -> None:
+    with serving_version_1(sender, store) as (engine, follower):
+        write_unnoticed(engine)
+        assert follower.sync() is None
+        switch = follower.sync(force=True)
+        assert switch is not None
+        assert (switch.version, engine.version, engine.label) == (1, 1, "1")
+
+
+def test_forced_sync_with_an_empty_store_does_nothing(store: Path) -> None:
+    engine = LightEngine()
+    with Follower(engine, options(store)) as follower:
+        assert follower.sync(force=True) is None
+        assert engine.label == "default"
+
+
+def test_sleeping_engine_is_busy_and_untouched(sender: dbuffer.WeightSender, store: Path) -> None:
+    with about_to_switch(sender, store) as (engine, follower):
+        engine.endpoint.note_asleep(is_lost=False)
+        for _ in range(2):
+            with pytest.raises(EngineBusyError, match="wake it up first"):
+                follower.sync()
+        assert (engine.version, engine.label) == (1, "1")
+        engine.endpoint.note_awake()
+        assert follower.sync() is not None
+        assert (engine.version, engine.label) == (2, "2")
+
+
+def test_engine_that_falls_asleep_in_a_switch_is_not_resumed(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    with about_to_switch(sender, store) as (engine, follower):
+        pause = engine.pause
+
+        def pause_and_fall_asleep(mode: str) -> None:
+            pause(mode)
+            engine.endpoint.note_asleep(is_lost=False)
+
+        engine.pause = pause_and_fall_asleep  # type: ignore[method-assign]
+        with pytest.raises(EngineBusyError):
+            follower.sync()
+        assert engine.paused, "its weights may be gone: whoever wakes it resumes it"
+
+
+def test_sleeping_server_is_not_resumed_when_following_begins(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    engine = LightEngine(is_server=True)
+    engine.may_be_left_paused = engine.paused = True  # as one that sleeps says
+    engine.endpoint.note_asleep(is_lost=False)
+    sender.send(SMALL.weights(1))
+    with Follower(engine, options(store)) as follower:
+        with pytest.raises(EngineBusyError):
+            follower.sync()
+        assert engine.paused
+        engine.endpoint.note_awake()
+        assert follower.sync() is not None
+        assert engine.paused, "whoever wakes it resumes it"
+
+
+def test_lost_weights_are_brought_again_in_the_background(
+    sender: dbuffer.WeightSender, store: Path, engine_id: str
+) -> None:
+    with following(sender, store, engine_id) as (engine, _):
+        reload_another_checkpoint(engine)
+        until("the version is there again", lambda: (engine.version, engine.label) == (1, "1"))
+
+
+def test_lost_layers_that_no_version_has_come_from_the_checkpoint(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    engine = LightEngine()
+    sender.send(SMALL.weights(1))
+    with Follower(engine, options(store, partial=True)) as follower:
+        follower.sync()
+        loaded = []
+        engine.model.load_checkpoint = lambda: loaded.append("checkpoint")  # type: ignore[method-assign]
+        reload_another_checkpoint(engine)
+        assert follower.sync() is not None
+        assert (engine.version, engine.label, loaded) == (1, "1", ["checkpoint"])
+
+
+def test_store_that_is_begun_anew_while_the_engine_sleeps_is_followed(
+    shm_path: Path,
+) -> None:
+    store = shm_path / "store"
+    engine = LightEngine()
+    with dbuffer.WeightSender(store) as sender:
+        for version in (1, 2, 3):
+            sender.send(SMALL.weights(version))
+        follower = Follower(engine, options(store))
+        follower.sync()
+    engine.endpoint.note_asleep(is_lost=False)
+    shutil.rmtree(store)
+    with dbuffer.WeightSender(store) as sender, follower:
+        sender.send(SMALL.weights(4))
+        staged = DoubleBuffer(store)
+        until(
+            "it is staged",
+            lambda: (record := staged.receiver("engine.rank-0")) and record.staged_version,
+        )
+        engine.endpoint.note_awake()
+        assert follower.sync() is not None
+        assert (engine.version, engine.label) == (4, "1")
+
+
+def test_failed_load_after_lost_weights_goes_back_to_nothing_else(
+    sender: dbuffer.WeightSender, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving_version_1(sender, store) as (engine, follower):
+        reload_another_checkpoint(engine)
+        engine.model.failing_loads = 1
+        assert follower.sync() is not None
+        assert (engine.version, engine.label) == (1, "1")
+    assert "going back" not in caplog.text
+    assert "loading version 1 once more" in caplog.text
+
+
+# What is refused at once
+
+
+def test_version_above_the_newest_is_refused_at_once(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    with serving_version_1(sender, store) as (engine, _):
+        started = time.monotonic()
+        with pytest.raises(EngineUpdateError, match=r"version 99 was not published .* newest is 1"):
+            engine.do(UpdateRequest(version=99))
+        assert time.monotonic() - started < 2
+        assert (engine.version, engine.label) == (1, "1")
+
+
+def test_second_follower_of_an_engine_and_a_store_is_refused(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    with serving_version_1(sender, store) as (engine, follower):
+        second = Follower(engine, options(store))
+        for begin in (second.require_followable, second.sync):
+            with pytest.raises(ReceiverActiveError, match="another follower in this process"):
+                begin()
+        sender.send(SMALL.weights(2))
+        assert follower.sync() is not None
+        assert (engine.version, engine.label) == (2, "2")
+    engine = LightEngine()
+    with Follower(engine, options(store)) as third:  # the first is closed
+        third.sync()
+        assert engine.version == 2
+
+
+def test_switch_by_another_process_is_learned(sender: dbuffer.WeightSender, store: Path) -> None:
+    """A server may have two followers that do not know of each other."""
+    with about_to_switch(sender, store) as (engine, follower):
+        until("it is ready", follower.is_ready)
+        engine.do(UpdateRequest(at_least=2))
+        assert follower.sync() is None
+        assert (follower.applied, engine.label) == (2, "2")
+
+
+def test_file_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("store", "local_store"):
+        with pytest.raises(OptionError, match=f"invalid {name} .*path of"):
+            EngineOptions(**{"store": str(tmp_path), name: str(tmp_path / "file")})
+
+
 # How a switch ended: never by what a message says
 
 
@@ -647,25 +876,32 @@ def test_what_no_waiting_mends_is_raised_at_once(store: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_server_without_the_routes_that_following_needs_is_refused_at_once(
-    store: Path, kind: str
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [
+        (404, EngineUnsupportedError, "has no /server_info: .*; give its address without /v1"),
+        (401, OptionError, r"refuses /server_info with this API key \(401\)"),
+    ],
+)
+def test_server_that_waiting_does_not_change_is_refused_at_once(
+    store: Path, kind: str, status: int, error: type[Exception], message: str
 ) -> None:
     pytest.importorskip("httpx")
 
-    class Nothing(BaseHTTPRequestHandler):
+    class Refusing(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_error(404)
+            self.send_error(status)
 
         def log_message(self, *_: object) -> None:
             pass
 
     follow = importlib.import_module(f"dbuffer.integrations.{kind}").follow
-    with ThreadingHTTPServer(("127.0.0.1", 0), Nothing) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            with pytest.raises(EngineUnsupportedError, match="has no /server_info"):
-                follow(f"http://127.0.0.1:{server.server_port}", store)
+            with pytest.raises(error, match=message):
+                follow(f"http://127.0.0.1:{server.server_port}/v1", store)
         finally:
             server.shutdown()
             thread.join()

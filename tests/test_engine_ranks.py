@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -14,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import SMALL, Child, preload
+from support import SMALL, Child, preload, until
+from torch import distributed
 from worlds import Coordinator, Failure, World
 
 import dbuffer
@@ -64,14 +67,38 @@ def gather_stopped(rank: int) -> list[Any]:
 @pytest.mark.parametrize("size", [0, 1000, 1100, 100_000])
 def test_everyone_hears_everyone(world: World, size: int) -> None:
     for _ in range(3):
-        answers = [(rank, b"x" * size) for rank in range(SIZE)]
-        assert world.run(gather, b"x" * size) == [answers] * SIZE
+        answers = [[rank, "x" * size] for rank in range(SIZE)]
+        assert world.run(gather, "x" * size) == [answers] * SIZE
     uneven = world.run(gather_uneven, size)
-    assert uneven == [[b"y" * size * rank for rank in range(SIZE)]] * SIZE
+    assert uneven == [["y" * size * rank for rank in range(SIZE)]] * SIZE
 
 
 def gather_uneven(rank: int, size: int) -> list[Any]:
-    return ranks().gather(b"y" * size * rank)
+    return ranks().gather("y" * size * rank)
+
+
+def gather_in_a_new_group(rank: int, rendezvous: Path) -> tuple[int, int]:
+    """Threads and descriptors of this process after the ranks met in another process group."""
+    distributed.destroy_process_group()
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=SIZE
+    )
+    gather(rank)
+    until("the earlier group's threads end", lambda: _num_rank_threads() == 2 * (SIZE - 1))
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def _num_rank_threads() -> int:
+    return sum("rank-" in thread.name for thread in threading.enumerate())
+
+
+def test_connections_of_an_earlier_process_group_are_closed(world: World, tmp_path: Path) -> None:
+    world.run(gather)
+    first, *_, last = (
+        world.run(gather_in_a_new_group, tmp_path / f"group-{number}") for number in range(4)
+    )
+    assert last == first
 
 
 def test_a_rank_that_is_stopped_is_named_and_the_others_go_on(world: World) -> None:
@@ -91,7 +118,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_others_go_on(world: World) -> N
     world.ranks[BAD].signal(signal.SIGCONT)
     # It hears what they said before they gave it up, and then no more.
     assert "did not answer" in world.outcome(BAD).message
-    answers = [(rank, "again") for rank in range(SIZE)]
+    answers = [[rank, "again"] for rank in range(SIZE)]
     assert world.run(gather, "again") == [answers] * SIZE
 
 

@@ -119,6 +119,19 @@ def test_engine_that_cannot_go_back_is_made_whole_by_an_update(seen: dict[str, A
     assert seen["mended"] == seen["transformers B"]
 
 
+def test_released_weights_are_not_written_to_and_brought_again(seen: dict[str, Any]) -> None:
+    error, message, label = seen["asleep"]
+    assert error == "EngineUpdateError"
+    assert "wake it up first" in message
+    assert label == "unknown"
+    assert seen["awake"] == [seen["transformers A"], "1"]
+
+
+def test_weights_that_sglang_loaded_are_replaced_by_the_version(seen: dict[str, Any]) -> None:
+    assert seen["loaded by others"] == seen["transformers B"]
+    assert seen["after others"] == [seen["transformers A"], "1"]
+
+
 def test_broken_engine_answers_no_request(seen: dict[str, Any]) -> None:
     assert seen["request to a broken engine"] == "nothing came"
 
@@ -154,6 +167,7 @@ def main(directory: str) -> None:
     seen["after a bad request"] = greedy(engine)
     fail_at_first(engine, path / "first", weights, seen)
     rename(engine, path / "renamed", weights, seen)
+    lose_weights(engine, path / "lost", weights, seen)
     switch_and_fail(engine, path / "store", weights, seen)
     rounded = make_model("tied-qwen2", 2).bfloat16().float()
     seen["transformers bfloat16 B"] = transformers_greedy(rounded)
@@ -253,6 +267,25 @@ def switch_and_fail(engine: Any, store: Path, weights: Any, seen: dict[str, Any]
         order(engine, **{**FAULT, "times": 3})
         sender.send(weights[0])
         outcome(follower)
+
+
+def lose_weights(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
+    """Release the weights' memory, which this SGLang does not; load others; sync after each."""
+    with dbuffer.WeightSender(store) as sender, following(engine, store) as follower:
+        sender.send(weights[0])
+        follower.sync()
+        engine.release_memory_occupation(tags=["weights"])
+        seen["asleep"] = [*outcome(follower), label(engine)]
+        engine.resume_memory_occupation(tags=["weights"])
+        follower.sync()
+        seen["awake"] = [greedy(engine), label(engine)]
+        others = [(name, tensor.detach()) for name, tensor in weights[1].items()]
+        engine.begin_weight_update()
+        engine.update_weights_from_tensor(others)
+        engine.end_weight_update()
+        seen["loaded by others"] = greedy(engine)
+        follower.sync()
+        seen["after others"] = [greedy(engine), label(engine)]
 
 
 def following(engine: Any, store: Path, **options: Any) -> Any:

@@ -244,6 +244,26 @@ def test_a_pause_that_somebody_else_began_is_theirs_to_end(observed: dict[str, A
     ]
 
 
+def test_sleeping_engine_is_left_asleep_and_gets_its_version_when_it_wakes(
+    observed: dict[str, Any],
+) -> None:
+    seen = observed["lost weights"]
+    assert seen["label"] == "unknown"
+    assert seen["error"].startswith("EngineBusyError: the engine's weights are asleep")
+    assert seen["paused"]
+    check_attribution([seen["woken"]])
+
+
+def test_weights_that_vllm_loaded_are_unknown_until_the_version_is_there_again(
+    observed: dict[str, Any],
+) -> None:
+    seen = observed["lost weights"]
+    for response in seen["reloaded"]:
+        known = [span for span in response["spans"] if span[0] != "unknown"]
+        assert wrong_tokens(response | {"spans": known}) == []
+    check_attribution([seen["again"]])
+
+
 def test_engine_that_dies_ends_following_which_is_told_once(observed: dict[str, Any]) -> None:
     assert observed["dead"]["error"].startswith("EngineEndedError")
     [line] = observed["dead"]["log"]
@@ -658,6 +678,28 @@ async def pause_as_a_user(program: Program) -> dict[str, Any]:
         return seen | {"response": request.result()}
 
 
+async def lose_the_weights(program: Program) -> dict[str, Any]:
+    """Put it to sleep while a version comes, wake it, and load past dbuffer."""
+    seen: dict[str, Any] = {}
+    async with program.following() as follower:
+        await program.engine.sleep(level=2)
+        seen["label"] = await program.label()
+        version = await program.trainer.publish("reveal")
+        await until(lambda: follower.error is not None)
+        seen["error"] = f"{type(follower.error).__name__}: {follower.error}"
+        seen["paused"] = await program.engine.is_paused()
+        await program.engine.wake_up()
+        await follower.wait_applied_async(version, STEP_TIMEOUT_S)
+        seen["woken"] = await program.respond(PROMPTS[0], 4, version)
+        await program.engine.collective_rpc("reload_weights")
+        seen["reloaded"] = []
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            while await program.label() != str(version):
+                seen["reloaded"].append(await program.respond(PROMPTS[0], 4))
+        seen["again"] = await program.respond(PROMPTS[0], 4, version)
+    return seen
+
+
 async def lose_the_engine(program: Program) -> dict[str, Any]:
     """Kill the engine's core, while nothing is asked of it."""
     heard: list[logging.LogRecord] = []
@@ -790,6 +832,7 @@ async def run_one_rank(directory: Path) -> dict[str, Any]:
             seen[f"failing {what}"] = await fail_in_a_pause(program, what)
         seen["closed"] = await close_in_a_switch(program, directory)
         seen["paused by the user"] = await pause_as_a_user(program)
+        seen["lost weights"] = await lose_the_weights(program)
         kept = await switch_kept_requests(program)
         seen["no store"] = follow_nothing(program)
         seen["dead"] = await lose_the_engine(program)

@@ -124,7 +124,7 @@ def test_error_names_the_tensor_that_does_not_fit(observed: Any, misfit: str) ->
 
 def test_error_says_that_a_version_is_not_there(observed: Any) -> None:
     never, gone = (observed["failures"][f"version {what}"] for what in ("never published", "gone"))
-    assert "VersionTimeoutError: version 99 " in never["error"]
+    assert "VersionError: version 99 was not published" in never["error"]
     assert "versions never go back" in gone["error"]
 
 

@@ -181,6 +181,7 @@ def test_restarted_server_answers_first_from_the_newest_version(inside: dict[str
 def test_server_ends_cleanly_while_versions_come(inside: dict[str, Any]) -> None:
     assert inside["exit code"] == 0
     assert inside["left over"] == []
+    assert not any("appears unsupported" in line for line in inside["last log"])
 
 
 def test_server_ends_soon_while_versions_come(inside: dict[str, Any]) -> None:
@@ -564,6 +565,7 @@ class Inside:
                 has_ended.set()
             self.seen["end took s"] = time.monotonic() - started
             publishing.result()
+        self.seen["last log"] = server.log().splitlines()
 
 
 class Refused:

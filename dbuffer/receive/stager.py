@@ -344,6 +344,19 @@ class Stager:
                     self._receiver.record.write()
             self._condition.notify_all()
 
+    def stage_again(self, *, applied: int | None = None, history: str | None = None) -> None:
+        """Make ready anew the newest version above ``applied``; None: whichever is the newest.
+
+        A version that is taken stays as it is. ``history`` is that of ``applied``, which says
+        nothing of another run's versions.
+        """
+        with self._condition:
+            self._after = applied if history in (None, self._receiver.history) else None
+            if not self._is_taken:
+                self._drop()
+                self._receiver.record.write()
+            self._wake()
+
     def close(self) -> None:
         """Stop following, and take the record out of the store."""
         if self._pid != os.getpid():

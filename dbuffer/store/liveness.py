@@ -84,15 +84,23 @@ class Process:
         """Whether it is known to be gone, or to wait for its parent to notice."""
         if not self.can_be_seen:
             return False
-        try:
-            os.kill(self.pid, 0)
-        except OverflowError:  # a number that is no process id here
+        if not _has_process(self.pid):
             return True
-        except OSError as error:
-            if error.errno != errno.EPERM:
-                return True
         state, started = _state_of(self.pid)
+        if not state:  # hidden; or its parent has reaped it since
+            return not _has_process(self.pid)
         return state in ("Z", "X") or (0 not in (started, self.started) and started != self.started)
+
+
+def _has_process(pid: int) -> bool:
+    """Whether this process id is in use here, a dead process's that was not reaped included."""
+    try:
+        os.kill(pid, 0)
+    except OverflowError:  # a number that is no process id here
+        return False
+    except OSError as error:
+        return error.errno == errno.EPERM
+    return True
 
 
 def owner_fields() -> dict[str, str | int]:

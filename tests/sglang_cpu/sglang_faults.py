@@ -15,6 +15,8 @@ def make(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Let the model's next loads fail on this rank, when that many tensors have gone in."""
     from sglang.srt.runtime_context import get_parallel
 
+    from dbuffer.integrations.engine.endpoint import RankEndpoint
+
     [(text, _)] = named_tensors
     fault = json.loads(text)
     left = fault["times"] if fault["rank"] == get_parallel().tp_rank else 0
@@ -30,6 +32,9 @@ def make(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
             yield pair
 
     model.load_weights = lambda weights: load_weights(model, failing(weights))
+    # This brings no weights: the load that dbuffer would note is ignored, once.
+    endpoint = RankEndpoint.of(model)
+    endpoint.note_foreign_load = lambda _: delattr(endpoint, "note_foreign_load")
 
 
 def order(engine: Any, **fault: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,7 +12,7 @@ from dbuffer import errors
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
-from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, Serving
+from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, Serving, WeightsState
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class RankEndpoint:
         self.receiver: RankReceiver | None = None
         """What follows a store; None: nothing does."""
         self._last: RankReceiver | None = None
+        self._weights = WeightsState()
 
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:
@@ -44,7 +46,53 @@ class RankEndpoint:
         if endpoint is None:
             endpoint = cls()
             setattr(model, KEPT_AS, endpoint)
+            endpoint.watch_loads(model)
         return endpoint
+
+    # Loads that are not dbuffer's
+
+    def watch_loads(self, model: Any) -> None:
+        """Notice each call of a model's ``load_weights`` outside of an update."""
+        load_weights = getattr(model, "load_weights", None)
+        if load_weights is None:
+            return
+
+        @functools.wraps(load_weights)
+        def load_and_note(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return load_weights(*args, **kwargs)
+            finally:
+                self.note_foreign_load("load_weights")
+
+        model.load_weights = load_and_note
+
+    def note_foreign_load(self, what: str) -> None:
+        """Treat the weights as unknown after ``what``, unless that was part of an update."""
+        # Those who load tensor by tensor call this for each.
+        if self._weights.is_updating or self._weights.is_unknown:
+            return
+        self._weights.is_unknown = True
+        if self.receiver is not None:
+            self.receiver.note_foreign_load(what)
+
+    def note_asleep(self, *, is_lost: bool) -> None:
+        """Leave the weights alone until :meth:`note_awake`; ``is_lost``: they will not come back.
+
+        To be called before they go to sleep.
+        """
+        self._weights.is_asleep = True
+        if self.receiver is not None:
+            self.receiver.wait_unread()
+        if is_lost:
+            self.note_foreign_load("going to sleep without a copy of the weights")
+
+    def note_awake(self) -> None:
+        """Read and write the weights again; to be called after they were woken."""
+        self._weights.is_asleep = False
+        if self.receiver is not None:
+            self.receiver.note_awake()
+
+    # Requests
 
     def do(
         self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
@@ -60,6 +108,11 @@ class RankEndpoint:
                     make_rank().make_check(partial=False)(request.tensors)
                 except errors.WeightsMismatchError as error:
                     return messages.RankAnswer(messages.RankOutcome.MISFIT, str(error))
+            case messages.ForgetRequest():
+                self._following()
+                self.note_foreign_load("a request to load it again")
+            case messages.AwakeRequest():
+                self._weights.require_awake()
             case messages.EndRequest():
                 self.end()
         return messages.RankAnswer()
@@ -79,7 +132,7 @@ class RankEndpoint:
                 ) from failure
         # What was ended, or could not begin, still knows which weights the model has.
         self._last, self.receiver = self.receiver or self._last, None
-        self.receiver = start_on_all_ranks(rank, request.options, self._last)
+        self.receiver = start_on_all_ranks(rank, request.options, self._last, self._weights)
 
     def _is_following(self, rank: EngineRank, options: EngineOptions) -> bool:
         """Whether it follows with these options, under the name that they give."""
@@ -90,12 +143,15 @@ class RankEndpoint:
         return asdict(options) | ids == asdict(self.receiver.options) | ids
 
     def update(self, request: UpdateRequest | errors.OptionError) -> None:
+        self._following().update(request)
+
+    def _following(self) -> RankReceiver:
         if self.receiver is None:
             raise errors.EngineUnsupportedError(
                 "this engine follows no store yet: name one first (vLLM's own call for that: "
                 "init_weight_transfer_engine, with init_info={'store': directory})"
             )
-        self.receiver.update(request)
+        return self.receiver
 
     def end(self) -> None:
         if self.receiver is not None:
@@ -104,7 +160,10 @@ class RankEndpoint:
 
 
 def start_on_all_ranks(
-    rank: EngineRank, options: EngineOptions, before: RankReceiver | None = None
+    rank: EngineRank,
+    options: EngineOptions,
+    before: RankReceiver | None = None,
+    weights: WeightsState | None = None,
 ) -> RankReceiver:
     """Begin to follow a store on all ranks, or on none; after what was followed before.
 
@@ -114,7 +173,7 @@ def start_on_all_ranks(
     """
     engine_id = rank.engine_id(options)
     if before is None:
-        serving = Serving(rank.make_model(None))
+        serving = Serving(rank.make_model(None), weights=weights)
     else:
         serving = before.serving(options.store)
         serving = serving._replace(model=rank.make_model(serving.model))

@@ -10,17 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations.engine.messages import BeginRequest, EndRequest, specs_of
+from dbuffer.integrations.engine.messages import (
+    AwakeRequest,
+    BeginRequest,
+    EndRequest,
+    ForgetRequest,
+    specs_of,
+)
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
+from dbuffer.integrations.engine.protocol import (
+    UNKNOWN_VERSION,
+    Engine,
+    EngineFacts,
+    PauseMode,
+)
 from dbuffer.integrations.engine.reporting import Failure, FollowerReport, Switch
 from dbuffer.integrations.engine.serving import Served
 from dbuffer.integrations.engine.states import FollowerEvent, FollowerState
@@ -31,8 +44,8 @@ from dbuffer.runtime.translated import TranslatedErrors
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN_VERSION = "unknown"
-"""What an engine reports when it may have switched, and nobody could learn to which version."""
+_followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.WeakValueDictionary()
+"""Last follower in this process that began with each engine."""
 
 _MIN_WAIT_S = 0.5
 """Between two attempts, also when a newer version came at once after the one that failed."""
@@ -79,6 +92,13 @@ class Follower(Closing):
         """The engine's name among the store's receivers; known from :meth:`start` on."""
         return self._view.name if self._view is not None else "the engine"
 
+    @property
+    def engine_and_store(self) -> tuple[str, str] | None:
+        """The engine's name and the store that it follows; None before :meth:`start`."""
+        if self._view is None:
+            return None
+        return self._view.engine_id, os.path.realpath(self._view.options.read_store)
+
     def _note(self, event: FollowerEvent) -> None:
         self._state = self._state.after(event)
 
@@ -88,10 +108,11 @@ class Follower(Closing):
         """Raise at once what no waiting will mend. A server that does not answer may do so later.
 
         Raises:
-            OptionError, EngineUnsupportedError: see :meth:`start`.
+            OptionError, EngineUnsupportedError, ReceiverActiveError: see :meth:`start`.
         """
         with contextlib.suppress(errors.EngineUnreachableError, errors.EngineUpdateError):
-            self._options_for(self._engine.facts())
+            facts = self._engine.facts()
+            self._require_alone(facts, self._options_for(facts))
 
     def start(self) -> None:
         """Let the engine's ranks follow; again, after the engine has been restarted.
@@ -99,6 +120,7 @@ class Follower(Closing):
         Raises:
             OptionError: (a ``ValueError``) neither this nor the engine names a store.
             EngineUnsupportedError: the engine was not started in a way that lets it follow.
+            ReceiverActiveError: another follower in this process has it follow this store.
             EngineUpdateError: its ranks cannot follow the store now.
             EngineUnreachableError: (a server) it does not answer.
         """
@@ -107,6 +129,8 @@ class Follower(Closing):
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
+        self._require_alone(facts, options)
+        _followers[_key_of(facts)] = self
         view = self._look_anew(facts, options)
         # Ranks that follow since the engine's start need not begin again, unless they were lost.
         unless_following = is_first and options == facts.configured
@@ -116,13 +140,32 @@ class Follower(Closing):
         self._served = _served_by(view.engine_record())
         if self.applied is not None:
             self._label(str(self.applied))
-        if was_paused and is_first and self._engine.may_be_left_paused:
+        may_be_left = was_paused and is_first and self._engine.may_be_left_paused
+        if may_be_left and self._is_awake():
             # Left over by a follower that was killed in a switch; nobody else would end it.
             logger.warning("%s was paused when following began: resuming it", view.engine_id)
             self._engine.resume()
         self._note(FollowerEvent.STARTED)
         serves = "what it was started with" if self.applied is None else f"version {self.applied}"
         logger.info("%s follows %s, and serves %s", view.engine_id, options.read_store, serves)
+
+    def _require_alone(self, facts: EngineFacts, options: EngineOptions) -> None:
+        """Raise if another follower in this process has the engine follow the same store."""
+        other = _followers.get(_key_of(facts), self)
+        engine_id, store = _engine_id(facts, options), os.path.realpath(options.read_store)
+        if other is not self and other.engine_and_store == (engine_id, store):
+            raise errors.ReceiverActiveError(
+                f"another follower in this process has {engine_id} follow {store}: each would miss "
+                "what the other does; use that one, or close it first"
+            )
+
+    def _is_awake(self) -> bool:
+        """Whether a resume would not let the engine compute with weights that are asleep."""
+        try:
+            self._engine.do(AwakeRequest())
+        except errors.EngineBusyError:
+            return False
+        return True
 
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
         options = self._given or facts.configured
@@ -136,7 +179,7 @@ class Follower(Closing):
     def _look_anew(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
         if self._view is not None:
             self._view.close()
-        engine_id = (options.engine_id or facts.name) + facts.replica
+        engine_id = _engine_id(facts, options)
         self._view = StoreView(facts, options, engine_id, FollowerReport(engine_id))
         return self._view
 
@@ -163,10 +206,24 @@ class Follower(Closing):
 
     def _started(self) -> StoreView:
         self._engine.require_alive()
+        if self._view is not None and self._state.is_known:
+            self._note_foreign_loads(self._view)
         if self._view is None or not self._state.is_known or self.has_restarted():
             self.start()
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
+
+    def _note_foreign_loads(self, view: StoreView) -> None:
+        """Learn from the engine's own record whether it still has what it was switched to."""
+        record: ReceiverRecord | None = None
+        with contextlib.suppress(errors.DBufferError, OSError):
+            record = view.engine_record()
+        if record is None or _served_by(record) == self._served:
+            return
+        with self._in_our_terms("report its version"):
+            version = record.applied_version
+            self._label(UNKNOWN_VERSION if version is None else str(version))
+        self._served = _served_by(record)
 
     def has_restarted(self) -> bool:
         """Whether this is another engine than was switched last; only a server can be."""
@@ -183,18 +240,22 @@ class Follower(Closing):
         *,
         at_least: int | None = None,
         timeout_s: float | None = None,
+        force: bool = False,
         stop_event: threading.Event | None = None,
     ) -> Switch | None:
         """Switch to the newest version, if the engine does not have it; else None.
 
         Args:
+            force: load the newest version also if the engine has it, whole and through its own
+                reload: after something wrote to its weights that dbuffer cannot notice.
             at_least: a version that is known to be published, and may be on its way to a local
                 store: it is waited for.
             timeout_s: how long ranks may take to have it ready. Default: the option's.
             stop_event: set it to stop waiting for that.
 
         Raises:
-            EngineBusyError: (an ``LLM``) it has unfinished requests; it was not touched.
+            EngineBusyError: its weights are asleep, or (an ``LLM``) it has unfinished requests; it
+                was not touched.
             EngineUpdateError: it serves on with the weights that it had; the message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             EngineUnreachableError: (a server) it does not answer.
@@ -211,6 +272,8 @@ class Follower(Closing):
                 # Also where it cannot be followed now: whatever it has is whole, or it refuses.
                 if self._state.owes_resume:
                     self._resume_as_unknown()
+            if force and view.newer_than(None) is not None:
+                self._forget(view)
             goal = view.newer_than(self._served, at_least)
             if goal is not None:
                 switch = self._switch_when_ready(view, goal, timeout_s, stop_event)
@@ -221,6 +284,11 @@ class Follower(Closing):
         self._failure = None
         view.report.following()
         return switch
+
+    def _forget(self, view: StoreView) -> None:
+        with self._in_our_terms("forget its weights"):
+            self._engine.do(ForgetRequest())
+        self._note_foreign_loads(view)
 
     def is_ready(self, at_least: int | None = None) -> bool:
         """Whether :meth:`sync` would return, or raise, without waiting for a rank."""
@@ -245,7 +313,9 @@ class Follower(Closing):
     ) -> Switch:
         timeout_s = view.options.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
-        view.wait_ready(goal, self._served, timeout_s, stop_event)
+        view.wait_ready(
+            goal, self._served, timeout_s, stop_event, require_alive=self._engine.require_alive
+        )
         with self._in_our_terms(f"switch to version {goal.version}"):
             return self._switch(view, goal, time.monotonic() - started)
 
@@ -258,6 +328,10 @@ class Follower(Closing):
             self._engine.pause(self._pause_mode)
             record, load_s = self._load(view, goal)
             self._served = _served_by(record)
+        except errors.EngineBusyError:
+            # It fell asleep, and goes on when it is woken: a resume would let it compute before.
+            self._note(FollowerEvent.RESUMED)
+            raise
         finally:
             if self._state.owes_resume:
                 self._resume()
@@ -422,10 +496,20 @@ class Follower(Closing):
                 pass  # so it does not stand still
             except (errors.DBufferError, OSError) as error:
                 logger.error("%s is left paused: %s", self.engine_id, error)
+        for key in [key for key, follower in _followers.items() if follower is self]:
+            del _followers[key]
         if self._view is not None:
             self._view.report.ended()
             self._view.close()
         self._engine.close()
+
+
+def _key_of(facts: EngineFacts) -> tuple[str, str]:
+    return facts.instance_id, facts.replica
+
+
+def _engine_id(facts: EngineFacts, options: EngineOptions) -> str:
+    return (options.engine_id or facts.name) + facts.replica
 
 
 def _served_by(record: ReceiverRecord | None) -> Served | None:

@@ -32,13 +32,32 @@ class CheckRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForgetRequest:
+    """Treat the model's weights as unknown: the next update reloads all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwakeRequest:
+    """Do nothing, or answer that the weights are asleep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EndRequest:
     """Stop following; the model keeps its weights."""
 
 
-RankRequest = BeginRequest | UpdateRequest | CheckRequest | EndRequest
+RankRequest = (
+    BeginRequest | UpdateRequest | CheckRequest | ForgetRequest | AwakeRequest | EndRequest
+)
 
-_CALLS = {BeginRequest: "begin", UpdateRequest: "update", CheckRequest: "check", EndRequest: "end"}
+_CALLS = {
+    BeginRequest: "begin",
+    UpdateRequest: "update",
+    CheckRequest: "check",
+    ForgetRequest: "forget",
+    AwakeRequest: "awake",
+    EndRequest: "end",
+}
 
 
 def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec, ...]:
@@ -65,6 +84,10 @@ def decode_request(values: Any) -> RankRequest:
                 return UpdateRequest.parse(arguments)
             case "check", {"tensors": tensors}:
                 return CheckRequest(tensors=specs_of(tensors))
+            case "forget", {}:
+                return ForgetRequest(**values["arguments"])
+            case "awake", {}:
+                return AwakeRequest(**values["arguments"])
             case "end", {}:
                 return EndRequest(**values["arguments"])
         raise KeyError(values["call"])
@@ -85,6 +108,8 @@ class RankOutcome(enum.Enum):
     """The request itself is wrong."""
     UNSUPPORTED = "unsupported"
     """The engine cannot do it, however often it is asked."""
+    BUSY = "busy"
+    """The weights are asleep; nothing was done."""
     REFUSED = "refused"
     """It was not done."""
     BROKEN = "broken"
@@ -94,6 +119,7 @@ class RankOutcome(enum.Enum):
 _ERRORS: dict[RankOutcome, type[errors.DBufferError]] = {
     RankOutcome.INVALID: errors.OptionError,
     RankOutcome.UNSUPPORTED: errors.EngineUnsupportedError,
+    RankOutcome.BUSY: errors.EngineBusyError,
     RankOutcome.REFUSED: errors.EngineUpdateError,
     RankOutcome.BROKEN: errors.EngineBrokenError,
 }

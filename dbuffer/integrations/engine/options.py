@@ -7,6 +7,7 @@ on the newest weights, before the engine is ready.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
@@ -110,11 +111,12 @@ class EngineOptions:
     worker knows, which vLLM changes in some processes once the engine is started."""
 
     def __post_init__(self) -> None:
-        _require(self, "store", isinstance(self.store, str))
-        checks.directory("store", self.store)
-        if self.local_store is not None:
-            _require(self, "local_store", isinstance(self.local_store, str))
-            checks.directory("local_store", self.local_store)
+        for name in ("store", "local_store"):
+            if (place := getattr(self, name)) is not None or name == "store":
+                _require(self, name, isinstance(place, str))
+                path = checks.directory(name, place)
+                # It need not exist yet. Not Path.is_file(), which raises what a mount may answer.
+                _require(self, name, not os.path.isfile(path))  # noqa: PTH113
         is_name = isinstance(self.engine_id, str) and is_receiver_id(self.engine_id + ".rank-0000")
         _require(self, "engine_id", self.engine_id is None or is_name)
         checks.choice("staging", self.staging, ("auto", "map", "copy"))
@@ -219,8 +221,8 @@ def _require(options: Any, name: str, is_right: bool) -> None:
 
 
 _RULES = {
-    "store": "the store's directory, not empty",
-    "local_store": "a directory, not empty",
+    "store": "the path of the store's directory",
+    "local_store": "the path of a directory",
     "engine_id": "1 to 118 letters, digits, '.', '_' or '-'",
     "instance_id": "a text, not empty",
     "history": "16 hexadecimal digits, as a pointer has them",

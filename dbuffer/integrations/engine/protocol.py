@@ -15,6 +15,10 @@ PauseMode = Literal["keep", "wait", "abort"]
 recomputed; or waited for; or aborted."""
 
 
+UNKNOWN_VERSION = "unknown"
+"""Weight version of an engine whose weights are, or may be, no version of its store."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
     """How an engine was started, as far as it matters here."""

@@ -10,12 +10,14 @@ version before; if that fails too, all refuse to serve.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from dbuffer.errors import (
     EngineBrokenError,
+    EngineBusyError,
     EngineUpdateError,
     OptionError,
     RankFailedError,
@@ -30,16 +32,21 @@ from dbuffer.integrations.engine.plan.patches import Changed
 from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
 from dbuffer.integrations.engine.plan.recording import Recording, tied_names, unwrapped_by
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
-from dbuffer.integrations.engine.serving import EngineRank, Served, Serving
+from dbuffer.integrations.engine.serving import EngineRank, Served, Serving, WeightsState
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from dbuffer.weights.targets import LoadedNames, refuse_adapter
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_NETWORK_LAG_S = 5.0
+"""How long a host may see an older version than the newest on a network mount."""
+_LOOK_S = 0.05
 
 _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
@@ -62,6 +69,9 @@ class RankReceiver:
         self._served = serving.served
         self._broken = serving.broken
         self._loaded_names = serving.loaded_names or LoadedNames()
+        self._weights = serving.weights or WeightsState()
+        self._reading = threading.Lock()
+        """Held while the stager's thread may read the model's weights."""
         self._attempt: str | None = None
         self._failure: tuple[str | None, int | None] = None, None
         self._fits = rank.make_check(partial=options.partial)
@@ -115,8 +125,40 @@ class RankReceiver:
 
         Whether that store was begun anew since shows when it is read again.
         """
-        served = self._served if store == self.options.store else None
-        return Serving(self._model, served, self._broken, self._loaded_names)
+        is_known = store == self.options.store and not self._weights.is_unknown
+        served = self._served if is_known else None
+        return Serving(self._model, served, self._broken, self._loaded_names, self._weights)
+
+    # Loads that are not dbuffer's
+
+    def note_foreign_load(self, what: str) -> None:
+        """Say in the store that the engine no longer has a version of it, and stage the newest.
+
+        Called in the worker's main thread, after ``what`` wrote or discarded weights.
+        """
+        if self._served is not None:
+            logger.warning(
+                "rank %d no longer has version %d of %s after %s: its weights are unknown until "
+                "the next update",
+                self.ranks.rank,
+                self._served.version,
+                self.options.store,
+                what,
+            )
+        self._served = None
+        if self._planned is not None:
+            self._planned.forget_base()
+        self._stager.stage_again()
+        self._record_engine()
+
+    def wait_unread(self) -> None:
+        """Wait until the stager's thread has noticed that the weights are asleep."""
+        with self._reading:
+            pass
+
+    def note_awake(self) -> None:
+        """Stage anew: what came while the weights slept could not be compared with them."""
+        self._stager.stage_again(applied=self._applied, history=self._history)
 
     @property
     def _applied(self) -> int | None:
@@ -145,10 +187,12 @@ class RankReceiver:
 
         Raises:
             OptionError: (a ``ValueError``) the request was bad on all ranks.
+            EngineBusyError: its weights are asleep.
             EngineUpdateError: the engine serves on with the weights that it had.
             EngineBrokenError: it refuses to serve, until an update succeeds.
         """
         self._attempt = request.attempt if isinstance(request, UpdateRequest) else None
+        self._weights.is_updating = True
         try:
             staged = self._prepare(request)
             if staged is not None:
@@ -156,12 +200,13 @@ class RankReceiver:
         except RankFailedError as error:
             # What it does when it goes on, nobody knows: it may have heard of what was agreed.
             raise EngineBrokenError(self._refuse(str(error))) from None
-        except (EngineUpdateError, EngineBrokenError, OptionError):
+        except (EngineUpdateError, EngineBrokenError, EngineBusyError, OptionError):
             # All ranks have agreed on that. After anything else nobody knows what the others have,
             # and a record that does not name the attempt says so.
             self._record_engine()
             raise
         finally:
+            self._weights.is_updating = False
             self._stager.give_back(applied=self._applied, history=self._history)
 
     def close(self) -> None:
@@ -221,7 +266,10 @@ class RankReceiver:
             aliases = snapshot.layout.aliases.items()
             return changed | {alias: changed[name] for alias, name in aliases if name in changed}
 
-        return self._planned.prepare(tensors, recording, changed_since)
+        with self._reading:
+            if self._weights.is_asleep or self._weights.is_unknown:
+                return None
+            return self._planned.prepare(tensors, recording, changed_since)
 
     def _require_ties(self, recording: Recording, tensors: Tensors) -> None:
         """Refuse a version that has two tensors where the engine has made one of two."""
@@ -237,7 +285,7 @@ class RankReceiver:
 
     def _load(self, staged: Staged) -> None:
         self._loaded_names.add(staged.layout.all_names, staged.version)
-        switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
+        switch = self._prepared_of(staged)
         if (
             self._planned is not None
             and switch is not None
@@ -245,6 +293,8 @@ class RankReceiver:
         ):
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch were enough
+        if self._weights.is_unknown and self.options.partial:
+            self._model.load_checkpoint()  # for the layers that are in no version
         tensors = dict(self._under_all_names(staged.tensors, staged.layout))
 
         def reload(tensors: Tensors) -> None:
@@ -257,8 +307,13 @@ class RankReceiver:
 
     def _is_enough(self, staged: Staged) -> bool:
         """Whether what was prepared of a version is all that loading it takes."""
-        switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
-        return self._planned is not None and self._planned.is_enough(switch)
+        return self._planned is not None and self._planned.is_enough(self._prepared_of(staged))
+
+    def _prepared_of(self, staged: Staged) -> PlannedSwitch | None:
+        """Copies that switch to a version; None where only a reload does."""
+        if self._weights.is_unknown or not isinstance(staged.prepared, PlannedSwitch):
+            return None
+        return staged.prepared
 
     def _take_whole(self, version: int, history: str | None) -> Staged:
         self._stager.give_back()
@@ -269,7 +324,7 @@ class RankReceiver:
         """Take the same version on all ranks, or raise on all; None: the engine has it already."""
         must_load = False
         for round_ in range(_MAX_ROUNDS):
-            staged, problem = self._take(request, must_load=must_load)
+            staged, problem = self._take(request, must_load=must_load, is_first=round_ == 0)
             version = staged.version if staged else self._applied
             answer = version, staged.identity if staged else "", problem
             answers = self.ranks.gather(answer, begins=round_ == 0)
@@ -293,11 +348,14 @@ class RankReceiver:
         )
 
     def _take(
-        self, request: UpdateRequest | OptionError, *, must_load: bool
+        self, request: UpdateRequest | OptionError, *, must_load: bool, is_first: bool
     ) -> tuple[Staged | None, str | None]:
         try:
             if isinstance(request, OptionError):
                 raise request
+            self._weights.require_awake()
+            if is_first and request.version is not None:
+                self._require_published(request.version)
             if self._has_already(request) and not must_load:
                 return None, None
             staged = self._stager.take(
@@ -321,6 +379,25 @@ class RankReceiver:
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
             return None, f"{type(error).__name__}: {error}"
         return staged, None
+
+    def _require_published(self, version: int) -> None:
+        """Raise :class:`VersionError` for a version above the newest: waiting blocks the engine."""
+        origin = DoubleBuffer(
+            self.options.store, allow_shared_store=self.options.allow_shared_store
+        )
+        may_lag_s = 0.0 if origin.medium.maps_files else _NETWORK_LAG_S
+        deadline = time.monotonic() + may_lag_s
+        while True:
+            pointer = origin.newest_pointer() if origin.exists() else None
+            newest = 0 if pointer is None else pointer.version
+            if newest >= version:
+                return
+            if time.monotonic() > deadline:
+                raise VersionError(
+                    f"version {version} was not published in {self.options.store}: the newest is "
+                    f"{newest or 'none'}"
+                )
+            time.sleep(_LOOK_S)
 
     def _has_already(self, request: UpdateRequest) -> bool:
         newest = self._stager.newest_pointer()
@@ -363,6 +440,7 @@ class RankReceiver:
             staged = self._recover(what, staged)
         self._served = Served(staged.version, staged.history)
         self._failure = None, None
+        self._weights.is_unknown = False
         self._is_whole_again()
         self._record_engine(
             load_s=time.monotonic() - started,
@@ -377,14 +455,16 @@ class RankReceiver:
             EngineUpdateError: all ranks have the version before.
             EngineBrokenError: some rank has neither.
         """
-        logger.error("%s; going back to version %s", what, self._applied)
-        failures = self._on_all_ranks(lambda: self._load_again(self._served))
-        if not any(failures):
-            self._is_whole_again()
-            what = f"{what}; all ranks went back, and {self._serves_on}"
-            self._failure = what, staged.version
-            raise EngineUpdateError(what)
-        why = self._describe(f"go back to version {self._applied}", failures)
+        why = "the weights before were not of this store"
+        if not self._weights.is_unknown:
+            logger.error("%s; going back to version %s", what, self._applied)
+            failures = self._on_all_ranks(lambda: self._load_again(self._served))
+            if not any(failures):
+                self._is_whole_again()
+                what = f"{what}; all ranks went back, and {self._serves_on}"
+                self._failure = what, staged.version
+                raise EngineUpdateError(what)
+            why = self._describe(f"go back to version {self._applied}", failures)
         logger.error("%s; loading version %s once more", why, staged.version)
         failures = self._on_all_ranks(
             lambda: self._load_again(Served(staged.version, staged.history))
@@ -429,6 +509,8 @@ class RankReceiver:
             return
         if isinstance(request, OptionError) and all(problems):
             raise request  # all were told so: a ValueError, as vLLM's contract has it
+        if all(problems):
+            self._weights.require_awake()
         what = f"{self._describe('prepare', problems)}; no rank was touched"
         if self._broken is not None:
             raise EngineBrokenError(f"{what}; {self._broken}")
@@ -436,6 +518,8 @@ class RankReceiver:
 
     @property
     def _serves_on(self) -> str:
+        if self._weights.is_unknown:
+            return "the engine serves on with weights that are not of this store"
         return f"the engine serves on with version {self._applied}"
 
     def _describe(self, step: str, problems: list[str | None]) -> str:

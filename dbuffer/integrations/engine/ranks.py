@@ -8,13 +8,14 @@ which one it is.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
-import pickle
+import json
 import queue
 import threading
 import time
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import distributed
@@ -40,6 +41,9 @@ _FRAME_BYTES = 1024
 
 _LENGTH_BYTES = 8
 
+_LEAVE = b""
+"""Message of a rank that closes its connections; no other is empty."""
+
 
 class Ranks:
     """All ranks of an engine. A gather is a step that all of them take, or none can go on.
@@ -55,7 +59,9 @@ class Ranks:
         self.timeout_s = timeout_s
 
     def gather(self, answer: AnswerT, *, begins: bool = False) -> list[AnswerT]:
-        """Everyone's answers, by rank, to everyone.
+        """Return all ranks' answers, by rank, on every rank.
+
+        An answer is a JSON value; a tuple is a list on arrival.
 
         One that ``begins`` is the first of several that belong together. A rank that comes late to
         one of them, after others have given it up, fails in it, and is in step again with the next
@@ -77,9 +83,17 @@ class _Message(NamedTuple):
     """Which: those that begin something are counted, and those since the last of them."""
     answer: Any
 
+    def encode(self) -> bytes:
+        return json.dumps(self).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        step, answer = json.loads(data)
+        return cls(tuple(step), answer)
+
 
 class _Line:
-    """The connections of this process to the other ranks, for as long as it lives."""
+    """The connections of this process to the other ranks, for as long as their process group."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._rank = ranks.rank
@@ -91,24 +105,34 @@ class _Line:
         others = [rank for rank in range(ranks.size) if rank != ranks.rank]
         self._told = [_Told(self._group, rank) for rank in others]
         self._heard = {rank: _Heard(self._group, rank) for rank in others}
-        self._processes = self.exchange(Process.here(), ranks.timeout_s, begins=False)
+        here = dataclasses.astuple(Process.here())
+        processes = self.exchange(here, ranks.timeout_s, begins=False)
+        self._processes = [Process(*fields) for fields in processes]
 
     @classmethod
     def of(cls, ranks: Ranks) -> _Line:
         """That of these ranks, which is made by all of them together."""
-        # Where torch.distributed was begun anew, the old connections are nobody's.
-        key = (_get_default_store(), *distributed.get_process_group_ranks(ranks.process_group))
+        store = _get_default_store()
+        key = (store, *distributed.get_process_group_ranks(ranks.process_group))
         if key not in _lines:
+            # Where torch.distributed was begun anew, all ranks make new connections.
+            for old in [old for old in _lines if old[0] is not store]:
+                _lines.pop(old).close()
             _lines[key] = cls(ranks)
         return _lines[key]
+
+    def close(self) -> None:
+        """Take leave of the other ranks: what listens to this one there ends, as it does here."""
+        for told in self._told:
+            told.put(_LEAVE)
 
     def exchange(self, answer: Any, timeout_s: float, *, begins: bool) -> list[Any]:
         first, second = self._step
         self._step = (first + 1, 0) if begins else (first, second + 1)
-        data = pickle.dumps(_Message(self._step, answer))
+        data = _Message(self._step, answer).encode()
         taken = [told.put(data) for told in self._told]
         deadline = time.monotonic() + timeout_s
-        answers, lost = {self._rank: answer}, {}
+        answers, lost = {self._rank: _Message.decode(data).answer}, {}
         for rank, heard in self._heard.items():
             try:
                 answers[rank] = heard.answer(self._step, deadline)
@@ -129,13 +153,15 @@ class _Line:
         if not self._processes:
             return f"rank {rank} {problem}"
         process = self._processes[rank]
+        state = process.state
         if problem == _LOST:
             # The kernel closes a dead process's connections before it counts as dead.
             deadline = time.monotonic() + _DYING_S
-            while not process.state and time.monotonic() < deadline:
+            while not state and time.monotonic() < deadline:
                 time.sleep(_STATE_CHECK_S)
-        state = f": it {process.state}" if process.state else ""
-        return f"rank {rank} (process {process.pid} on {process.host}) {problem}{state}"
+                state = process.state
+        why = f": it {state}" if state else ""
+        return f"rank {rank} (process {process.pid} on {process.host}) {problem}{why}"
 
 
 class _Told:
@@ -167,6 +193,8 @@ class _Told:
                         tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
                         group.send([tensor], rank, 0).wait(_FOR_EVER)
             is_taken.set()
+            if data == _LEAVE:
+                return
 
 
 class _Heard:
@@ -201,14 +229,18 @@ class _Heard:
 
     def _listen(self, group: Any, rank: int) -> None:
         try:
-            while True:
-                head = _receive(group, rank, _FRAME_BYTES)
-                num_bytes = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little")
-                more = _receive(group, rank, num_bytes - _FRAME_BYTES)
-                message = (head + more)[_LENGTH_BYTES:num_bytes]
-                self._messages.put(pickle.loads(message))  # noqa: S301 - of a rank of this engine
+            while (data := _receive_message(group, rank)) != _LEAVE:
+                self._messages.put(_Message.decode(data))
         except RuntimeError:
-            self._messages.put(None)
+            pass  # the connection is lost
+        self._messages.put(None)
+
+
+def _receive_message(group: Any, rank: int) -> bytes:
+    head = _receive(group, rank, _FRAME_BYTES)
+    num_bytes = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little")
+    more = _receive(group, rank, num_bytes - _FRAME_BYTES)
+    return (head + more)[_LENGTH_BYTES:num_bytes]
 
 
 def _receive(group: Any, rank: int, num_bytes: int) -> bytes:
@@ -221,4 +253,4 @@ def _receive(group: Any, rank: int, num_bytes: int) -> bytes:
 
 _FOR_EVER = datetime.timedelta(days=3650)
 
-_lines: dict[object, _Line] = {}
+_lines: dict[tuple[Any, ...], _Line] = {}

@@ -9,7 +9,12 @@ import socket
 import time
 from typing import Any
 
-from dbuffer.errors import EngineUnreachableError, EngineUnsupportedError, EngineUpdateError
+from dbuffer.errors import (
+    EngineUnreachableError,
+    EngineUnsupportedError,
+    EngineUpdateError,
+    OptionError,
+)
 from dbuffer.integrations.engine.protocol import Engine
 
 _CONNECT_S = 5.0
@@ -30,6 +35,7 @@ class EngineServer(Engine):
     Raises:
         EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer.
         EngineUnsupportedError: from any call: it has no such route, and was started without it.
+        OptionError: from any call: it refuses the API key.
         EngineUpdateError: from any call: it could not do what it was asked to.
     """
 
@@ -74,12 +80,23 @@ class EngineServer(Engine):
             raise EngineUnreachableError(
                 f"{self.url} does not answer: {type(error).__name__} {error}"
             ) from error
+        if response.status_code in (401, 403):
+            raise OptionError(
+                f"{self.url} refuses {path} with this API key ({response.status_code}): give the "
+                f"key that it was started with{self._advice_on_url}"
+            )
         if response.status_code in (404, 405):
-            raise EngineUnsupportedError(f"{self.url} has no {path}: {self.WITHOUT_ROUTE}")
+            raise EngineUnsupportedError(
+                f"{self.url} has no {path}: {self.WITHOUT_ROUTE}{self._advice_on_url}"
+            )
         if response.is_error:
             reason = f"{response.status_code} {response.text:.2000}"
             raise EngineUpdateError(f"{method} {self.url}{path}: {reason}")
         return response
+
+    @property
+    def _advice_on_url(self) -> str:
+        return "; give its address without /v1" if self.url.endswith("/v1") else ""
 
     def _request_resume(self, path: str, **more: Any) -> None:
         """Ask it to go on; a network that loses one answer must not leave it paused."""

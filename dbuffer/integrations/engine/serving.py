@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
+from dbuffer.errors import EngineBusyError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.ranks import Ranks
@@ -28,6 +30,26 @@ class Served(NamedTuple):
     def is_of_another_run(self, history: str | None) -> bool:
         """Whether versions of this history say nothing about this one."""
         return are_apart(self.history, history)
+
+
+@dataclass(slots=True)
+class WeightsState:
+    """State of a model's weights beside their version; shared by its successive receivers."""
+
+    is_asleep: bool = False
+    """The engine sleeps: the weights may be neither read nor written."""
+    is_unknown: bool = False
+    """Something else wrote or discarded them: the next update reloads all of them."""
+    is_updating: bool = False
+    """dbuffer is writing them."""
+
+    def require_awake(self) -> None:
+        """Raise :class:`EngineBusyError` while they are asleep."""
+        if self.is_asleep:
+            raise EngineBusyError(
+                "the engine's weights are asleep, and their memory may be gone: wake it up first "
+                "(its weights are enough: tags=['weights']), then sync"
+            )
 
 
 class ServingModel(Protocol):
@@ -95,3 +117,4 @@ class Serving(NamedTuple):
     """Why it refuses to serve."""
     loaded_names: LoadedNames | None = None
     """Which tensors versions contained, of whichever store."""
+    weights: WeightsState | None = None

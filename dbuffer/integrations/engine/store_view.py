@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
@@ -188,13 +189,17 @@ class StoreView:
         served: Served | None,
         timeout_s: float,
         stop_event: threading.Event | None,
+        *,
+        require_alive: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until every rank has this version ready, or a later one.
+        """Wait until every rank has this version ready, or a later one; or the engine has it.
+
+        Another process may follow with the same server.
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
             VersionTimeoutError: some rank did not have it in time.
-            ClosedError: the stop event was set.
+            ClosedError: the stop event was set; or what ``require_alive`` raises.
         """
         deadline = time.monotonic() + timeout_s
         applied = None if served is None else served.version
@@ -204,7 +209,8 @@ class StoreView:
         while True:
             records = {rank: self._record(rank) for rank in self._rank_ids}
             behind = [rank for rank, record in records.items() if not _is_ready(record, goal)]
-            if not behind:
+            engine = self.engine_record()
+            if not behind or (engine is not None and engine.has_applied(*goal)):
                 self.report.ranks(record for record in records.values() if record is not None)
                 return
             _require_unhindered(goal, records, began, serves_on)
@@ -216,6 +222,7 @@ class StoreView:
                     "the engine to follow another store, or none. An engine has one follower: "
                     "close one of them, and then make the other anew"
                 )
+            require_alive()
             if stop_event is not None and stop_event.is_set():
                 raise errors.ClosedError("told to stop following")
             if time.monotonic() > deadline:

@@ -4,8 +4,9 @@
 * :func:`load_from_store`, the ``custom_weight_loader`` through which the engine's own processes
   receive (:mod:`.loader`).
 
-In SGLang's schedulers, `rank`, `model` and `shape_check` are below the loader; `engines` is where
-an engine is driven, and `commands` what SGLang carries between them.
+In SGLang's schedulers, `rank`, `model` and `shape_check` are below the loader, and `foreign_loads`
+notices what else writes weights; `engines` is where an engine is driven, and `commands` what SGLang
+carries between them.
 
 Nothing of it, and nothing of SGLang, is imported before it is asked for.
 """

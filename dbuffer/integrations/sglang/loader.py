@@ -17,6 +17,7 @@ from dbuffer.errors import OptionError
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions
+from dbuffer.integrations.sglang import foreign_loads
 from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.rank import SchedulerRank, all_ranks
 from dbuffer.store.records import RecordFile
@@ -34,6 +35,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     except OptionError:
         logger.exception("a request of the follower cannot be read")
         return
+    foreign_loads.watch()
     endpoint = RankEndpoint.of(model)
     answer = answer_of(lambda: endpoint.do(request, lambda: SchedulerRank(model, command.names)))
     if answer.outcome is messages.RankOutcome.DONE:

@@ -8,9 +8,9 @@
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
 In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
-`rank`, `model` and `shape_check` below it. `engines`, `facts`, `ray_follower` and
-`launched` (where torchrun started the ranks) are where an engine is driven; `config` is what vLLM's
-configuration says of dbuffer.
+`rank`, `model` and `shape_check` below it; `foreign_loads` notices what else writes weights.
+`engines`, `facts`, `ray_follower` and `launched` (where torchrun started the ranks) are where an
+engine is driven; `config` is what vLLM's configuration says of dbuffer.
 
 vLLM imports this package in every one of its processes, before it is ready itself; so nothing of
 it, and nothing of vLLM, is imported before it is asked for.

@@ -69,6 +69,7 @@ class OfflineVllm(_Vllm):
         if pending is None:  # it lives in this process
             yield
             return
+        self.require_alive()
         is_done = threading.Event()
 
         def watch() -> None:
@@ -83,16 +84,20 @@ class OfflineVllm(_Vllm):
         watcher.start()
         try:
             yield
+        except Exception as error:
+            if client.resources.engine_dead:
+                raise EngineEndedError(f"the engine is dead: {error}") from error
+            raise
         finally:
             is_done.set()
             watcher.join()
 
+    def require_alive(self) -> None:
+        resources = getattr(self._engine.engine_core, "resources", None)
+        if resources is not None and resources.engine_dead:
+            raise EngineEndedError("the engine is dead: its process has ended")
+
     def pause(self, mode: PauseMode) -> None:  # noqa: ARG002
-        if "weights" in self._sleeping_tags():
-            raise EngineBusyError(
-                "the engine's weights are asleep, and their memory may be gone: wake it up first "
-                "(wake_up(tags=['weights']) is enough), then sync"
-            )
         with self._ending_with_the_engine():
             if self._engine.has_unfinished_requests() or not self._llm.reset_prefix_cache():
                 raise EngineBusyError("the engine is generating: wait for its requests, then sync")
@@ -106,11 +111,6 @@ class OfflineVllm(_Vllm):
     def set_weight_version(self, version: str) -> None:
         with self._ending_with_the_engine():
             self._engine.set_weight_version(version)
-
-    def _sleeping_tags(self) -> set[str]:
-        """Which parts of it are asleep; of an engine in another process nothing is known."""
-        executor = getattr(self._engine, "model_executor", None)
-        return set(getattr(executor, "sleeping_tags", ()))
 
 
 class AsyncVllm(_Vllm):

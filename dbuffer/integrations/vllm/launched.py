@@ -93,9 +93,13 @@ class LaunchedFollower:
     def start(self) -> None:
         self._lead(lambda follower: follower.start())
 
-    def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Switch | None:
+    def sync(
+        self, *, at_least: int | None = None, timeout_s: float | None = None, force: bool = False
+    ) -> Switch | None:
         """As :meth:`Follower.sync`, on all ranks; of the arguments the first rank's count."""
-        return self._lead(lambda follower: follower.sync(at_least=at_least, timeout_s=timeout_s))
+        return self._lead(
+            lambda follower: follower.sync(at_least=at_least, timeout_s=timeout_s, force=force)
+        )
 
     def stop_workers(self) -> None:
         """Let this rank's worker look at the store no more; to follow again, make another of these.

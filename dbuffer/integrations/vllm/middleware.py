@@ -60,16 +60,23 @@ class FollowStore:
             await send({"type": "lifespan.startup.failed", "message": _refusal(error)})
             return
 
+        is_following = True
+
         async def receive_after_us() -> MutableMapping[str, Any]:
+            nonlocal is_following
             message = await receive()
             if message["type"] == "lifespan.shutdown":
                 await _end(follower)  # while the engine is still there for a switch under way
+                is_following = False
             return message
 
         try:
             await self._app(scope, receive_after_us, send)
         finally:
-            await _end(follower)
+            # Not again: servers cancel what still waits after the shutdown, and log that they take
+            # it for an application without a lifespan.
+            if is_following:
+                await _end(follower)
 
 
 def _refusal(error: Exception) -> str:
@@ -80,7 +87,7 @@ def _refusal(error: Exception) -> str:
 
 
 async def _end(following: InBackground | SharedFollowing) -> None:
-    """Stop following; again does nothing. What goes wrong must not keep the server from its end."""
+    """Stop following. What goes wrong must not keep the server from its end."""
     try:
         await following.aclose()
     except (DBufferError, OSError) as error:

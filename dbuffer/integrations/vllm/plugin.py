@@ -22,7 +22,10 @@ def register() -> None:
             WeightTransferEngineFactory,
             WeightTransferTrainerFactory,
         )
+        from vllm.v1.engine.core import EngineCore
         from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+        from dbuffer.integrations.vllm.foreign_loads import watch_core, watch_workers
     except ImportError as error:
         # An old vLLM, or another's fork: it must start as it would without dbuffer.
         logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", error)
@@ -36,6 +39,8 @@ def register() -> None:
     # What collective_rpc looks for methods on is the wrapper round a worker. The worker's own class
     # would be the wrong place: vLLM refuses an extension whose names its workers have already.
     setattr(WorkerWrapperBase, CALL, _call_the_extension)
+    watch_workers(WorkerWrapperBase)
+    watch_core(EngineCore)
 
 
 def log_as_vllm() -> None:

@@ -62,8 +62,10 @@ class RayFollower:
         """Whether the actor was restarted since the last switch, and has forgotten it."""
         return self._identity is not None and self._call(_identity) != self._identity
 
-    def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> Switch | None:
-        """Switch to the newest version, if the engine does not have it; else None."""
+    def sync(
+        self, *, at_least: int | None = None, timeout_s: float | None = None, force: bool = False
+    ) -> Switch | None:
+        """As :meth:`Follower.sync`; the actor serves on until its ranks are ready."""
         timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
         while not self._call(Follower.is_ready, at_least):
@@ -73,7 +75,7 @@ class RayFollower:
                     f"within {timeout_s:g} s; the engine serves on"
                 )
             time.sleep(_ASK_AGAIN_S)
-        switch = self._call(Follower.sync, at_least=at_least)
+        switch = self._call(Follower.sync, at_least=at_least, force=force)
         self._identity = self._call(_identity)
         return switch
 
