@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import torch
+
 from dbuffer.errors import (
     EngineBrokenError,
     EngineUpdateError,
@@ -21,6 +23,7 @@ from dbuffer.errors import (
     RankFailedError,
     StoreReplacedError,
     VersionError,
+    WeightsMismatchError,
 )
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
@@ -30,15 +33,20 @@ from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
 from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.serving import EngineRank, Served, Serving
+from dbuffer.integrations.engine.shape_check import no_places
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
+from dbuffer.runtime.messages import listed
 from dbuffer.store.records import RecordFile
 from dbuffer.weights.targets import LoadedNames, refuse_adapter
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_KEPT_RECORDINGS = 4
+"""Of how many layouts it is remembered how they are loaded."""
 
 _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
@@ -63,7 +71,9 @@ class RankReceiver:
         self._loaded_names = serving.loaded_names or LoadedNames()
         self._attempt: str | None = None
         self._fits = rank.make_check(partial=options.partial)
-        self._recorded: tuple[Layout, Recording] | None = None
+        self._is_stage = rank.is_stage
+        self._recordings: list[tuple[Layout, Recording]] = []
+        self._warned: set[str] = set()
         self._copier = Copier(options.num_threads)
         self._planned = (
             PlannedLoads(
@@ -92,7 +102,7 @@ class RankReceiver:
             instance=names.instance,
             spare=names.spare(name),
             check=self._check,
-            prepare=self._prepare_switch if self._planned is not None else None,
+            prepare=self._prepare_switch,
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
             pin_memory=rank.on_device and options.staging != "map",
             poll_interval_s=options.poll_interval_s,
@@ -184,29 +194,77 @@ class RankReceiver:
         refuse_adapter(snapshot.metadata)
         layout = snapshot.layout
         self._require_no_mix(layout, snapshot.version)
-        offered = self._under_all_names({spec.name: spec for spec in layout.specs}, layout)
-        self._recorded = layout, self._fits([spec._replace(name=name) for name, spec in offered])
+        specs = list(layout.specs)
+        if self.options.partial:
+            # Which of a tied tensor's names a layer that comes alone is loaded by, is its business.
+            of = {spec.name: spec for spec in specs}
+            specs += [of[name]._replace(name=alias) for alias, name in layout.aliases.items()]
+        recording = self._fits(specs, layout.aliases)
+        # A version is loaded as it was recorded, and the one before may be loaded again.
+        self._recordings = [(layout, recording), *self._recordings][:_KEPT_RECORDINGS]
+        if not self._is_stage:  # what it passes over may be another stage's
+            self._judge_unused(recording.unused)
+
+    def _judge_unused(self, unused: Sequence[str]) -> None:
+        """Refuse tensors for which the model has no place, or warn of them once."""
+        if unused and self.options.unused_tensors == "refuse":
+            raise WeightsMismatchError(no_places(unused))
+        if unused and self._warned.isdisjoint(unused) and self.ranks.rank == 0:
+            logger.warning(
+                "versions of %s are served without %s, for which the engine's model has no place",
+                self.options.store,
+                listed(unused),
+            )
+        self._warned.update(unused)
+
+    def _judge_stages(self, staged: Staged | None) -> None:
+        """Refuse tensors for which no stage of the model has a place; on all ranks."""
+        if staged is None or not self._is_stage:
+            return
+        recording = self._recording_of(staged.layout)
+        unused = recording.unused if recording is not None else ()
+        nowhere = set(unused).intersection(*self.ranks.gather(unused))
+        try:
+            self._judge_unused(sorted(nowhere))
+        except WeightsMismatchError as error:
+            raise EngineUpdateError(
+                f"engine {self.engine_id} could not prepare: {error}; no rank was touched, and "
+                f"{self._serves_on}"
+            ) from None
+
+    def _judge_twins(self, recording: Recording, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take a tensor that the model has in another one's place for redundant only if equal."""
+        self._judge_unused(
+            [
+                f"{name} (it differs from {twin}, and both are one tensor in the engine)"
+                for name, twin in recording.twins.items()
+                if not _are_equal(tensors[name], tensors[twin])
+            ]
+        )
+
+    def _recording_of(self, layout: Layout) -> Recording | None:
+        return next((found for known, found in self._recordings if known == layout), None)
 
     def _require_no_mix(self, layout: Layout, version: int) -> None:
         if self.options.partial:
             self._loaded_names.require_all(layout.all_names, version)
 
-    def _under_all_names(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
-        """What a version holds, as it is offered to the model.
-
-        A model takes a tied tensor under one of its names and skips the other; which, is its own
-        business. That it skipped what came shows where all must come, and not where less will do.
-        """
-        yield from stored.items()
-        if self.options.partial:
-            yield from ((alias, stored[name]) for alias, name in layout.aliases.items())
+    def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
+        """What a version holds, under the names by which the check has offered it to the model."""
+        recording = self._recording_of(layout)
+        names = {**{name: name for name in stored}, **layout.aliases}
+        for name, stored_as in names.items():
+            if name in recording.offered if recording else name == stored_as:
+                yield name, stored[stored_as]
 
     def _prepare_switch(self, snapshot: Snapshot) -> PlannedSwitch | None:
         """In the stager's thread, while the engine serves."""
-        recorded, recording = self._recorded or (None, None)
-        if self._planned is None or recorded != snapshot.layout:
+        recording = self._recording_of(snapshot.layout)
+        if recording is not None:
+            self._judge_twins(recording, snapshot.tensors)
+        if self._planned is None:
             return None
-        tensors = dict(self._under_all_names(snapshot.tensors, snapshot.layout))
+        tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
 
         def changed_since(identity: str) -> Changed | None:
             changed = snapshot.changed_since(identity)
@@ -230,7 +288,7 @@ class RankReceiver:
             staged = self._take_whole(staged.version, staged.history)
             switch = staged.prepared if isinstance(staged.prepared, PlannedSwitch) else None
         assert staged.tensors is not None  # noqa: S101 - it was asked for
-        tensors = dict(self._under_all_names(staged.tensors, staged.layout))
+        tensors = dict(self._as_offered(staged.tensors, staged.layout))
 
         def reload() -> None:
             self._model.load(tensors.items(), partial=self.options.partial)
@@ -255,6 +313,7 @@ class RankReceiver:
             answers = self.ranks.gather(answer, begins=round_ == 0)
             self._require_no_problem(request, [problem for _, _, problem in answers])
             if len({(version, identity) for version, identity, _ in answers}) == 1:
+                self._judge_stages(staged)
                 return staged
             versions = {version or 0 for version, _, _ in answers}
             highest = max(versions)
@@ -425,6 +484,13 @@ class RankReceiver:
                 attempt=self._attempt,
                 stats=stats or self._record.current.stats,
             )
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes."""
+    return one.data_ptr() == other.data_ptr() or torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
 
 
 def by_rank(problems: Sequence[str | None]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +90,14 @@ class Recording:
     num_loaded: Mapping[str, int]
     """How many elements loaders gave each parameter, in whatever way."""
     offered: frozenset[str]
-    """Names of all published tensors, those that loaders passed over included."""
+    """Names of all tensors that were offered to the loaders."""
+    unused: tuple[str, ...] = field(default=(), compare=False)
+    """Tensors that no loader has read, and that make a difference, with dtypes and shapes."""
+    twins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By names of tensors that no loader has read: the tensor, of the same dtype and shape, in an
+    embedding or a head. If both are equal, the former is redundant."""
+    embedded: frozenset[str] = field(default=frozenset(), compare=False)
+    """Names of tensors that go into embeddings or heads."""
 
     @property
     def loaded_bytes(self) -> int:
@@ -122,6 +129,7 @@ class LoadRecorder:
     def __init__(self, places: Mapping[str, torch.Tensor]) -> None:
         # A tied tensor is there under several names; any of them leads to it.
         self._places = {storage_of(tensor): (name, tensor) for name, tensor in places.items()}
+        self._registered: list[int] = []
         self._lock = threading.Lock()  # some models load in threads
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self._steps: dict[str, list[LoadStep]] = defaultdict(list)
@@ -129,6 +137,9 @@ class LoadRecorder:
 
     def begin(self) -> None:
         """Forget what was noted."""
+        for storage in self._registered:
+            del self._places[storage]
+        self._registered.clear()
         self._sources.clear()
         self._steps.clear()
         self._refused.clear()
@@ -136,6 +147,14 @@ class LoadRecorder:
     def note_source(self, name: str, tensor: torch.Tensor) -> None:
         """A published tensor, which must live until :meth:`end`."""
         self._sources[storage_of(tensor)] = (name, tensor)
+
+    def note_registered(self, name: str, parameter: torch.Tensor) -> None:
+        """A parameter that a loader has just made, of a published tensor."""
+        storage = storage_of(parameter)
+        if storage not in self._places:
+            self._registered.append(storage)
+        self._places[storage] = name, parameter
+        self._refused[name] = "is registered by its loader"
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """An operation that is about to be done."""
