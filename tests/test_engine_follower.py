@@ -56,6 +56,7 @@ from dbuffer.integrations.engine.messages import (
     encode_request,
 )
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
@@ -112,6 +113,7 @@ class Rank:
     on_device = False
     instance_id = "one"
     module = torch.nn.Module()
+    is_stage = False
     not_weights = ()
     packing = wrapper = None
     replica = ""
@@ -127,10 +129,11 @@ class Rank:
         return before or self._model
 
     def make_check(self, *, partial: bool) -> Any:
-        def check(specs: Sequence[TensorSpec]) -> None:
+        def check(specs: Sequence[TensorSpec], aliases: Any = None) -> Recording:
             names = [spec.name for spec in specs]
             if names != SMALL.names:
                 raise dbuffer.WeightsMismatchError(f"not this model's tensors: {names}")
+            return Recording({}, {}, {}, {}, frozenset(names))
 
         return check
 
