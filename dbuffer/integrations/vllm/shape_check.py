@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +29,8 @@ from dbuffer.integrations.engine.shape_check import (
 )
 from dbuffer.integrations.vllm.config import WRAPPER
 from dbuffer.integrations.vllm.model import has_optional_scales
+
+logger = logging.getLogger(__name__)
 
 _DEFERRING = "online_process_loader"
 """The name by which vLLM knows the loaders that it has wrapped others in."""
@@ -56,7 +60,19 @@ def vllm_shape_check(
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     watched = _WatchedLayers(model, serving, tp_size=tp_size, partial=partial)
     text_config = vllm_config.model_config.hf_text_config
-    return ShapeCheck(watched, is_spare=lambda name: is_multi_token_prediction(name, text_config))
+
+    def is_spare(name: str) -> bool:
+        is_of_draft = is_multi_token_prediction(name, text_config)
+        if is_of_draft and "mtp" in str(getattr(vllm_config.speculative_config, "method", "")):
+            _log_that_drafts_stay()
+        return is_of_draft
+
+    return ShapeCheck(watched, is_spare=is_spare)
+
+
+@functools.cache
+def _log_that_drafts_stay() -> None:
+    logger.info("the draft keeps the layers (MTP) of the engine's start: versions do not bring any")
 
 
 def _make_model(vllm_config: Any) -> Any:
