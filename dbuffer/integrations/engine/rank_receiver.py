@@ -74,6 +74,7 @@ class RankReceiver:
         self._is_stage = rank.is_stage
         self._recordings: list[tuple[Layout, Recording]] = []
         self._warned: set[str] = set()
+        self._judged: Layout | None = None
         self._copier = Copier(options.num_threads)
         self._planned = (
             PlannedLoads(
@@ -219,7 +220,7 @@ class RankReceiver:
 
     def _judge_stages(self, staged: Staged | None) -> None:
         """Refuse tensors for which no stage of the model has a place; on all ranks."""
-        if staged is None or not self._is_stage:
+        if staged is None or not self._is_stage or staged.layout == self._judged:
             return
         recording = self._recording_of(staged.layout)
         unused = recording.unused if recording is not None else ()
@@ -231,19 +232,25 @@ class RankReceiver:
                 f"engine {self.engine_id} could not prepare: {error}; no rank was touched, and "
                 f"{self._serves_on}"
             ) from None
+        self._judged = staged.layout
 
-    def _judge_twins(self, recording: Recording, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take a tensor that the model has in another one's place for redundant only if equal."""
+    def _judge_twins(self, recording: Recording, snapshot: Snapshot) -> None:
+        """Take a tensor that the model has another one for as redundant only if both are equal."""
+
+        def tensor(name: str) -> torch.Tensor:
+            return snapshot.tensors[snapshot.layout.aliases.get(name, name)]
+
         self._judge_unused(
             [
-                f"{name} (it differs from {twin}, and both are one tensor in the engine)"
+                f"{name} (it differs from {twin}, which the engine has in its place)"
                 for name, twin in recording.twins.items()
-                if not _are_equal(tensors[name], tensors[twin])
+                if not _are_equal(tensor(name), tensor(twin))
             ]
         )
 
     def _recording_of(self, layout: Layout) -> Recording | None:
-        return next((found for known, found in self._recordings if known == layout), None)
+        known = ((of, found) for of, found in self._recordings if of is layout or of == layout)
+        return next((found for _, found in known), None)
 
     def _require_no_mix(self, layout: Layout, version: int) -> None:
         if self.options.partial:
@@ -261,7 +268,7 @@ class RankReceiver:
         """In the stager's thread, while the engine serves."""
         recording = self._recording_of(snapshot.layout)
         if recording is not None:
-            self._judge_twins(recording, snapshot.tensors)
+            self._judge_twins(recording, snapshot)
         if self._planned is None:
             return None
         tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))

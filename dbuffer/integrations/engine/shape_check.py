@@ -41,6 +41,10 @@ _ALL = ""
 """No tensor's name: in the place of one more, once loaders have asked for all."""
 
 
+_MAX_UNKNOWN = 500
+"""Of how many unknown names each is found out: loading is begun anew after each."""
+
+
 class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what a model's loaders write into each of its tensors.
 
@@ -106,7 +110,9 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note_read(self, tensor: torch.Tensor) -> None:
         """A loader is about to read this."""
-        self._read.add(storage_of(tensor))
+        # What loaders make themselves is gone soon, and another tensor where it was.
+        if self.recorder.is_source(tensor):
+            self._read.add(storage_of(tensor))
 
     def is_read(self, tensor: torch.Tensor) -> bool:
         """Whether a loader has read this, or a view of it."""
@@ -215,7 +221,7 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_padded = id(param) in self._padded
             if not is_padded and 0 < copied.count * self.num_shares(param) < loaded.numel():
                 raise WeightsMismatchError(f"only {copied.count} of {loaded.numel()} elements fit")
-            if is_padded:
+            if is_padded and self.recorder.is_source(loaded):
                 self._embedded.add(storage_of(loaded))
             self.note_loaded(param, copied.count, is_part=bool(which_part))
             self._loaded[id(param)] = self.count_of(param) + copied.count
@@ -327,22 +333,21 @@ class ShapeCheck:
 
     def _record(self, specs: Sequence[TensorSpec]) -> Recording:
         """Return what loaders do with these tensors, but for those whose names they refuse."""
-        unknown: Sequence[TensorSpec] = ()
+        known = specs
         try:
-            tensors = self._load(specs)
+            tensors = self._load(known)
         except WeightsMismatchError:
             unknown = self._unknown_among(specs)
             if not unknown:
                 raise
-            left_out = {spec.name for spec in unknown}
-            specs = [spec for spec in specs if spec.name not in left_out]
-            tensors = self._load(specs)
+            known = [spec for spec in specs if spec.name not in unknown]
+            tensors = self._load(known)
         self._watched.require_complete()
-        self._specs = specs
+        self._specs = known
         embedded = frozenset(n for n, t in tensors.items() if self._watched.is_embedded(t))
-        unread = [s for s in specs if not self._watched.is_read(tensors[s.name])]
-        twins = {(s.dtype, s.shape): s.name for s in specs if s.name in embedded}
-        unused = [spec for spec in (*unknown, *unread) if not self._makes_no_difference(spec)]
+        read = {name for name, tensor in tensors.items() if self._watched.is_read(tensor)}
+        twins = {(s.dtype, s.shape): s.name for s in known if s.name in embedded}
+        unused = [s for s in specs if s.name not in read and not self._makes_no_difference(s)]
         return replace(
             self._watched.end(),
             unused=tuple(str(s) for s in unused if (s.dtype, s.shape) not in twins),
@@ -354,12 +359,12 @@ class ShapeCheck:
         name = renamed(spec.name, self._names)
         return _is_computed(spec._replace(name=name)) or self._is_spare(name)
 
-    def _unknown_among(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+    def _unknown_among(self, specs: Sequence[TensorSpec]) -> set[str]:
         """Return tensors that loaders refuse without a look at them, as they do unknown names."""
-        unknown: list[TensorSpec] = []
+        unknown: set[str] = set()
         self._watched.reset()
         rest = list(specs)
-        while rest:
+        while rest and len(unknown) < _MAX_UNKNOWN:
             tensors: dict[str, torch.Tensor] = {}
             try:
                 self._offer(rest, tensors)
@@ -367,10 +372,10 @@ class ShapeCheck:
             except Exception:  # noqa: BLE001
                 if not tensors or _ALL in tensors:
                     break
-                refused = rest[len(tensors) - 1]
-                if self._watched.is_read(tensors[refused.name]):
+                refused = rest[len(tensors) - 1].name
+                if self._watched.is_read(tensors[refused]):
                     break
-                unknown.append(refused)
+                unknown.add(refused)
                 rest = rest[len(tensors) :]
             else:
                 break

@@ -148,6 +148,10 @@ class LoadRecorder:
         """A published tensor, which must live until :meth:`end`."""
         self._sources[storage_of(tensor)] = (name, tensor)
 
+    def is_source(self, tensor: torch.Tensor) -> bool:
+        """Whether it is one of those that were noted, or a view of one."""
+        return storage_of(tensor) in self._sources
+
     def note_registered(self, name: str, parameter: torch.Tensor) -> None:
         """A parameter that a loader has just made, of a published tensor."""
         storage = storage_of(parameter)
