@@ -216,7 +216,7 @@ until = functools.partial(support.until, timeout_s=WAIT_S)
 
 
 def options(store: Path, engine_id: str = "engine", **more: Any) -> EngineOptions:
-    defaults = {"poll_interval_s": 0.05, "timeout_s": 5}
+    defaults = {"poll_interval_s": 0.05, "timeout_s": 5, "plan": False}
     return EngineOptions(store=str(store), engine_id=engine_id, **defaults | more)
 
 

@@ -173,7 +173,9 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for prefix, module in self.model.named_modules():
             lacking = [name for name, tensor in tables_of(module)[0].items() if tensor is None]
             paths = {f"{prefix}.{name}".lstrip("."): name for name in lacking}
-            self._served_late |= {path: shapes[path] for path in paths if path in shapes}
+            # Engines make others of what they have loaded.
+            late = [path for path, name in paths.items() if name == "bias" and path in shapes]
+            self._served_late |= {path: shapes[path] for path in late}
             if paths:
                 register = functools.partial(self._register, prefix, module)
                 module.register_parameter = register
