@@ -753,7 +753,7 @@ def following_with(monkeypatch: pytest.MonkeyPatch, store: Path) -> Callable[...
     def make(
         engine: LightEngine, *, load_format: str = "auto", servers: int = 1
     ) -> SimpleNamespace:
-        settings = {"store": str(store), "timeout_s": 1, "poll_interval_s": 0.05}
+        settings = {"store": str(store), "timeout_s": 1, "poll_interval_s": 0.05, "plan": False}
         given = EngineOptions.parse(settings)
         monkeypatch.setattr(
             "dbuffer.integrations.vllm.middleware.follow",
