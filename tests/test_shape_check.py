@@ -170,6 +170,16 @@ def test_another_vocabulary_is_refused_with_its_sizes() -> None:
         check_of(Model())([SPECS[0]._replace(shape=(12, WIDTH)), *SPECS[1:]])
 
 
+def test_a_name_that_is_missing_and_one_that_is_unknown_are_both_told() -> None:
+    with pytest.raises(WeightsMismatchError, match=r"of layer.weight were .* no place for lay_er"):
+        check_of(Model())([*SPECS[:2], SPECS[2]._replace(name="lay_er.weight")])
+
+
+def test_integers_are_refused_for_what_they_are() -> None:
+    with pytest.raises(WeightsMismatchError, match=r"torch.int64 does not convert to torch.float"):
+        check_of(Model())([*SPECS[:2], SPECS[2]._replace(dtype="int64")])
+
+
 class Slopes(nn.Module):
     """Reads what it computes, as ALiBi's slopes and thresholds of activations are."""
 

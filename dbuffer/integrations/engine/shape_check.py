@@ -209,10 +209,10 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
             param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
             if not param.is_meta:  # with data, what was counted without is done once more
                 return loader(*args, **kwargs)
+            self.note_read(loaded)
             # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
             if loaded.is_floating_point() != param.is_floating_point():
                 raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
-            self.note_read(loaded)
             # Some models load in threads of their own, which have modes of their own too.
             is_here = threading.get_ident() == self._thread
             copied = _CopiedElements(None if is_here else self.recorder)
@@ -344,7 +344,14 @@ class ShapeCheck:
                 raise
             known = [spec for spec in specs if spec.name not in unknown]
             tensors = self._load(known)
-        self._watched.require_complete()
+        try:
+            self._watched.require_complete()
+        except WeightsMismatchError as error:
+            unknown_too = [str(spec) for spec in specs if spec.name not in tensors]
+            if not unknown_too:
+                raise
+            what = f"{error}; the engine's model has no place for {listed(unknown_too)}"
+            raise WeightsMismatchError(what) from None
         self._specs = known
         embedded = frozenset(n for n, t in tensors.items() if self._watched.is_embedded(t))
         read = {name for name, tensor in tensors.items() if self._watched.is_read(tensor)}
