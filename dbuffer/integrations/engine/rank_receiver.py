@@ -267,7 +267,7 @@ class RankReceiver:
     def _prepare_switch(self, snapshot: Snapshot) -> PlannedSwitch | None:
         """In the stager's thread, while the engine serves."""
         recording = self._recording_of(snapshot.layout)
-        if recording is not None:
+        if recording is not None and not self._is_stage:  # another stage may have the head
             self._judge_twins(recording, snapshot)
         if self._planned is None:
             return None
