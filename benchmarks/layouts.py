@@ -93,7 +93,7 @@ def _place_of(name: str) -> tuple[str, int]:
 
 
 class _Watched(WatchedLoads):  # type: ignore[no-untyped-call]
-    def require_complete(self, tensors: object) -> None:
+    def require_complete(self) -> None:
         """All are there."""
 
 

@@ -117,6 +117,8 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
         ("follow", "x", "--rename", "y"),
         ("follow", "x", "--vllm", "http://localhost:1", "--pause", "bogus"),
         ("follow", "x", "--new-history", "bogus"),
+        ("follow", "x", "--unused-tensors", "warn"),  # the same
+        ("follow", "x", "--vllm", "http://localhost:1", "--unused-tensors", "bogus"),
         ("follow", "x", "--timeout-s", "nan"),
         ("ls", "x", "--names", "y"),
         ("demo", "--steps", "3"),

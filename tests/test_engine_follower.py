@@ -58,6 +58,7 @@ from dbuffer.integrations.engine.messages import (
     encode_request,
 )
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
@@ -114,6 +115,7 @@ class Rank:
     on_device = False
     instance_id = "one"
     module = torch.nn.Module()
+    is_stage = False
     not_weights = ()
     packing = wrapper = None
     replica = ""
@@ -129,10 +131,11 @@ class Rank:
         return before or self._model
 
     def make_check(self, *, partial: bool) -> Any:
-        def check(specs: Sequence[TensorSpec]) -> None:
+        def check(specs: Sequence[TensorSpec], aliases: Any = None) -> Recording:
             names = [spec.name for spec in specs]
             if names != SMALL.names:
                 raise dbuffer.WeightsMismatchError(f"not this model's tensors: {names}")
+            return Recording({}, {}, {}, {}, frozenset(names))
 
         return check
 
@@ -215,7 +218,7 @@ until = functools.partial(support.until, timeout_s=WAIT_S)
 
 
 def options(store: Path, engine_id: str = "engine", **more: Any) -> EngineOptions:
-    defaults = {"poll_interval_s": 0.05, "timeout_s": 5}
+    defaults = {"poll_interval_s": 0.05, "timeout_s": 5, "plan": False}
     return EngineOptions(store=str(store), engine_id=engine_id, **defaults | more)
 
 
@@ -986,7 +989,7 @@ def following_with(monkeypatch: pytest.MonkeyPatch, store: Path) -> Callable[...
     def make(
         engine: LightEngine, *, load_format: str = "auto", servers: int = 1
     ) -> SimpleNamespace:
-        settings = {"store": str(store), "timeout_s": 1, "poll_interval_s": 0.05}
+        settings = {"store": str(store), "timeout_s": 1, "poll_interval_s": 0.05, "plan": False}
         given = EngineOptions.parse(settings)
         monkeypatch.setattr(
             "dbuffer.integrations.vllm.middleware.follow",

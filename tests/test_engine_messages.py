@@ -108,7 +108,9 @@ class OneRank:
     def __init__(self, store: Path) -> None:
         self.model = Model()
         self.endpoint = RankEndpoint()
-        self.options = EngineOptions(store=str(store), timeout_s=5, poll_interval_s=0.05)
+        self.options = EngineOptions(
+            store=str(store), timeout_s=5, poll_interval_s=0.05, plan=False
+        )
 
     def ask(self, request: RankRequest) -> RankAnswer:
         return answer_of(lambda: self.endpoint.do(request, lambda: Rank(self.model)))

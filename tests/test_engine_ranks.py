@@ -26,6 +26,7 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of, start_
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
@@ -185,6 +186,7 @@ class Rank:
     not_weights: tuple[str, ...] = ()
     packing: Any = None
     wrapper: Any = None
+    is_stage: bool = False
 
     @property
     def module(self) -> torch.nn.Module:
@@ -197,9 +199,11 @@ class Rank:
         return before or self.model
 
     def make_check(self, *, partial: bool) -> Any:
-        def check(specs: Sequence[TensorSpec]) -> None:
-            if self.ranks.rank == BAD and UNFIT in [spec.name for spec in specs]:
+        def check(specs: Sequence[TensorSpec], aliases: Any = None) -> Recording:
+            names = frozenset(spec.name for spec in specs)
+            if self.ranks.rank == BAD and UNFIT in names:
                 raise dbuffer.WeightsMismatchError(f"{UNFIT} does not fit this rank")
+            return Recording({}, {}, {}, {}, names)
 
         return check
 
@@ -215,7 +219,7 @@ _state: list[_State] = []
 
 def start(rank: int, store: Path) -> None:
     mine = Rank(ranks(), "instance")
-    options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S)
+    options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S, plan=False)
     receiver = start_on_all_ranks(mine, options)
     receiver.ranks.timeout_s = TIMEOUT_S
     _state.append(_State(mine, receiver))
@@ -351,7 +355,7 @@ class LoneEngine(Engine):
 def replica(connection: Connection, store: Path, instance_id: str) -> None:
     """An engine with its follower: tell what it serves, says, and is called, when asked."""
     engine = LoneEngine(instance_id)
-    options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S)
+    options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S, plan=False)
     with contextlib.closing(Follower(engine, options)) as follower:
         follower.start()
         connection.send((engine.rank.model.version, follower.applied, follower.engine_id))

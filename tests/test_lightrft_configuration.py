@@ -24,6 +24,7 @@ from torch import nn
 from worlds import World
 
 import dbuffer
+from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.lightrft import BroadcastManager, directory, manager
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
 from dbuffer.integrations.lightrft.directory import JobDirectory
@@ -301,8 +302,8 @@ def test_store_of_a_job_goes_with_the_last_rank(world: World, tmp_path: Path) ->
 class StandIn:
     """What follows in an engine's place: a real stager, as each of an engine's ranks has one."""
 
-    def __init__(self, engine: Any, store: Path, api_key: str | None, timeout_s: float) -> None:
-        self._stager = Stager(str(store), receiver_id=f"stand-in-{os.getpid()}")
+    def __init__(self, engine: Any, api_key: str | None, options: EngineOptions) -> None:
+        self._stager = Stager(options.store, receiver_id=f"stand-in-{os.getpid()}")
 
     def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> None:
         self._stager.take(at_least=at_least, timeout_s=TIMEOUT_S)

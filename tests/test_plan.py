@@ -116,7 +116,7 @@ class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
         # As if all were padded: what a loader takes of a tensor is not checked here.
         super().__init__(model, embedding=nn.Module, default_loader=copy, tp_size=1)
 
-    def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def require_complete(self) -> None:
         """All is well."""
 
 

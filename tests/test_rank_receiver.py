@@ -88,7 +88,7 @@ class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
     def __init__(self, model: Model) -> None:
         super().__init__(model, embedding=nn.Module, default_loader=all_of_it, tp_size=SIZE)
 
-    def require_complete(self, tensors: Any) -> None:
+    def require_complete(self) -> None:
         """All is well."""
 
 
@@ -103,6 +103,7 @@ class Rank:
     not_weights: tuple[str, ...] = ("num_loads", "_dbuffer_endpoint")
     packing: Any = None
     wrapper: Any = None
+    is_stage: bool = False
 
     def engine_id(self, options: EngineOptions) -> str:
         return options.engine_id or "engine"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from misfits import MISFITS, Q_PROJ
+from misfits import BIAS, EMBEDDING, K_PROJ, MISFITS, Q_PROJ, layer_too_many
 from patch_trainers import NUM_STEPS, observe_trainers_without_source, observe_versions
 from support import is_soak
 from vllm_engines import (
@@ -128,6 +129,19 @@ def test_refusal_names_the_tensor(observed: dict[str, Any]) -> None:
     refusals = observed["refusals"]
     assert Q_PROJ in refusals["too many rows"]
     assert "layers.1.self_attn.qkv_proj" in refusals["one part of a fused parameter missing"]
+    assert f"no place for {BIAS}" in refusals["bias"]
+    assert "no place for model.layers.2." in refusals["layer too many, tied to another"]
+    assert f"no place for {K_PROJ.replace('1', '2')}" in refusals["layer too many"]
+    padded = refusals["padded vocabulary"]
+    assert f"{EMBEDDING} float32[512, 64] does not fit" in padded
+    assert "has the 500 rows of its vocabulary, not 512" in padded
+
+
+def test_surplus_tensors_are_left_out_with_one_warning(observed: dict[str, Any]) -> None:
+    assert observed["with surplus tensors"] == [observed["after a good one"]] * 2
+    [warning] = observed["surplus warnings"]
+    assert BIAS in warning
+    assert "model.layers.2." in warning
 
 
 def test_stock_calls_refuse_what_they_do_not_know(observed: dict[str, Any]) -> None:
@@ -407,8 +421,28 @@ def observe_refusals(store: Path, llm: Any, seen: dict[str, Any]) -> None:
             seen["refusals"][misfit] = error_of(follower.sync)
         seen["after refusals"] = greedy(llm)
         observe_busy(llm, follower, seen)
+        observe_surplus(sender, llm, good, seen)
         switch(follower, sender, good)
         seen["after a good one"] = greedy(llm)
+
+
+def observe_surplus(sender: Any, llm: Any, good: dict[str, Any], seen: dict[str, Any]) -> None:
+    """Tensors whose names vLLM passes over, and others that it refuses."""
+    from dbuffer.integrations.vllm import follow
+
+    surplus = {name: tensor.clone() for name, tensor in layer_too_many(good).items()}
+    logger = logging.getLogger("dbuffer.integrations.engine.rank_receiver")
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    seen["with surplus tensors"] = []
+    with follow(llm, sender.store, unused_tensors="warn") as follower:
+        for _ in range(2):
+            switch(follower, sender, {BIAS: torch.ones(64)} | good | surplus)
+            seen["with surplus tensors"].append(greedy(llm))
+    logger.removeHandler(handler)
+    seen["surplus warnings"] = [each for each in warnings if "no place" in each]
 
 
 def observe_busy(llm: Any, follower: Any, seen: dict[str, Any]) -> None:

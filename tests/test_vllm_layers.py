@@ -19,6 +19,7 @@ from media_models import media_prompts, save_media_model
 from test_vllm import counted_reloads, error_of, set_packing
 from vllm_engines import (
     NEEDS_VLLM,
+    PROMPTS,
     engine_arguments,
     greedy,
     greedy_answers,
@@ -33,14 +34,18 @@ import dbuffer
 pytestmark = NEEDS_VLLM
 
 # vLLM makes what experts need when its first engine has some, so that one comes first.
-BACKEND = ("qwen3-moe packed", "olmo2 packed", "starcoder2 packed", "qwen3 live")
-FAMILIES = (*BACKEND, "gpt-j packed")
+BACKEND = ("qwen3-moe packed", "olmo2 packed", "starcoder2 packed", "qwen3 live", "phi packed")
+FAMILIES = (*BACKEND, "gpt-j packed", "bloom live")
 if not () < vllm_release() < (0, 32):
     # Before, the backend takes no GPT-NeoX as transformers 5 saves it, and float32 no convolution.
     BACKEND += ("gpt-neox packed",)
-    FAMILIES = (*BACKEND, "gpt-j packed", "mamba2 packed")
+    FAMILIES = (*BACKEND, "gpt-j packed", "bloom live", "mamba2 packed")
 HEARS = "whisper"
 """Of an encoder and a decoder."""
+JUDGES = "qwen3 that judges"
+"""A classifier whose head has a bias, which vLLM registers as it loads it."""
+RETIED = "tied-qwen2 with a head of its own"
+"""vLLM ties it once both are loaded, and found equal."""
 ONLINE = "float8 online"
 """An engine that quantises what it loads, and follows a trainer that does not."""
 INT8 = {
@@ -68,7 +73,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return seen | {"log": (directory / "log.txt").read_text()}
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, HEARS, *INT8, ONLINE])
+@pytest.mark.parametrize("case", [*FAMILIES, HEARS, JUDGES, RETIED, *INT8, ONLINE])
 def test_switched_engines_answer_as_fresh_ones(observed: dict[str, Any], case: str) -> None:
     seen = observed[case]
     assert seen["errors"] == ["no error"] * 2
@@ -81,6 +86,24 @@ def test_switched_engines_answer_as_fresh_ones(observed: dict[str, Any], case: s
 @pytest.mark.parametrize("case", BACKEND)
 def test_the_model_is_of_the_transformers_backend(observed: dict[str, Any], case: str) -> None:
     assert observed[case]["class"].startswith("Transformers")
+
+
+def test_a_bias_that_a_loader_registers_must_come(observed: dict[str, Any]) -> None:
+    error, answers = observed["without bias"]
+    assert "score.bias of the engine's model was not published" in error
+    assert answers == observed[JUDGES]["fresh"][0]
+
+
+def test_a_tied_model_comes_in_any_form(observed: dict[str, Any]) -> None:
+    seen = observed[RETIED]
+    assert seen["forms"] == {form: ["no error", seen["fresh"][1]] for form in seen["forms"]}
+    assert len(seen["forms"]) == 3
+
+
+def test_a_head_that_differs_from_its_embedding_is_refused(observed: dict[str, Any]) -> None:
+    error, tokens = observed[RETIED]["another head"]
+    assert "lm_head.weight (it differs from model.embed_tokens.weight" in error
+    assert tokens == observed[RETIED]["fresh"][0]
 
 
 @pytest.mark.parametrize("case", INT8)
@@ -186,6 +209,8 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
 
     seen: dict[str, Any] = {}
     hears = [save_media_model(HEARS, directory, seed) for seed in (0, 1)]
+    judges = [save_judge(directory / JUDGES, seed) for seed in (0, 1)]
+    retied = [save_with_head(directory / RETIED, seed) for seed in (0, 1)]
     # vLLM changes transformers' classes for its backend, so all models are made before.
     pairs = {case: save_pair(directory, case) for case in FAMILIES}
     sinks = save_model("gpt-oss", 0, directory)
@@ -210,6 +235,8 @@ def run(directory: Path, engines: list[Any]) -> dict[str, Any]:
         answer=lambda llm: greedy_answers(llm, sounds),
         skip_tokenizer_init=False,
     )
+    observe_judges(directory / "judging", judges, engines, seen)
+    observe_retied(directory / "retied", retied, engines, seen)
     online = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     seen[ONLINE] = observe_pair(directory / ONLINE, pairs["qwen3 live"], engines, **online)
     observe_sinks(directory / "sinks", sinks, engines, seen)
@@ -233,6 +260,33 @@ def save_pair(directory: Path, case: str) -> list[Path]:
     from tiny_models import save_model
 
     return [save_model(case.split()[0], seed, directory) for seed in (0, 1)]
+
+
+def save_judge(directory: Path, seed: int) -> Path:
+    from safetensors.torch import load_file, save_file
+    from tiny_models import SHAPE, SPECIAL_TOKENS, save_tokenizer
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    torch.manual_seed(seed)
+    heads: dict[str, Any] = {"num_attention_heads": 4, "head_dim": 32, "num_labels": 2}
+    model = Qwen3ForSequenceClassification(Qwen3Config(**SHAPE, **SPECIAL_TOKENS, **heads))
+    path = directory / str(seed)
+    model.save_pretrained(path)
+    save_tokenizer(path)
+    weights = load_file(path / "model.safetensors") | {"score.bias": torch.randn(2)}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def save_with_head(directory: Path, seed: int) -> Path:
+    from safetensors.torch import save_file
+    from tiny_models import save_model, weights_in
+
+    path = save_model("tied-qwen2", seed, directory)
+    weights = weights_in(path)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def save_int8_pair(directory: Path, strategy: str, static: bool) -> list[Path]:
@@ -339,6 +393,53 @@ def observe_pair(
                 found["errors"].append(error_of(follower.sync))
                 found[when] = answer(llm)
     return found
+
+
+def observe_judges(
+    directory: Path, pair: list[Path], engines: list[Any], seen: dict[str, Any]
+) -> None:
+    from tiny_models import weights_in
+
+    from dbuffer.integrations.vllm import follow
+
+    def judge(llm: Any) -> list[list[float]]:
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        outputs = llm.classify(prompts, use_tqdm=False)
+        return [[round(float(p), 6) for p in each.outputs.probs] for each in outputs]
+
+    more = {"runner": "pooling", "skip_tokenizer_init": False}
+    seen[JUDGES] = observe_pair(directory, pair, engines, answer=judge, **more)
+    llm, store = engines[-2], directory / "other"
+    with dbuffer.WeightSender(store) as sender, follow(llm, store) as follower:
+        weights = weights_in(pair[1])
+        sender.send({name: t for name, t in weights.items() if name != "score.bias"})
+        seen["without bias"] = [error_of(follower.sync), judge(llm)]
+
+
+def observe_retied(
+    directory: Path, pair: list[Path], engines: list[Any], seen: dict[str, Any]
+) -> None:
+    from tiny_models import make_model, weights_in
+
+    from dbuffer.integrations.vllm import follow
+
+    seen[RETIED] = observe_pair(directory, pair, engines)
+    model, weights = make_model("tied-qwen2", 1), weights_in(pair[1])
+    forms = {
+        "module": model,
+        "parameters": dict(model.named_parameters()),
+        "both names": dict(model.state_dict()),
+    }
+    llm, store = engines[-2], directory / "other"
+    seen[RETIED]["forms"] = {}
+    with dbuffer.WeightSender(store) as sender, follow(llm, store) as follower:
+        for form, content in forms.items():
+            sender.send(content)
+            seen[RETIED]["forms"][form] = [error_of(follower.sync), greedy(llm)]
+            sender.send(pair[0])
+            follower.sync()
+        sender.send(weights | {"lm_head.weight": weights["lm_head.weight"] + 1})
+        seen[RETIED]["another head"] = [error_of(follower.sync), greedy(llm)]
 
 
 def observe_parts(

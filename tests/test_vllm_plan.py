@@ -1,13 +1,12 @@
 """Switches by copies alone, in real engines that are not what a plan takes for granted.
 
 Weights that vLLM's own `reload_weights` has put back, of each kind of parameter of a deep model; a
-head that vLLM has tied to the embedding as it was loaded; a reranker that computes its head from
-its embedding; and a model that keeps published tensors beside its parameters.
+reranker that computes its head from its embedding; and a model that keeps published tensors beside
+its parameters.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from test_vllm import error_of, set_packing
 from tiny_models import SHAPE, save_mixed, save_model, save_tokenizer, weights_in
-from vllm_engines import NEEDS_VLLM, engine_arguments, greedy, kept, leave, observe
+from vllm_engines import NEEDS_VLLM, engine_arguments, kept, leave, observe
 
 import dbuffer
 
@@ -37,13 +36,6 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_vllm_put_back_is_not_patched_upon(observed: dict[str, Any], kind: str) -> None:
     assert observed["put back"][kind] == {"put back": NUM_LAYERS, "wrong": []}
-
-
-def test_a_version_that_breaks_a_tie_of_the_engine_is_refused(observed: dict[str, Any]) -> None:
-    alike, error, is_as_before = observed["retied"]
-    assert alike == "no error"
-    assert "lm_head.weight are one tensor in this engine" in error
-    assert is_as_before
 
 
 def test_a_reranker_that_computes_its_head_is_refused_and_serves_on(
@@ -68,7 +60,6 @@ def run(directory: Path) -> dict[str, Any]:
     set_packing(packed=False)
     return {
         "put back": observe_put_back(directory),
-        "retied": observe_retied(directory),
         "reranker": observe_reranker(directory),
         "beside": observe_beside(directory),
     }
@@ -128,27 +119,6 @@ def observe_put_back(directory: Path) -> dict[str, Any]:
             wrong = [name for name in right if not torch.equal(right[name], switched[name])]
             seen[kind] = {"put back": len(changed), "wrong": wrong}
     return seen
-
-
-def observe_retied(directory: Path) -> list[Any]:
-    from dbuffer.integrations.vllm import follow
-
-    base = save_model("tied-qwen2", 0, directory)
-    weights = weights_in(base)
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    both = directory / "both"
-    shutil.copytree(base, both)
-    save_file(weights, both / "model.safetensors", {"format": "pt"})
-    llm = start(both)
-    with (
-        dbuffer.WeightSender(directory / "tied store") as sender,
-        follow(llm, directory / "tied store", poll_interval_s=0.01) as follower,
-    ):
-        sender.send(weights)
-        alike, before = error_of(follower.sync), greedy(llm)
-        weights["lm_head.weight"] = weights["lm_head.weight"].flip(0)
-        sender.send(weights)
-        return [alike, error_of(follower.sync), greedy(llm) == before]
 
 
 def observe_reranker(directory: Path) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from misfits import K_PROJ, NORM, Q_PROJ
+from misfits import BIAS, K_PROJ, NORM, Q_PROJ
 from support import SHARED_MEMORY, preloaded
 from tiny_models import save_model, weights_in
 from vllm_engines import NEEDS_VLLM, engine_arguments
@@ -113,6 +113,7 @@ def test_each_rank_has_after_switches_what_vllm_gives_it(engine: Engine) -> None
         ("model.layers.1.bogus", {"model.layers.1.bogus": torch.ones(2)}),
         ("model.layers.2.bogus", {"model.layers.2.bogus": torch.ones(2)}),
         ("bogus", {"bogus": torch.ones(2)}),
+        (BIAS, {BIAS: torch.ones(64)}),  # passed over by both
         (Q_PROJ, {Q_PROJ: torch.ones(2)}),
         (NORM, {NORM: torch.ones(2)}),
         ("qkv_proj", {K_PROJ: None}),

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPTJConfig,
     GPTJForCausalLM,
     GPTNeoXConfig,
@@ -25,6 +27,8 @@ from transformers import (
     Mamba2ForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -76,7 +80,7 @@ def make_model(family: str, seed: int) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-OTHERS = ("olmo2", "gpt-neox", "starcoder2", "gpt-j", "gpt-oss", "mamba2")
+OTHERS = ("bloom", "phi", "olmo2", "gpt-neox", "starcoder2", "gpt-j", "gpt-oss", "mamba2")
 
 
 def make_other(family: str) -> Any:
@@ -94,6 +98,12 @@ def make_other(family: str) -> Any:
         state = {"state_size": 16, "head_dim": 32, "num_heads": 4, "n_groups": 1}
         sizes = {name: SHAPE[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
         model = Mamba2ForCausalLM(Mamba2Config(initializer_range=0.2, **sizes, **state, **more))
+    elif family == "phi":  # its head has a bias, which vLLM's Transformers backend registers
+        model = PhiForCausalLM(PhiConfig(**SHAPE, **more))
+    elif family == "bloom":
+        names = {"n_layer": 2, "n_head": 2, "hidden_size": 64, "vocab_size": 500}
+        model = BloomForCausalLM(BloomConfig(initializer_range=0.2, **names, **SPECIAL_TOKENS))
+        model.get_input_embeddings().weight.data.mul_(0.05)
     elif family == "starcoder2":
         model = Starcoder2ForCausalLM(Starcoder2Config(**SHAPE, **more))
     else:

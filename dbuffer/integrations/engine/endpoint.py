@@ -13,6 +13,7 @@ from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, Serving, WeightsState
+from dbuffer.integrations.engine.shape_check import no_places
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class RankEndpoint:
                 self.update(request)
             case messages.CheckRequest():
                 try:
-                    make_rank().make_check(partial=False)(request.tensors)
+                    self._check(make_rank(), request)
                 except errors.WeightsMismatchError as error:
                     return messages.RankAnswer(messages.RankOutcome.MISFIT, str(error))
             case messages.ForgetRequest():
@@ -152,6 +153,12 @@ class RankEndpoint:
                 "init_weight_transfer_engine, with init_info={'store': directory})"
             )
         return self.receiver
+
+    def _check(self, rank: EngineRank, request: messages.CheckRequest) -> None:
+        recording = rank.make_check(partial=False)(request.tensors)
+        may_leave_out = self.receiver is not None and self.receiver.options.unused_tensors == "warn"
+        if recording.unused and not rank.is_stage and not may_leave_out:
+            raise errors.WeightsMismatchError(no_places(recording.unused))
 
     def end(self) -> None:
         if self.receiver is not None:

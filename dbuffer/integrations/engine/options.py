@@ -96,6 +96,11 @@ class EngineOptions:
     partial: bool = False
     """Accept versions that hold a part of the model, layer by layer: other layers keep what they
     have. A version that lacks tensors that an earlier one contained is refused."""
+    unused_tensors: Literal["refuse", "warn"] = "refuse"
+    """What to do with a version some of whose tensors the engine's model has no place for:
+    ``"refuse"`` it by their names, or leave them out with one warning (``"warn"``). Buffers that
+    the model computes itself, a head equal to the embedding that it is tied to, and layers of a
+    draft (MTP) are left out in any case."""
     new_history: NewHistory = "follow"
     """What to do when the store was emptied or replaced, and begun anew: ``"follow"`` what it holds
     now, with a warning; or ``"refuse"`` it, and serve on with the weights of the run before, until
@@ -127,6 +132,7 @@ class EngineOptions:
             checks.whole_number("num_threads", self.num_threads)
         checks.flag("allow_shared_store", self.allow_shared_store)
         checks.flag("partial", self.partial)
+        checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
         checks.choice("new_history", self.new_history, NEW_HISTORIES)
         checks.flag("plan", self.plan)
         checks.flag("images", self.images)

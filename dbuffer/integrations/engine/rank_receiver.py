@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import torch
+
 from dbuffer.errors import (
     EngineBrokenError,
     EngineBusyError,
@@ -30,12 +32,14 @@ from dbuffer.integrations.engine.options import EngineNames, EngineOptions, Upda
 from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch, Tensors
 from dbuffer.integrations.engine.plan.patches import Changed
 from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
-from dbuffer.integrations.engine.plan.recording import Recording, tied_names, unwrapped_by
+from dbuffer.integrations.engine.plan.recording import Recording
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.serving import EngineRank, Served, Serving, WeightsState
+from dbuffer.integrations.engine.shape_check import no_places
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
+from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from dbuffer.weights.targets import LoadedNames, refuse_adapter
@@ -47,6 +51,9 @@ T = TypeVar("T")
 _NETWORK_LAG_S = 5.0
 """How long a host may see an older version than the newest on a network mount."""
 _LOOK_S = 0.05
+
+_KEPT_RECORDINGS = 4
+"""Of how many layouts it is remembered how they are loaded."""
 
 _MAX_ROUNDS = 5
 """How often ranks that found different versions may try to meet in the newest of them."""
@@ -75,8 +82,10 @@ class RankReceiver:
         self._attempt: str | None = None
         self._failure: tuple[str | None, int | None] = None, None
         self._fits = rank.make_check(partial=options.partial)
-        self._recorded: tuple[Layout, Recording] | None = None
-        self._tied = tied_names(rank.module, unwrapped_by(rank.wrapper))
+        self._is_stage = rank.is_stage
+        self._recordings: list[tuple[Layout, Recording]] = []
+        self._warned: set[str] = set()
+        self._judged: Layout | None = None
         self._copier = Copier(options.num_threads)
         self._planned = (
             PlannedLoads(
@@ -232,32 +241,83 @@ class RankReceiver:
         refuse_adapter(snapshot.metadata)
         layout = snapshot.layout
         self._require_no_mix(layout, snapshot.version)
-        offered = self._under_all_names({spec.name: spec for spec in layout.specs}, layout)
-        self._recorded = layout, self._fits([spec._replace(name=name) for name, spec in offered])
+        specs = list(layout.specs)
+        if self.options.partial:
+            # Which of a tied tensor's names a layer that comes alone is loaded by, is its business.
+            of = {spec.name: spec for spec in specs}
+            specs += [of[name]._replace(name=alias) for alias, name in layout.aliases.items()]
+        recording = self._fits(specs, layout.aliases)
+        # A version is loaded as it was recorded, and the one before may be loaded again.
+        self._recordings = [(layout, recording), *self._recordings][:_KEPT_RECORDINGS]
+        if not self._is_stage:  # what it passes over may be another stage's
+            self._judge_unused(recording.unused)
+
+    def _judge_unused(self, unused: Sequence[str]) -> None:
+        """Refuse tensors for which the model has no place, or warn of them once."""
+        if unused and self.options.unused_tensors == "refuse":
+            raise WeightsMismatchError(no_places(unused))
+        if unused and self._warned.isdisjoint(unused) and self.ranks.rank == 0:
+            logger.warning(
+                "versions of %s are served without %s, for which the engine's model has no place",
+                self.options.store,
+                listed(unused),
+            )
+        self._warned.update(unused)
+
+    def _judge_stages(self, staged: Staged | None) -> None:
+        """Refuse tensors for which no stage of the model has a place; on all ranks."""
+        if staged is None or not self._is_stage or staged.layout == self._judged:
+            return
+        recording = self._recording_of(staged.layout)
+        unused = recording.unused if recording is not None else ()
+        nowhere = set(unused).intersection(*self.ranks.gather(unused))
+        try:
+            self._judge_unused(sorted(nowhere))
+        except WeightsMismatchError as error:
+            raise EngineUpdateError(
+                f"engine {self.engine_id} could not prepare: {error}; no rank was touched, and "
+                f"{self._serves_on}"
+            ) from None
+        self._judged = staged.layout
+
+    def _judge_twins(self, recording: Recording, snapshot: Snapshot) -> None:
+        """Take a tensor that the model has another one for as redundant only if both are equal."""
+
+        def tensor(name: str) -> torch.Tensor:
+            return snapshot.tensors[snapshot.layout.aliases.get(name, name)]
+
+        self._judge_unused(
+            [
+                f"{name} (it differs from {twin}, which the engine has in its place)"
+                for name, twin in recording.twins.items()
+                if not _are_equal(tensor(name), tensor(twin))
+            ]
+        )
+
+    def _recording_of(self, layout: Layout) -> Recording | None:
+        known = ((of, found) for of, found in self._recordings if of is layout or of == layout)
+        return next((found for _, found in known), None)
 
     def _require_no_mix(self, layout: Layout, version: int) -> None:
         if self.options.partial:
             self._loaded_names.require_all(layout.all_names, version)
 
-    def _under_all_names(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
-        """What a version holds, as it is offered to the model.
-
-        A model takes a tied tensor under one of its names and skips the other; which, is its own
-        business. That it skipped what came shows where all must come, and not where less will do.
-        """
-        yield from stored.items()
-        if self.options.partial:
-            yield from ((alias, stored[name]) for alias, name in layout.aliases.items())
+    def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
+        """What a version holds, under the names by which the check has offered it to the model."""
+        recording = self._recording_of(layout)
+        names = {**{name: name for name in stored}, **layout.aliases}
+        for name, stored_as in names.items():
+            if name in recording.offered if recording else name == stored_as:
+                yield name, stored[stored_as]
 
     def _prepare_switch(self, snapshot: Snapshot) -> PlannedSwitch | None:
         """In the stager's thread, while the engine serves."""
-        recorded, recording = self._recorded or (None, None)
-        if recording is None or recorded != snapshot.layout:
-            return None
-        tensors = dict(self._under_all_names(snapshot.tensors, snapshot.layout))
-        self._require_ties(recording, tensors)
+        recording = self._recording_of(snapshot.layout)
+        if recording is not None and not self._is_stage:  # another stage may have the head
+            self._judge_twins(recording, snapshot)
         if self._planned is None:
             return None
+        tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
 
         def changed_since(identity: str) -> Changed | None:
             changed = snapshot.changed_since(identity)
@@ -271,18 +331,6 @@ class RankReceiver:
                 return None
             return self._planned.prepare(tensors, recording, changed_since)
 
-    def _require_ties(self, recording: Recording, tensors: Tensors) -> None:
-        """Refuse a version that has two tensors where the engine has made one of two."""
-        for names in self._tied:
-            one, *others = [name for name in names if name in recording.apart] or [""]
-            for other in others:
-                if not recording.fills_alike(one, other, tensors):
-                    raise WeightsMismatchError(
-                        f"{one} and {other} are one tensor in this engine, whose checkpoint has "
-                        "the same values for both, and differ in this version: publish the same "
-                        "for both, or start the engine on a checkpoint in which they differ"
-                    )
-
     def _load(self, staged: Staged) -> None:
         self._loaded_names.add(staged.layout.all_names, staged.version)
         switch = self._prepared_of(staged)
@@ -295,7 +343,7 @@ class RankReceiver:
         assert staged.tensors is not None  # noqa: S101 - or the switch were enough
         if self._weights.is_unknown and self.options.partial:
             self._model.load_checkpoint()  # for the layers that are in no version
-        tensors = dict(self._under_all_names(staged.tensors, staged.layout))
+        tensors = dict(self._as_offered(staged.tensors, staged.layout))
 
         def reload(tensors: Tensors) -> None:
             self._model.load(tensors.items(), partial=self.options.partial)
@@ -330,6 +378,7 @@ class RankReceiver:
             answers = self.ranks.gather(answer, begins=round_ == 0)
             self._require_no_problem(request, [problem for _, _, problem in answers])
             if len({(version, identity) for version, identity, _ in answers}) == 1:
+                self._judge_stages(staged)
                 return staged
             versions = {version or 0 for version, _, _ in answers}
             highest = max(versions)
@@ -542,6 +591,13 @@ class RankReceiver:
                 attempt=self._attempt,
                 stats=stats or self._record.current.stats,
             )
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes."""
+    return one.data_ptr() == other.data_ptr() or torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
 
 
 def by_rank(problems: Sequence[str | None]) -> str:

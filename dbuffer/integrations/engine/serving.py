@@ -81,6 +81,8 @@ class EngineRank:
     """The model that serves."""
     on_device: bool
     """Its weights are not in main memory."""
+    is_stage: bool = False
+    """It holds some of the model's layers only: other ranks hold the rest."""
     not_weights: Collection[str] = (KEPT_AS,)
     """Attributes of its layers that change while it serves: its caches, and what is ours."""
     wrapper: str | None = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dbuffer.errors import DBufferError
 
 if TYPE_CHECKING:
     from dbuffer.integrations.engine.follower import Follower
+    from dbuffer.integrations.engine.options import EngineOptions
     from dbuffer.integrations.vllm.launched import LaunchedFollower
 
 EngineFollower: TypeAlias = "Follower | LaunchedFollower"
@@ -39,13 +39,11 @@ def _without_wrapper(engine: Any) -> Any:
 
 
 def start_follower(
-    engine_type: str, engine: Any, store: Path, api_key: str | None, timeout_s: float
+    engine_type: str, engine: Any, api_key: str | None, options: EngineOptions
 ) -> EngineFollower:
     """Let an engine follow a store. It switches when it is told to."""
     from dbuffer.integrations.engine.follower import Follower
-    from dbuffer.integrations.engine.options import EngineOptions
 
-    options = EngineOptions(store=str(store), timeout_s=timeout_s)
     follower: EngineFollower
     if engine_type == "sglang":
         from dbuffer.integrations.sglang.engines import sglang_engine_of

@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.lightrft.configuration import Configuration
@@ -55,6 +55,8 @@ class BroadcastManager(Closing):
         api_key: for servers.
         timeout_s: how long an engine may take to have a version ready, while it serves.
         rank_timeout_s: how long ranks wait for one that hangs; one that dies is detected at once.
+        unused_tensors: what an engine does with tensors that its model has no place for:
+            ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
 
     Raises:
         EngineUnsupportedError, TrainerUnsupportedError: (both ``NotImplementedError``) this engine,
@@ -77,6 +79,7 @@ class BroadcastManager(Closing):
         api_key: str | None = None,
         timeout_s: float = 600.0,
         rank_timeout_s: float = 600.0,
+        unused_tensors: Literal["refuse", "warn"] = "refuse",
     ) -> None:
         self.actor = actor
         self.strategy = strategy
@@ -86,6 +89,8 @@ class BroadcastManager(Closing):
         self._api_key = api_key
         self._timeout_s = options.positive_seconds("timeout_s", timeout_s)
         options.positive_seconds("rank_timeout_s", rank_timeout_s)
+        options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
+        self._unused_tensors: Literal["refuse", "warn"] = unused_tensors
         place = None if store is None else options.directory("store", store)
         self._has_deltas = options.flag("delta", delta)
         self._followers: list[EngineFollower] = []
@@ -188,11 +193,14 @@ class BroadcastManager(Closing):
             self._opened.callback(self._directory.remove)
 
     def _follow(self) -> None:
+        from dbuffer.integrations.engine.options import EngineOptions
+
         engine_type = self._configuration.engine_type
+        options = EngineOptions(
+            store=str(self.store), timeout_s=self._timeout_s, unused_tensors=self._unused_tensors
+        )
         for engine in mine_of(self.inference_engine, self._agreement.rank):
-            follower = start_follower(
-                engine_type, engine, self.store, self._api_key, self._timeout_s
-            )
+            follower = start_follower(engine_type, engine, self._api_key, options)
             self._opened.callback(_stop, follower)
             self._followers.append(follower)
 

@@ -1,12 +1,7 @@
-"""Whether weights fit an SGLang model; see :mod:`dbuffer.integrations.engine.shape_check`.
-
-SGLang's loaders pass over a name that they do not know, with a warning, so what is checked is also
-whether anything was done with each tensor.
-"""
+"""Whether weights fit an SGLang model; see :mod:`dbuffer.integrations.engine.shape_check`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +10,14 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import Compressed
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from torch.utils._pytree import tree_leaves
 
-from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
-from dbuffer.integrations.engine.plan.recording import storage_of
-from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.errors import EngineUnsupportedError
+from dbuffer.integrations.engine.model_copy import built_without_data, tie_as_serving
+from dbuffer.integrations.engine.shape_check import (
+    ShapeCheck,
+    WatchedLoads,
+    is_multi_token_prediction,
+)
 from dbuffer.integrations.sglang.model import dtype_of
 from dbuffer.weights.names import NameMap
 
@@ -30,18 +28,25 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
     Raises:
         EngineUnsupportedError: there can be no copy, or SGLang could not load the model again.
     """
-    try:
-        with set_default_torch_dtype(dtype_of(model)), torch.device("meta"):
+
+    def make() -> Any:
+        with set_default_torch_dtype(dtype_of(model)):
             quantization = getattr(model, "quant_config", None)
-            copy: Any = type(model)(config=model.config, quant_config=quantization)
-    # Whatever a model's constructor may raise.
-    except Exception as error:
-        raise EngineUnsupportedError(
-            f"a {type(model).__name__} cannot be built without data, so nothing could be "
-            f"checked before it is loaded: {type(error).__name__} {error!s:.300}"
-        ) from error
+            return type(model)(config=model.config, quant_config=quantization)
+
+    copy = built_without_data(make, type(model).__name__)
     require_as_loaded(copy, model)
-    return ShapeCheck(_WatchedReads(copy, tp_size=tp_size), names)
+    tie_as_serving(copy, model, unwrapped=str)
+    watched = _WatchedParameters(
+        copy,
+        embedding=VocabParallelEmbedding,
+        default_loader=default_weight_loader,
+        tp_size=tp_size,
+        serving=model,
+    )
+    return ShapeCheck(
+        watched, names, is_spare=lambda name: is_multi_token_prediction(name, model.config)
+    )
 
 
 def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
@@ -76,36 +81,10 @@ def _is_undone(method: Any) -> bool:
     return undo not in (None, *(each.restore_weights_before_loading for each in nothing))
 
 
-class _WatchedReads(WatchedLoads):  # type: ignore[no-untyped-call]
-    """Sees what a model's loaders read, too."""
+class _WatchedParameters(WatchedLoads):  # type: ignore[no-untyped-call]
+    """Requires all of each parameter."""
 
-    def __init__(self, model: torch.nn.Module, *, tp_size: int) -> None:
-        super().__init__(
-            model,
-            embedding=VocabParallelEmbedding,
-            default_loader=default_weight_loader,
-            tp_size=tp_size,
-        )
-        self._read: set[int] = set()
-
-    def reset(self) -> None:
-        super().reset()
-        self._read.clear()
-
-    def note_read(self, tensor: torch.Tensor) -> None:
-        self._read.add(storage_of(tensor))
-
-    def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for what, tensor in tensors.items():
-            if storage_of(tensor) not in self._read:
-                raise WeightsMismatchError(f"the engine's model has no place for {what}")
+    def require_complete(self) -> None:
+        self.require_late_parameters()
         for name, parameter in self.model.named_parameters():
             self.require_whole(name, parameter, parameter.numel())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        for value in tree_leaves(args):
-            if isinstance(value, torch.Tensor):
-                self.note_read(value)
-        return super().__torch_dispatch__(func, types, args, kwargs)

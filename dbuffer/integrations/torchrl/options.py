@@ -43,6 +43,8 @@ class TransportOptions:
     verify: bool | Literal["auto"] = "auto"
     poll_interval_s: float = 1.0
     allow_shared_store: bool = False
+    unused_tensors: Literal["refuse", "warn"] = "refuse"
+    """Of an engine that follows, as in :class:`EngineOptions`."""
 
     def __post_init__(self) -> None:
         """Check here what a worker would refuse in its own process."""
@@ -56,6 +58,7 @@ class TransportOptions:
         checks.choice("verify", self.verify, (True, False, "auto"))
         checks.positive_seconds("poll_interval_s", self.poll_interval_s)
         checks.flag("allow_shared_store", self.allow_shared_store)
+        checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
 
     @classmethod
     def parse(cls, num_threads: int, options: dict[str, Any]) -> Self:
@@ -88,7 +91,8 @@ class TransportOptions:
 
     def for_engine(self, store: str, local_store: str | None) -> EngineOptions:
         """Of an engine that follows ``store``, or its mirror ``local_store`` if that is given."""
-        return EngineOptions(store=store, local_store=local_store, **self._only(_RECEIVER))
+        given = self._only((*_RECEIVER, "unused_tensors"))
+        return EngineOptions(store=store, local_store=local_store, **given)
 
     def _only(self, names: tuple[str, ...]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}

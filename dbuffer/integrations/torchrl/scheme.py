@@ -68,6 +68,8 @@ class DoubleBufferSyncScheme(StoreScheme):
         timeout_s: float = 60.0,
         **options: Any,
     ) -> None:
+        if "unused_tensors" in options:
+            raise OptionError("unused_tensors is an option of engines; a policy takes all or none")
         super().__init__(remote_addr, local_addr, num_threads, strategy, options)
         self.sync = sync
         self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)

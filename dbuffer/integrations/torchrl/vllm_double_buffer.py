@@ -51,7 +51,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
             merges LoRA adapters.
         **options: of the sender (``durable``, ``checksum``, ``delta``, ``dtype``,
             ``rename``, ``reader_timeout_s``), of the receivers (``verify``, ``poll_interval_s``),
-            and ``allow_shared_store``.
+            of the engine (``unused_tensors``), and ``allow_shared_store``.
 
     Raises:
         OptionError: (a ``ValueError``) there is no such option.

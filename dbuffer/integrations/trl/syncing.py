@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ def over_store(
     timeout_s: float = 600.0,
     delta: bool = False,
     dtype: torch.dtype | None = None,
+    unused_tensors: Literal["refuse", "warn"] = "refuse",
 ) -> Callable[P, TrainerT]:
     """Let a trainer's weights go to vLLM through a store.
 
@@ -51,6 +52,8 @@ def over_store(
             to have a version ready.
         delta: publish what changed, as for `WeightSender`.
         dtype: publish floating-point tensors in this dtype. Default: each in its own.
+        unused_tensors: (colocate mode) what the engine does with tensors that its model has no
+            place for: ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be. From what is returned:
@@ -62,6 +65,7 @@ def over_store(
     options.names("receivers", receivers)
     options.positive_seconds("timeout_s", timeout_s)
     options.flag("delta", delta)
+    options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
 
     def make(*args: P.args, **kwargs: P.kwargs) -> TrainerT:
         with _without_group():
@@ -73,7 +77,13 @@ def over_store(
                 "to bring its weights to: set use_vllm=True in its args"
             )
         trainer.weight_sync = WeightSync(
-            trainer, place, receivers=receivers, timeout_s=timeout_s, delta=delta, dtype=dtype
+            trainer,
+            place,
+            receivers=receivers,
+            timeout_s=timeout_s,
+            delta=delta,
+            dtype=dtype,
+            unused_tensors=unused_tensors,
         )
         # TRL has no seam for this: all its trainers call this method of their own generation.
         generation.sync_weights = trainer.weight_sync.sync_weights
@@ -123,8 +133,10 @@ class WeightSync:
         timeout_s: float,
         delta: bool,
         dtype: torch.dtype | None,
+        unused_tensors: Literal["refuse", "warn"],
     ) -> None:
         self._trainer = trainer
+        self._unused_tensors = unused_tensors
         self._generation = trainer.vllm_generation
         self._store, self._receivers, self._timeout_s = store, receivers, timeout_s
         self._opened = contextlib.ExitStack()
@@ -217,7 +229,12 @@ class WeightSync:
         if self._follower is None:  # and not sooner: the engine may have slept until now
             from dbuffer.integrations.vllm import follow
 
-            follower = follow(self._generation.llm, self._store, timeout_s=self._timeout_s)
+            follower = follow(
+                self._generation.llm,
+                self._store,
+                timeout_s=self._timeout_s,
+                unused_tensors=self._unused_tensors,
+            )
             assert not isinstance(follower, InBackground)  # noqa: S101 - it is an LLM
             self._opened.callback(follower.close)
             # Else its ranks would look at a store that may be gone.

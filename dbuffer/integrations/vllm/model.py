@@ -6,9 +6,10 @@ Weights go through vLLM's layerwise reload, which serves packed, quantised and p
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from vllm import _custom_ops
@@ -23,11 +24,14 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import EngineBrokenError, EngineUnsupportedError
 from dbuffer.integrations.engine.plan.recording import tables_of
 from dbuffer.integrations.vllm.packing import CpuPacking
+
+_Weights = Iterable[tuple[str, torch.Tensor]]
 
 _Tensors = tuple[torch.nn.Module, list[dict[str, Any]]]
 """A module, and its own parameters and buffers."""
@@ -46,7 +50,7 @@ class VllmModel:
         self._hook: Any = None
         self._places = self._find_places()
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False) -> None:
+    def load(self, weights: _Weights, *, partial: bool = False) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
 
         Args:
@@ -66,7 +70,8 @@ class VllmModel:
                 initialize_layerwise_reload(self._model)
                 # Tensors are handed over where they lie, in main memory; a layer's are kept as
                 # views until it is whole, so their order costs no memory.
-                self._model.load_weights(iter(weights))
+                with _Registrations(before) as registrations:
+                    self._model.load_weights(registrations.settled_after_each(weights))
                 loaded = [module for module in self._model.modules() if _has_loaded(module)]
                 if not partial:
                     _finish_caches_without_scales(self._model)
@@ -131,6 +136,44 @@ def _put_back(before: list[_Tensors]) -> None:
         for table, own in zip(tables_of(module), tensors, strict=True):
             table.clear()
             table.update(own)
+
+
+class _Registrations:
+    """Parameters that a model's own ``load_weights`` makes anew, as it does some biases.
+
+    They stay where they were, since kernels read there, and get the new values. Such a loader may
+    put the new one on the meta device, where reload has put the layer.
+    """
+
+    def __init__(self, before: list[_Tensors]) -> None:
+        self._modules = [(module, own) for module, (own, _) in before if own.keys() & SKIP_TENSORS]
+        self._new: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+
+    def __enter__(self) -> Self:
+        for module, own in self._modules:
+            module.__dict__["register_parameter"] = functools.partial(self._register, module, own)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, _own in self._modules:
+            module.__dict__.pop("register_parameter", None)
+
+    def settled_after_each(self, weights: _Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield these, and look after each whether it was made a parameter."""
+        for name, tensor in weights:
+            yield name, tensor
+            for module, own_name, old in self._new:
+                table, _ = tables_of(module)
+                new = table[own_name]
+                old.data.copy_(tensor.view(old.shape) if new.is_meta else new.data)
+                table[own_name] = old
+            self._new.clear()
+
+    def _register(self, module: torch.nn.Module, own: Any, name: str, parameter: Any) -> None:
+        torch.nn.Module.register_parameter(module, name, parameter)
+        old = own.get(name) if name in SKIP_TENSORS else None
+        if old is not None and parameter is not None and parameter is not old:
+            self._new.append((module, name, old))
 
 
 def _register_nothing_again(before: list[_Tensors]) -> None:

@@ -13,7 +13,12 @@ from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, ServingModel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
-from dbuffer.integrations.vllm.config import default_engine_id, is_launched, replica_name
+from dbuffer.integrations.vllm.config import (
+    WRAPPER,
+    default_engine_id,
+    is_launched,
+    replica_name,
+)
 from dbuffer.integrations.vllm.model import VllmModel
 from dbuffer.integrations.vllm.packing import CpuPacking
 from dbuffer.integrations.vllm.shape_check import vllm_shape_check
@@ -24,7 +29,7 @@ class WorkerRank(EngineRank):
 
     # The last is what vLLM knows of adapters and of the requests that asked for them.
     not_weights = ("kv_cache", KEPT_AS, "lora_manager")
-    wrapper = "base_layer"  # of an engine that takes LoRA requests
+    wrapper = WRAPPER
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
         self._vllm_config = vllm_config
@@ -34,6 +39,7 @@ class WorkerRank(EngineRank):
         self.packing = None if self.on_device else CpuPacking()
         self.ranks = WorkerRanks(vllm_config)
         self.instance_id = vllm_config.instance_id
+        self.is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         if is_launched(vllm_config.parallel_config):  # each process has made up its own
             self.instance_id = self.ranks.gather(self.instance_id)[0]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,9 +20,17 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
-from dbuffer.integrations.engine.plan.recording import storage_of, tables_of
-from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.integrations.engine.model_copy import built_without_data, tie_as_serving
+from dbuffer.integrations.engine.plan.recording import storage_of, tables_of, unwrapped_by
+from dbuffer.integrations.engine.shape_check import (
+    ShapeCheck,
+    WatchedLoads,
+    is_multi_token_prediction,
+)
+from dbuffer.integrations.vllm.config import WRAPPER
 from dbuffer.integrations.vllm.model import has_optional_scales
+
+logger = logging.getLogger(__name__)
 
 _DEFERRING = "online_process_loader"
 """The name by which vLLM knows the loaders that it has wrapped others in."""
@@ -40,6 +50,33 @@ def vllm_shape_check(
             "vLLM moves the experts of this engine between ranks (enable_eplb), and would load new "
             "ones to where they were at its start: start it without"
         )
+    model = built_without_data(
+        lambda: _make_model(vllm_config), type(serving).__name__, keep=SKIP_TENSORS
+    )
+    _require_views(model, serving)
+    tie_as_serving(model, serving, unwrapped_by(WRAPPER))
+    for tensor in (*model.parameters(), *model.buffers()):
+        _load_without_quantising(tensor)
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    watched = _WatchedLayers(model, serving, tp_size=tp_size, partial=partial)
+    text_config = vllm_config.model_config.hf_text_config
+
+    def is_spare(name: str) -> bool:
+        is_of_draft = is_multi_token_prediction(name, text_config)
+        if is_of_draft and "mtp" in str(getattr(vllm_config.speculative_config, "method", "")):
+            _log_that_drafts_stay()
+        return is_of_draft
+
+    return ShapeCheck(watched, is_spare=is_spare)
+
+
+@functools.cache
+def _log_that_drafts_stay() -> None:
+    logger.info("the draft keeps the layers (MTP) of the engine's start: versions do not bring any")
+
+
+def _make_model(vllm_config: Any) -> Any:
+    """Make a model as vLLM does, which the engine does not notice, on the default device."""
     config = copy.copy(vllm_config)
     # The Transformers backend asks for its parameters here, whatever the default device is.
     config.device_config = copy.copy(config.device_config)
@@ -51,15 +88,9 @@ def vllm_shape_check(
     with (
         set_current_vllm_config(config),
         set_default_torch_dtype(config.model_config.dtype),
-        torch.device("meta"),
         _expert_maps_with_data(),
     ):
-        model = initialize_model(config, model_config=config.model_config)
-    _require_views(model, serving)
-    for tensor in (*model.parameters(), *model.buffers()):
-        _load_without_quantising(tensor)
-    tp_size = config.parallel_config.tensor_parallel_size
-    return ShapeCheck(_WatchedLayers(model, tp_size=tp_size, partial=partial))
+        return initialize_model(config, model_config=config.model_config)
 
 
 def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
@@ -114,12 +145,16 @@ def _load_without_quantising(tensor: Any) -> None:
 class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
     """Counts by layer too: what vLLM would reload as one, a module's own parameters and buffers."""
 
-    def __init__(self, model: torch.nn.Module, *, tp_size: int, partial: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, serving: torch.nn.Module, *, tp_size: int, partial: bool
+    ) -> None:
         super().__init__(
             model,
             embedding=VocabParallelEmbedding,
             default_loader=default_weight_loader,
             tp_size=tp_size,
+            serving=serving,
+            wrapper=WRAPPER,
         )
         self._partial = partial
         # What vLLM would reload as one, and of how many elements it takes that for whole.
@@ -162,11 +197,9 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
             )
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
 
-    def require_complete(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: ARG002
-        """Raise :class:`WeightsMismatchError` if a tensor is missing; with `partial`, of a layer.
-
-        A tensor that the model skipped is missing somewhere else: its loaders know every name.
-        """
+    def require_complete(self) -> None:
+        """Raise :class:`WeightsMismatchError` if one is missing; with `partial`, of a layer."""
+        self.require_late_parameters(partial=self._partial)
         self._refuse_what_reload_would_lose()
         if not self._partial:
             for name, parameter in self.model.named_parameters():

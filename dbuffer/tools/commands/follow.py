@@ -105,6 +105,14 @@ def follow(
             help="Versions may hold a part of the vLLM server's model; the rest stays as it is.",
         ),
     ] = False,
+    unused_tensors: Annotated[
+        str,
+        typer.Option(
+            metavar="refuse|warn",
+            help="With --vllm or --sglang, when a version has tensors that the server's model has "
+            "no place for: 'refuse' it; or 'warn' once, and leave them out.",
+        ),
+    ] = "refuse",
     new_history: Annotated[
         str,
         typer.Option(
@@ -125,6 +133,7 @@ def follow(
         options.seconds("timeout_s", timeout_s)
     options.choice("pause", pause, ("keep", "abort", "wait"))
     options.choice("new_history", new_history, ("follow", "refuse"))
+    options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
     if rename is not None and sglang is None:
         raise typer.BadParameter("only together with --sglang", param_hint="--rename")
     if vllm is not None or sglang is not None:
@@ -142,11 +151,16 @@ def follow(
             verify=verify_checksums or "auto",
             allow_shared_store=allow_shared_store,
             partial=partial,
+            unused_tensors=unused_tensors,
             new_history=new_history,
         )
         return
     if partial:
         raise typer.BadParameter("only together with --vllm", param_hint="--partial")
+    if unused_tensors != "refuse":
+        raise typer.BadParameter(
+            "only together with --vllm or --sglang", param_hint="--unused-tensors"
+        )
     receiver = dbuffer.WeightReceiver(
         store,
         receiver_id=receiver_id,

@@ -96,9 +96,14 @@ class Recording:
     num_loaded: Mapping[str, int]
     """How many elements loaders gave each parameter, in whatever way."""
     offered: frozenset[str]
-    """Names of all published tensors, those that loaders passed over included."""
-    apart: frozenset[str] = field(default=frozenset(), compare=False)
-    """Names of all parameters and buffers; one of them where several are one tensor."""
+    """Names of all tensors that were offered to the loaders."""
+    unused: tuple[str, ...] = field(default=(), compare=False)
+    """Tensors that no loader has read, and that make a difference, with dtypes and shapes."""
+    twins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """By names of tensors that no loader has read: the tensor, of the same dtype and shape, in an
+    embedding or a head. If both are equal, the former is redundant."""
+    embedded: frozenset[str] = field(default=frozenset(), compare=False)
+    """Names of tensors that go into embeddings or heads."""
 
     @property
     def loaded_bytes(self) -> int:
@@ -108,18 +113,6 @@ class Recording:
             for name, steps in self.steps.items()
             for step in steps
             if step.source is not None
-        )
-
-    def fills_alike(self, one: str, other: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether two parameters are known to be given the same bytes of a version."""
-        if one not in self.steps or other not in self.steps:
-            return False
-        mine, others = (
-            {step.to: step.content(tensors, self.places[name].dtype) for step in self.steps[name]}
-            for name in (one, other)
-        )
-        return mine.keys() == others.keys() and all(
-            torch.equal(_bytes(content), _bytes(others[place])) for place, content in mine.items()
         )
 
 
@@ -142,6 +135,7 @@ class LoadRecorder:
     def __init__(self, places: Mapping[str, torch.Tensor]) -> None:
         # A tied tensor is there under several names; any of them leads to it.
         self._places = {storage_of(tensor): (name, tensor) for name, tensor in places.items()}
+        self._registered: list[int] = []
         self._lock = threading.Lock()  # some models load in threads
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self._steps: dict[str, list[LoadStep]] = defaultdict(list)
@@ -153,6 +147,9 @@ class LoadRecorder:
 
     def begin(self) -> None:
         """Forget what was noted."""
+        for storage in self._registered:
+            del self._places[storage]
+        self._registered.clear()
         self._sources.clear()
         self._steps.clear()
         self._refused.clear()
@@ -173,6 +170,18 @@ class LoadRecorder:
             for made in _tensors_in(result):
                 if storage_of(made) not in self._places:
                     self._read.setdefault(storage_of(made), (origin, made))
+
+    def is_source(self, tensor: torch.Tensor) -> bool:
+        """Whether it is one of those that were noted, or a view of one."""
+        return storage_of(tensor) in self._sources
+
+    def note_registered(self, name: str, parameter: torch.Tensor) -> None:
+        """A parameter that a loader has just made, of a published tensor."""
+        storage = storage_of(parameter)
+        if storage not in self._places:
+            self._registered.append(storage)
+        self._places[storage] = name, parameter
+        self._refused[name] = "is registered by its loader"
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """An operation that is about to be done."""
@@ -222,8 +231,7 @@ class LoadRecorder:
             place = self._places.get(storage_of(tensor))
             if count and place is not None:
                 num_loaded[place[0]] += count
-        apart = frozenset(by_name)
-        return Recording(steps, places, dict(self._refused), dict(num_loaded), offered, apart)
+        return Recording(steps, places, dict(self._refused), dict(num_loaded), offered)
 
     def _origin_of(self, tensor: torch.Tensor) -> str | None:
         """The model's tensor that this is a part of, or was computed from."""
@@ -259,19 +267,6 @@ def storage_of(tensor: torch.Tensor) -> int:
 def tables_of(layer: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Where a module keeps its parameters and buffers; to register them again keeps no order."""
     return layer.__dict__["_parameters"], layer.__dict__["_buffers"]
-
-
-def tied_names(model: torch.nn.Module, unwrapped: Unwrapped) -> list[list[str]]:
-    """Names of a model's parameters that are one and the same tensor."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.nbytes:
-            names[parameter.data_ptr()].append(unwrapped(name))
-    return [tied for tied in names.values() if len(tied) > 1]
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _tensors_in(values: Any) -> Iterable[torch.Tensor]:

@@ -1,0 +1,209 @@
+"""Which tensors an engine's model has places for, by its own loaders. No engine but ours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
+from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.model_copy import built_without_data, tie_as_serving
+from dbuffer.integrations.engine.plan.recording import Recording, unwrapped_by
+from dbuffer.integrations.engine.shape_check import (
+    ShapeCheck,
+    WatchedLoads,
+    is_multi_token_prediction,
+)
+
+ROWS, WIDTH = 10, 4
+EMBEDDING, HEAD, LAYER, BIAS = "embed.weight", "head.weight", "layer.weight", "head.bias"
+SPECS = [TensorSpec(name, "float32", (ROWS, WIDTH)) for name in (EMBEDDING, HEAD)]
+SPECS.append(TensorSpec(LAYER, "float32", (WIDTH, WIDTH)))
+UNTIED, TIED = SPECS, [SPECS[0], SPECS[2]]
+ONE = TensorSpec("bias", "float32", (WIDTH,))
+
+
+class Rows(nn.Module):
+    """An embedding or a head, padded as engines pad them."""
+
+    org_vocab_size = ROWS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2 * ROWS, WIDTH))
+        self.register_parameter("bias", None)
+
+
+class Model(nn.Module):
+    """Passes over biases that it does not know, refuses other names, and registers one itself."""
+
+    def __init__(self, *, is_tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = Rows(), Rows()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.is_tied = is_tied
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        own = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name == BIAS:
+                self.head.bias = nn.Parameter(tensor.to(self.head.weight.device))
+            elif name in own:
+                own[name].weight_loader(own[name], tensor)  # type: ignore[attr-defined]
+            elif not (name.endswith((".bias", "inv_freq")) or (self.is_tied and name == HEAD)):
+                raise KeyError(name)
+
+
+class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
+    def require_complete(self) -> None:
+        self.require_late_parameters()
+        for name, parameter in self.model.named_parameters():
+            self.require_whole(name, parameter, parameter.numel())
+
+
+def rows(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+    parameter.data[: len(loaded)].copy_(loaded)
+    parameter.data[len(loaded) :].fill_(0)
+
+
+def check_of(serving: Model, **options: Any) -> ShapeCheck:
+    copy = built_without_data(lambda: Model(is_tied=serving.is_tied), "Model")
+    tie_as_serving(copy, serving, unwrapped_by(None))
+    watched = Watched(copy, embedding=Rows, default_loader=rows, tp_size=1, serving=serving)
+    return ShapeCheck(watched, **options)
+
+
+def unused(recording: Recording) -> list[str]:
+    return [tensor.partition(" ")[0] for tensor in recording.unused]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["layer.bias"],  # passed over
+        ["head.scale"],  # refused
+        ["other.0.weight", "layer.bias", "other.1.weight", "other.1.bias"],
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_tensors_without_a_place_are_named(names: list[str], *, is_first: bool) -> None:
+    surplus = [ONE._replace(name=name) for name in names]
+    recording = check_of(Model())([*surplus, *UNTIED] if is_first else [*UNTIED, *surplus])
+    assert sorted(unused(recording)) == sorted(names)
+    assert set(recording.steps) == {EMBEDDING, HEAD, LAYER}
+    assert {spec.name for spec in UNTIED} <= recording.offered
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_known"),
+    [
+        (TensorSpec("layer.rotary_emb.inv_freq", "float32", (2,)), True),
+        (TensorSpec("layer.position_ids", "int64", (1, 8)), True),
+        (TensorSpec("layer.attn.bias", "bool", (1, 1, 8, 8)), True),  # a mask
+        (TensorSpec("layer.attn.bias", "float32", (8,)), False),
+        (TensorSpec("mtp.layers.0.weight", "float32", (8,)), True),
+        (TensorSpec("model.layers.2.weight", "float32", (8,)), True),
+        (TensorSpec("model.layers.3.weight", "float32", (8,)), False),
+    ],
+)
+def test_computed_buffers_and_drafts_need_no_place(spec: TensorSpec, *, is_known: bool) -> None:
+    class Config:
+        num_hidden_layers, num_nextn_predict_layers = 2, 1
+
+    check = check_of(Model(), is_spare=lambda name: is_multi_token_prediction(name, Config()))
+    assert unused(check([*UNTIED, spec])) == ([] if is_known else [spec.name])
+
+
+def test_aliases_are_offered_where_a_name_is_missing() -> None:
+    recording = check_of(Model())(TIED, {HEAD: EMBEDDING})
+    assert set(recording.steps) == {EMBEDDING, HEAD, LAYER}
+    assert recording.offered == {EMBEDDING, HEAD, LAYER}
+    assert not recording.unused
+    # A tied model skips the head, under whichever name the store has both.
+    stored = [SPECS[1], SPECS[2]]
+    recording = check_of(Model(is_tied=True))(stored, {EMBEDDING: HEAD})
+    assert set(recording.steps) == {EMBEDDING, LAYER}
+    assert not recording.unused
+
+
+def test_aliases_of_what_the_model_has_not_are_named() -> None:
+    aliases = {HEAD: EMBEDDING, "other.weight": LAYER}
+    recording = check_of(Model(is_tied=True))(TIED, aliases)
+    assert unused(recording) == ["other.weight"]
+    assert unused(check_of(Model())(TIED, aliases)) == ["other.weight"]
+
+
+def test_a_head_that_the_model_ties_is_redundant_if_it_is_equal() -> None:
+    for tied in (Model(is_tied=True), Model()):
+        tied.head.weight = tied.embed.weight  # as engines tie what they found equal
+        recording = check_of(tied)(UNTIED)
+        assert not recording.unused
+        assert recording.twins == {HEAD: EMBEDDING}
+
+
+def test_parameters_that_a_loader_registers() -> None:
+    bias = TensorSpec(BIAS, "float32", (ROWS,))
+    serving = Model()
+    with pytest.raises(WeightsMismatchError, match="started from a checkpoint without"):
+        check_of(serving)([*UNTIED, bias])
+    serving.head.bias = nn.Parameter(torch.empty(ROWS))
+    check = check_of(serving)
+    for _ in range(2):
+        recording = check([*UNTIED, bias])
+        assert "registered by its loader" in recording.refused[BIAS]
+        assert not recording.unused
+        with pytest.raises(WeightsMismatchError, match=r"head.bias .* was not published"):
+            check(UNTIED)
+    with pytest.raises(WeightsMismatchError, match=r"head.bias was published as \[3\]"):
+        check([*UNTIED, bias._replace(shape=(3,))])
+
+
+def test_another_vocabulary_is_refused_with_its_sizes() -> None:
+    with pytest.raises(WeightsMismatchError, match=r"\[12, 4\] does not fit .* the 10 rows .* 12"):
+        check_of(Model())([SPECS[0]._replace(shape=(12, WIDTH)), *SPECS[1:]])
+
+
+def test_a_name_that_is_missing_and_one_that_is_unknown_are_both_told() -> None:
+    with pytest.raises(WeightsMismatchError, match=r"of layer.weight were .* no place for lay_er"):
+        check_of(Model())([*SPECS[:2], SPECS[2]._replace(name="lay_er.weight")])
+
+
+def test_integers_are_refused_for_what_they_are() -> None:
+    with pytest.raises(WeightsMismatchError, match=r"torch.int64 does not convert to torch.float"):
+        check_of(Model())([*SPECS[:2], SPECS[2]._replace(dtype="int64")])
+
+
+class Slopes(nn.Module):
+    """Reads what it computes, as ALiBi's slopes and thresholds of activations are."""
+
+    def __init__(self, read: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        base = torch.tensor(2 ** -(2 ** -(math.log2(8) - 3)), dtype=torch.float32)
+        slopes = torch.pow(base, torch.arange(1, 9, dtype=torch.int32))
+        self.read = read(torch.cat([slopes, slopes])[4:12])
+        self.weight = nn.Parameter(torch.empty(4))
+        self.register_buffer("scale", torch.tensor([0.5]))
+        self.register_buffer("cache", torch.tensor([0.5]), persistent=False)
+
+
+def test_models_that_read_numbers_are_built_without_data() -> None:
+    made = built_without_data(lambda: Slopes(torch.Tensor.tolist), "Slopes")
+    assert made.read == Slopes(torch.Tensor.tolist).read
+    assert made.weight.is_meta
+    assert made.scale.is_meta
+    assert not made.cache.is_meta
+
+
+def test_models_that_read_weights_are_refused_by_name() -> None:
+    def read(_: torch.Tensor) -> float:
+        return torch.empty(1).item()
+
+    with pytest.raises(EngineUnsupportedError, match="a Slopes cannot be built without data"):
+        built_without_data(lambda: Slopes(read), "Slopes")
