@@ -459,6 +459,27 @@ def test_collectors_and_hooks_are_told_after_the_write(kind: Any, store: Path) -
     scheme.shutdown()
 
 
+class Broken(Counting):
+    """A collector that cannot count."""
+
+    def increment_version(self) -> None:
+        raise RuntimeError("this collector has ended")
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
+def test_collector_that_cannot_advance_is_logged(
+    kind: Any, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = kind(remote_addr=str(store)).create_sender()
+    collector = Counting(store)
+    sender.register_collector(Broken(store))
+    sender.register_collector(collector)
+    sender.update_weights({"weight": torch.ones(1)})
+    assert collector.published == [1]
+    assert "this collector has ended" in caplog.text
+    sender.shutdown()
+
+
 @OWN_UPDATER
 def test_policy_version_of_a_real_collector_advances(scheme: VLLMDoubleBufferSyncScheme) -> None:
     from torchrl_parts import ConstantPolicy, ProbeEnv
@@ -628,6 +649,20 @@ def test_prepare_weights_asks_the_context(kind: Any, store: Path) -> None:
     assert prepared["weight"].shape == (2, 2)
     with pytest.raises(dbuffer.OptionError, match="actor"):
         scheme.prepare_weights("actor", "policy", WeightStrategy(), context)
+    scheme.shutdown()
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, DoubleBufferSyncScheme])
+@pytest.mark.parametrize("given", ["model", "context"])
+def test_prepare_weights_knows_what_the_sender_was_given(
+    kind: Any, given: str, store: Path
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    scheme = kind(str(store))
+    context = OnlyGetModel(policy=model)
+    scheme.init_on_sender("policy", **{given: model if given == "model" else context})
+    prepared = scheme.prepare_weights(None, "policy", WeightStrategy())
+    assert torch.equal(prepared["weight"], model.weight)
     scheme.shutdown()
 
 

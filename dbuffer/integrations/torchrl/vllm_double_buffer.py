@@ -6,6 +6,7 @@ that is rewritten in place. Change the import, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -89,9 +90,13 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         self.model_id = model_id
+        # Some contexts can have no weak reference, which is what the scheme keeps.
+        with contextlib.suppress(TypeError):
+            self.context = context
         self._sender = self.create_sender()
         model = find_model(context, model_id) if model is None else model
         if model is not None:
+            self.model = model
             self._sender.register_model(model)
 
     def _init_on_receiver_impl(
@@ -164,8 +169,19 @@ class VLLMDoubleBufferWeightSender:
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
-        """Advance the collector's policy version after each update."""
-        self.register_post_hook(collector.increment_version)
+        """Advance the collector's policy version after each update.
+
+        A collector that cannot is logged, and the update has succeeded, as in TorchRL.
+        """
+
+        def increment_version() -> None:
+            try:
+                collector.increment_version()
+            # TorchRL logs whatever it raises: the weights are published.
+            except Exception:
+                logger.warning("could not advance a collector's policy version", exc_info=True)
+
+        self.register_post_hook(increment_version)
 
     def register_post_hook(self, hook: Callable[[], None]) -> None:
         self._post_hooks.append(hook)
