@@ -179,6 +179,10 @@ class UpdateRequest:
     update_kind: Literal["dense", "sparse_flat"] = "dense"
     """How the version came, in vLLM's words: as whole tensors, or by patches. It is in the store
     either way, and is switched to in one way."""
+    names: list[str] | None = None
+    """Names of the tensors that patches change, as vLLM's trainers give them. Only counted."""
+    num_updates_list: list[int] | None = None
+    """How many places of each of ``names`` are patched. Required with ``"sparse_flat"``."""
     attempt: str | None = None
     """What the engine's record is to name as the cause of what it says, when this has been done or
     has failed: who asked knows by that which weights the engine has."""
@@ -192,6 +196,20 @@ class UpdateRequest:
         is_attempt = isinstance(self.attempt, str) and ATTEMPT.fullmatch(self.attempt) is not None
         _require(self, "attempt", self.attempt is None or is_attempt)
         checks.choice("update_kind", self.update_kind, ("dense", "sparse_flat"))
+        _require(self, "names", self.names is None or _is_list_of(str, self.names))
+        self._require_counts()
+
+    def _require_counts(self) -> None:
+        """Refuse counts of patches that vLLM refuses."""
+        counts = self.num_updates_list
+        if self.update_kind == "dense":
+            _require(self, "num_updates_list", counts is None)
+            return
+        is_right = _is_list_of(int, counts) and min(counts or [-1]) >= 0
+        if is_right and self.names is not None:
+            is_right = len(counts or ()) == len(self.names)
+        if not is_right:
+            checks.refuse("num_updates_list", counts, _RULES["sparse_flat"])
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -213,6 +231,10 @@ class UpdateRequest:
             return error
 
 
+def _is_list_of(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
+
+
 def _require(options: Any, name: str, is_right: bool) -> None:
     if not is_right:
         checks.refuse(name, getattr(options, name), _RULES[name])
@@ -226,4 +248,7 @@ _RULES = {
     "history": "16 hexadecimal digits, as a pointer has them",
     "at_least": "either version or at_least, not both",
     "attempt": "16 hexadecimal digits",
+    "names": "a list of names",
+    "num_updates_list": "None where update_kind is 'dense'",
+    "sparse_flat": "a list of counts where update_kind is 'sparse_flat', one for each of names",
 }
