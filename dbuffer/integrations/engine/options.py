@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from dbuffer.errors import OptionError
 from dbuffer.format.layout import digest
@@ -182,7 +182,7 @@ class UpdateRequest:
     names: list[str] | None = None
     """Names of the tensors that patches change, as vLLM's trainers give them. Only counted."""
     num_updates_list: list[int] | None = None
-    """How many places of each of ``names`` are patched. Required with ``"sparse_flat"``."""
+    """How many places of each of ``names`` are patched. Only counted."""
     attempt: str | None = None
     """What the engine's record is to name as the cause of what it says, when this has been done or
     has failed: who asked knows by that which weights the engine has."""
@@ -196,20 +196,29 @@ class UpdateRequest:
         is_attempt = isinstance(self.attempt, str) and ATTEMPT.fullmatch(self.attempt) is not None
         _require(self, "attempt", self.attempt is None or is_attempt)
         checks.choice("update_kind", self.update_kind, ("dense", "sparse_flat"))
-        _require(self, "names", self.names is None or _is_list_of(str, self.names))
         self._require_counts()
 
     def _require_counts(self) -> None:
-        """Refuse counts of patches that vLLM refuses."""
-        counts = self.num_updates_list
+        """Refuse names and counts of patches that vLLM refuses."""
+        names, counts = self.names, self.num_updates_list
         if self.update_kind == "dense":
-            _require(self, "num_updates_list", counts is None)
+            for name in ("names", "num_updates_list"):
+                _require(self, name, getattr(self, name) is None)
             return
-        is_right = _is_list_of(int, counts) and min(counts or [-1]) >= 0
-        if is_right and self.names is not None:
-            is_right = len(counts or ()) == len(self.names)
+        if names is not None and not _is_list_of(str, names):
+            checks.refuse("names", names, "a list of names")
+        is_right = counts is None or (_is_list_of(int, counts) and min(counts, default=-1) >= 0)
+        if is_right and None not in (names, counts):
+            is_right = len(counts or ()) == len(names or ())
         if not is_right:
-            checks.refuse("num_updates_list", counts, _RULES["sparse_flat"])
+            self.refuse_counts()
+
+    def refuse_counts(self) -> NoReturn:
+        checks.refuse(
+            "num_updates_list",
+            self.num_updates_list,
+            "a list of counts where update_kind is 'sparse_flat', one for each of names",
+        )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -248,7 +257,6 @@ _RULES = {
     "history": "16 hexadecimal digits, as a pointer has them",
     "at_least": "either version or at_least, not both",
     "attempt": "16 hexadecimal digits",
-    "names": "a list of names",
+    "names": "None where update_kind is 'dense'",
     "num_updates_list": "None where update_kind is 'dense'",
-    "sparse_flat": "a list of counts where update_kind is 'sparse_flat', one for each of names",
 }

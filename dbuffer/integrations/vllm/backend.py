@@ -108,7 +108,11 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         return None
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo:
-        return DBufferUpdateInfo.parse(update_dict)
+        """Check ``update_info`` by the rules of vLLM 0.23: a sparse one has counts of patches."""
+        info = DBufferUpdateInfo.parse(update_dict)
+        if info.update_kind == "sparse_flat" and info.num_updates_list is None:
+            info.refuse_counts()
+        return info
 
     def init_transfer_engine(self, init_info: DBufferInitInfo | None) -> None:
         if init_info is None:
