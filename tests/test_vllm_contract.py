@@ -121,7 +121,8 @@ def dense_then_sparse(case: Case) -> None:
     after = WEIGHTS["a"].clone()
     after.view(-1)[[1, 6]] = torch.tensor([9.0, 8.0])
     assert case.model.has({"a": after, "b": WEIGHTS["b"]})
-    assert case.model.num_patched == 2
+    # On a local mount no manifest says what a version changed, so all of it is handed over.
+    assert case.model.num_patched == (2 if os.environ["DBUFFER_MOUNT"] == "network" else 18)
 
 
 def whole_tensors_where_the_version_before_was_loaded_in_part(case: Case) -> None:

@@ -81,9 +81,9 @@ class HandingOver:
                 load_weights([(name, tensor.clone())])
 
     def patch(self, request: UpdateRequest, apply_patches: ApplyPatches) -> None:
-        """Hand over what a version changes: as patches of the version before, if that is known.
+        """Hand over what a version changes since the one that was loaded last.
 
-        Otherwise each patch is a whole tensor.
+        Where that is not known, as on a local mount, each patch is a whole tensor.
 
         Raises:
             EngineUpdateError: a tensor has more elements than vLLM's 32-bit indices reach.
