@@ -25,6 +25,7 @@ class Reader:
     """An engine as far as `Pushed` knows one; it reads the whole version, after ``delay_s``."""
 
     def __init__(self, store: Path, delay_s: float) -> None:
+        self.store = store
         self._receiver = dbuffer.WeightReceiver(store)
         self._delay_s = delay_s
         self.applied: int | None = None
@@ -46,7 +47,6 @@ class Reader:
 def follow(connection: Connection, store: Path, delay_s: float) -> None:
     pushed = Pushed(
         Reader(store, delay_s),
-        store,
         is_to_be_made=True,
         allow_shared_store=False,
         poll_interval_s=0.05,

@@ -31,6 +31,10 @@ class Switching(Protocol):
     """A receiver, as far as the thread knows it. All calls come from that thread."""
 
     @property
+    def store(self) -> Path:
+        """The store that is followed now."""
+
+    @property
     def applied(self) -> int | None:
         """The version that the engine has of the store; None: none yet."""
 
@@ -51,18 +55,17 @@ class Pushed:
     def __init__(
         self,
         receiver: Switching,
-        store: Path,
         *,
         is_to_be_made: bool,
         allow_shared_store: bool,
         poll_interval_s: float,
     ) -> None:
         self._receiver = receiver
-        self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+        self._allow_shared_store = allow_shared_store
+        self._name = f"{_NAME}{host_in_id()}-{secrets.token_hex(4)}"
         self._is_to_be_made = is_to_be_made
         self._poll_interval_s = poll_interval_s
-        self._record = RecordFile(store, f"{_NAME}{host_in_id()}-{secrets.token_hex(4)}")
-        self._record.set(is_made_up=True)
+        self._register(receiver.store)
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._is_closed = False
@@ -70,6 +73,11 @@ class Pushed:
         self._say(None, None)
         self._thread = threading.Thread(target=self._run, name="dbuffer-pushed", daemon=True)
         self._thread.start()
+
+    def _register(self, store: Path) -> None:
+        self._store = DoubleBuffer(store, allow_shared_store=self._allow_shared_store)
+        self._record = RecordFile(store, self._name)
+        self._record.set(is_made_up=True)
 
     def do(self, call: Callable[[], Any]) -> Any:
         """Let the thread make a call that needs the engine; what it returned, or raised."""
@@ -98,9 +106,12 @@ class Pushed:
             self._do_jobs()
             newest, wait_s = None, self._poll_interval_s
             try:
+                if (store := self._receiver.store) != self._store.root:
+                    self._record.remove()
+                    self._register(store)
                 newest = self._store.newest_pointer()
                 if self._receiver.catch_up():
-                    trouble.end(self._record.current.receiver)
+                    trouble.end(self._name)
                     self._say(newest, self._receiver.applied)
                 else:
                     wait_s = _BUSY_RETRY_S
@@ -137,7 +148,7 @@ class Pushed:
             "problem": problem,
             "problem_version": version if problem is not None else None,
         }
-        is_there = self._store.record_path(before.receiver).exists()
+        is_there = self._store.record_path(self._name).exists()
         if is_there and all(getattr(before, name) == value for name, value in changes.items()):
             return
         if newest is None and self._is_to_be_made:

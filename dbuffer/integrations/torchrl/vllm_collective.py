@@ -217,12 +217,11 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     def _follow(self) -> None:
         if self._pushed is not None:
             return
-        watch = self._find_engines()
+        self._find_engines()
         self._begin()
         options = self._scheme.options
         self._pushed = Pushed(
             self,
-            Path(watch.store),
             is_to_be_made=self._transport.addresses.are_one,
             allow_shared_store=options.allow_shared_store,
             poll_interval_s=options.poll_interval_s,
@@ -249,6 +248,10 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
                 raise
             return False
         return True
+
+    @property
+    def store(self) -> Path:
+        return Path(self._find_engines().store)
 
     @property
     def applied(self) -> int | None:
