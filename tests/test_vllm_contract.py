@@ -397,7 +397,7 @@ def observe_updates(
     info = {"version": version, "names": names, "num_updates_list": counts}
     seen["sparse refused"] = "Sparse weight updates currently require TP=1 and PP=1"
     try:
-        update(llm, "kernel", info | {"update_kind": "sparse_flat"})
+        update(llm, "checkpoint", info | {"update_kind": "sparse_flat"})
         seen["sparse"] = greedy(llm)
     except Exception as error:
         seen["sparse"] = re.search(seen["sparse refused"], str(error))[0]  # type: ignore[index]

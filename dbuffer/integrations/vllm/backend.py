@@ -21,8 +21,8 @@ from dbuffer.integrations.vllm.handing_over import (
     HandingOver,
     LoadWeights,
     calling_worker,
+    leave_layers_alone,
 )
-from dbuffer.integrations.vllm.model import put_back_layers
 from dbuffer.integrations.vllm.patches import trainer_send_sparse_weights, trainer_send_weights
 from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
 
@@ -75,8 +75,6 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         given = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         ).bind(*args, **kwargs)
-        self._prepares_layers = is_old
-        """Whether vLLM has prepared the model's layers for its own reload when it updates."""
         if not is_old:
             super().__init__(config, **given.arguments)
             self._follow_in_worker(self.vllm_config, self.device)
@@ -87,6 +85,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if worker is None:
             self._handing_over = HandingOver(self.parallel_config)
         else:
+            leave_layers_alone(worker)
             self._follow_in_worker(worker.vllm_config, worker.device)
 
     def _follow_in_worker(self, vllm_config: Any, device: Any) -> None:
@@ -174,8 +173,5 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._endpoint.begin(rank, BeginRequest(options=options))
 
     def _update(self, request: DBufferUpdateInfo | OptionError) -> None:
-        if self._prepares_layers:
-            # Also where it fails: vLLM would not put them back, and the engine is to serve on.
-            put_back_layers(self.model)
         with self._ranks.raising_once():
             self._endpoint.update(request)

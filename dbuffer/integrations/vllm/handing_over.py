@@ -41,6 +41,20 @@ def calling_worker(parallel_config: Any) -> Any | None:
     return None
 
 
+def leave_layers_alone(worker: Any) -> None:
+    """Let a worker of those releases begin each update without preparing layers for vLLM's reload.
+
+    It would take their weights away, until something is loaded, under a thread that looks at them;
+    and an update that fails would leave them so.
+    """
+    start: Callable[..., None] = worker.start_weight_update
+
+    def start_weight_update(is_checkpoint_format: bool = True) -> None:  # noqa: ARG001
+        start(is_checkpoint_format=False)
+
+    worker.start_weight_update = start_weight_update
+
+
 class HandingOver:
     """Reads a store for one process. What is loaded is not checked against a model."""
 

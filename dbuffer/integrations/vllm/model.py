@@ -133,22 +133,6 @@ def _put_back(before: list[_Tensors]) -> None:
             table.update(own)
 
 
-def put_back_layers(model: torch.nn.Module) -> None:
-    """Undo what vLLM's `initialize_layerwise_reload` did to layers that nothing was loaded into."""
-    for module in model.modules():
-        info = get_layerwise_info(module)
-        if info.kernel_tensors is not None:
-            for table, own, loaded in zip(
-                tables_of(module), info.kernel_tensors, info.restore_metadata, strict=True
-            ):
-                # A name that is only loaded had None under it: its kernel keeps those weights.
-                own = dict.fromkeys(loaded.keys() - own.keys()) | own
-                for name in table.keys() & (loaded.keys() | own.keys()):
-                    del table[name]
-                table.update(own)
-        info.reset()
-
-
 def _register_nothing_again(before: list[_Tensors]) -> None:
     """Reload forgets a layer's names that have None under them: weights that its kernel keeps."""
     for module, tensors in before:
