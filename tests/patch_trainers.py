@@ -181,9 +181,15 @@ def observe_trainers_without_source(
     applied: list[Any] = []
     with dbuffer.WeightSender(store, delta=True) as sender:
         sender.send(other)
-        base = make_model("qwen3", 0)
-        version = type(transfer).trainer_send_sparse_weights(all_of(base), {"sender": sender})
-        asked = transfer.parse_update_info({"version": version, "update_kind": "sparse_flat"})
+        patches = list(all_of(make_model("qwen3", 0)))
+        version = type(transfer).trainer_send_sparse_weights(patches, {"sender": sender})
+        asked = transfer.parse_update_info(
+            {
+                "version": version,
+                "update_kind": "sparse_flat",
+                "num_updates_list": [len(patch.indices) for patch in patches],
+            }
+        )
         transfer.receive_sparse_weights(asked, applied.extend)
         llm.reset_prefix_cache()
     seen["other releases"] = answers(llm), len(applied)

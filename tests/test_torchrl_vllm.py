@@ -459,6 +459,27 @@ def test_collectors_and_hooks_are_told_after_the_write(kind: Any, store: Path) -
     scheme.shutdown()
 
 
+class Broken(Counting):
+    """A collector that cannot count."""
+
+    def increment_version(self) -> None:
+        raise RuntimeError("this collector has ended")
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme])
+def test_collector_that_cannot_advance_is_logged(
+    kind: Any, store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender = kind(remote_addr=str(store)).create_sender()
+    collector = Counting(store)
+    sender.register_collector(Broken(store))
+    sender.register_collector(collector)
+    sender.update_weights({"weight": torch.ones(1)})
+    assert collector.published == [1]
+    assert "this collector has ended" in caplog.text
+    sender.shutdown()
+
+
 @OWN_UPDATER
 def test_policy_version_of_a_real_collector_advances(scheme: VLLMDoubleBufferSyncScheme) -> None:
     from torchrl_parts import ConstantPolicy, ProbeEnv
@@ -628,6 +649,20 @@ def test_prepare_weights_asks_the_context(kind: Any, store: Path) -> None:
     assert prepared["weight"].shape == (2, 2)
     with pytest.raises(dbuffer.OptionError, match="actor"):
         scheme.prepare_weights("actor", "policy", WeightStrategy(), context)
+    scheme.shutdown()
+
+
+@pytest.mark.parametrize("kind", [VLLMDoubleBufferSyncScheme, DoubleBufferSyncScheme])
+@pytest.mark.parametrize("given", ["model", "context"])
+def test_prepare_weights_knows_what_the_sender_was_given(
+    kind: Any, given: str, store: Path
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    scheme = kind(str(store))
+    context = OnlyGetModel(policy=model)
+    scheme.init_on_sender("policy", **{given: model if given == "model" else context})
+    prepared = scheme.prepare_weights(None, "policy", WeightStrategy())
+    assert torch.equal(prepared["weight"], model.weight)
     scheme.shutdown()
 
 
@@ -810,6 +845,35 @@ def test_receiver_takes_what_is_registered(
     assert seen["by path"] == [True, fresh[1]]
     assert seen["object"] == [True, fresh[2]]
     assert seen["other transport"] == [True, fresh[1]]
+
+
+def test_weights_are_pushed_to_an_engine_that_nobody_polls(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    """They are there when `update_weights` has returned, and polling finds nothing newer."""
+    assert local["collective"]["pushed"] == [fresh[1], False]
+    assert local["collective"]["followed from init on"] == fresh[1]
+    assert local["async"]["pushed"] == [fresh[1], False]
+
+
+def test_update_weights_raises_what_an_engine_cannot_have(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    assert local["collective"]["misfit"].startswith("ReceiverFailedError: ")
+    assert HEAD in local["collective"]["misfit"]
+    assert local["collective"]["after the misfit"] == fresh[1]
+
+
+def test_weights_are_pushed_between_two_generations(
+    local: dict[str, Any], fresh: dict[int, Any]
+) -> None:
+    seen = local["collective"]["while it generates"]
+    assert seen["seeds"] == [2, 1, 2]
+    assert seen["last"] == fresh[2]
+    seeds = [1, *seen["seeds"]]
+    for before, tokens, after in seen["answers"]:
+        # Of one version: the last that was delivered when it began, or one that came since.
+        assert tokens in [fresh[seed] for seed in seeds[before : after + 2]]
 
 
 def test_sender_that_has_the_engine_updates_it(
@@ -1125,14 +1189,23 @@ def observe_collective(place: Path, llm: Any, models: dict[int, Any]) -> dict[st
 
     receiver, sender = scheme.create_receiver(llm), scheme.create_sender()
     seen["right metadata"] = [check(receiver, "before anything is published")]
+    seen["tokens after checks"] = greedy(llm)
     begun = time.monotonic()
     seen["polled without news"] = receiver.poll_and_apply()
     seen["polled for, s"] = time.monotonic() - begun
     sender.update_weights(models[1])
+    seen["pushed"] = [greedy(llm), receiver.poll_and_apply(timeout=0)]
     seen["right metadata"].append(check(receiver, "with a version in the store"))
-    seen["tokens after checks"] = greedy(llm)
+    seen["misfit"] = error_of(lambda: sender.update_weights(spoilt(models[1].state_dict())))
+    seen["after the misfit"] = greedy(llm)
+    seen["while it generates"] = observe_pushes_under_load(llm, models, sender)
 
     seen["registered"] = observe_registered(place / "a", llm, models, receiver, sender)
+    receiver.register_model(llm)
+    receiver.init_all_workers_group(metadata)
+    sender.update_weights(models[1])
+    seen["followed from init on"] = greedy(llm)
+    receiver.shutdown()
     sender.register_model(models[2])
     sender.init_all_workers_group(metadata, vllm_engine=llm)
     sender.update_weights()
@@ -1141,7 +1214,6 @@ def observe_collective(place: Path, llm: Any, models: dict[int, Any]) -> dict[st
 
     double = VLLMDoubleBufferSyncScheme(str(place / "double"))
     receiver, sender = double.create_receiver(llm), double.create_sender()
-    sender.update_weights(models[1])
     seen["registered, double buffer"] = observe_registered(
         place / "b", llm, models, receiver, sender
     )
@@ -1149,12 +1221,32 @@ def observe_collective(place: Path, llm: Any, models: dict[int, Any]) -> dict[st
     return seen
 
 
+def observe_pushes_under_load(llm: Any, models: dict[int, Any], sender: Any) -> dict[str, Any]:
+    """Publish in another thread while this one generates, one generation right after the other."""
+    seeds: list[int] = []
+
+    def push() -> None:
+        for seed in (2, 1, 2):
+            sender.update_weights(models[seed])
+            seeds.append(seed)
+
+    trainer = threading.Thread(target=push)
+    trainer.start()
+    answers = []
+    while trainer.is_alive():
+        before = len(seeds)
+        answers.append([before, greedy(llm), len(seeds)])
+    trainer.join()
+    return {"answers": answers, "last": greedy(llm), "seeds": seeds}
+
+
 def observe_registered(
     place: Path, llm: Any, models: dict[int, Any], receiver: Any, sender: Any
 ) -> dict[str, Any]:
-    """What a receiver is told of by hand; weights of seed 1 are published, and not applied."""
+    """What a receiver is told of by hand: until then it has no engine, and nothing is applied."""
     seen: dict[str, Any] = {}
     receiver.register_model(model_ref="policy")
+    sender.update_weights(models[1])
     seen["no context"] = error_of(receiver.poll_and_apply)
     context = OnlyGetModel(policy=llm)
     receiver.set_context(context=context)
@@ -1300,6 +1392,14 @@ async def observe_async_llm(place: Path, models: dict[int, Any]) -> dict[str, An
         seen["in flight, versions"] = [span.version for span in kept.weight_versions]
         seen["in flight, tokens"] = len(kept.token_ids)
         seen["second"] = await answers("second")
+        await asyncio.to_thread(receiver.shutdown)
+        sender.shutdown()
+        reported = list(seen["versions reported"])
+        pushing = VLLMWeightSyncScheme(remote_addr=str(place / "pushed"))
+        receiver, sender = pushing.create_receiver(engine), pushing.create_sender()
+        await asyncio.to_thread(sender.update_weights, models[1])
+        seen["pushed"] = [await answers("pushed"), await poll(0)]
+        seen["versions reported"] = reported
         await asyncio.to_thread(receiver.shutdown)
         sender.shutdown()
     finally:

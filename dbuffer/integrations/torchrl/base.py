@@ -48,6 +48,16 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         self._sender: Any = None
         self._receiver: Any = None
 
+    @property
+    def model(self) -> Any:
+        """The model that weights are taken from, or loaded into; None if there is none."""
+        model = self._model_ref() if self._model_ref is not None else None
+        return find_model(self.context, self._model_id) if model is None else model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        WeightSyncScheme.model.fset(self, model)
+
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """Begin, on either side, after ``init_on_sender`` or ``init_on_receiver``.
 

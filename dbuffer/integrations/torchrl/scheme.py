@@ -85,9 +85,7 @@ class DoubleBufferSyncScheme(StoreScheme):
     @property
     def model(self) -> Any:
         """The model that weights are taken from, or loaded into; None if there is none."""
-        model = self._model_ref() if self._model_ref is not None else None
-        if model is None:
-            model = find_model(self.context, self._model_id)
+        model = super().model
         return self._made_model if model is None else model
 
     @model.setter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,15 @@ class VLLMDoubleBufferTransport:
             self._sender = self._options.make_sender(self.remote_addr)
         info = VersionInfo(extra_state=extracted.extra_state)
         return self._sender.send(extracted.tensors, metadata=info.to_metadata())
+
+    def wait_applied(self, version: int, receivers: Collection[str], timeout_s: float) -> None:
+        """Wait until these receivers have applied a version that was published here.
+
+        Raises:
+            AcknowledgementTimeoutError, ReceiverFailedError: see `WeightSender.wait_applied`.
+        """
+        if self._sender is not None and receivers:
+            self._sender.wait_applied(version, receivers=receivers, timeout_s=timeout_s)
 
     def receive_weights(
         self,

@@ -1,36 +1,55 @@
 """In the place of TorchRL's ``torchrl.weight_update.llm.vllm_nccl``: its methods, over a store.
 
 There is no process group to set up, so no calls must be made at the same time on both sides, and no
-Ray is needed to coordinate.
+Ray is needed to coordinate. As there, weights are pushed: a receiver's engine has them when
+``update_weights`` returns.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from dbuffer.errors import OptionError, VersionTimeoutError, WeightsMismatchError
+from dbuffer.errors import (
+    EngineBusyError,
+    OptionError,
+    VersionTimeoutError,
+    WeightsMismatchError,
+)
 from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.torchrl.base import Strategy
 from dbuffer.integrations.torchrl.extraction import extract_for_vllm, without_torchrl_wrapper
+from dbuffer.integrations.torchrl.pushed import Pushed, Registered
+from dbuffer.integrations.torchrl.turns import Turns
 from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferWeightReceiver,
     VLLMDoubleBufferWeightSender,
+    engine_in,
 )
+from dbuffer.integrations.vllm.engines import AsyncVllm, is_async
 from dbuffer.io.tensors import DTYPE_NAMES
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime import options as checks
 from dbuffer.runtime.messages import listed
 from dbuffer.weights.sources import clean_names
 
 ModelMetadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Dtype and shape by name, as :func:`get_model_metadata` returns them."""
+
+_READY_CHECK_S = 0.005
+"""How often to look whether an ``LLM``'s ranks have a version ready; it generates meanwhile."""
 
 
 class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
@@ -43,6 +62,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         remote_addr: the store, as the trainer sees it.
         local_addr: where the engine's workers read; see `VLLMDoubleBufferSyncScheme`.
         num_threads: threads that copy, on either side.
+        timeout_s: how long ``update_weights`` waits for engines, and an engine for its weights.
         **options: more of :class:`VLLMDoubleBufferSyncScheme`.
 
     Raises:
@@ -61,6 +81,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         remote_addr: str | os.PathLike[str] | None = None,
         local_addr: str | os.PathLike[str] | None = None,
         num_threads: int = 1,
+        timeout_s: float = 180.0,
         **options: Any,
     ) -> None:
         if remote_addr is None:
@@ -72,6 +93,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         self.gpus_per_replica = gpus_per_replica
         self.num_replicas = num_replicas
         self.device = device
+        self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
 
     def create_sender(self) -> VLLMWeightSender:
         return VLLMWeightSender(self)
@@ -82,11 +104,16 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
 
 
 class VLLMWeightSender(VLLMDoubleBufferWeightSender):
-    """Publishes a model's weights; into the engine as well, where it has been given one."""
+    """Publishes a model's weights, and waits for the engines that are to have them."""
 
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
+    def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
         super().__init__(scheme)
-        self._receiver: VLLMWeightReceiver | None = None
+        self._timeout_s = scheme.timeout_s
+        self._receiver: VLLMDoubleBufferWeightReceiver | None = None
+        self._registered = Registered(
+            Path(self._transport.remote_addr),
+            allow_shared_store=scheme.options.allow_shared_store,
+        )
 
     def init_all_workers_group(
         self, model_metadata: ModelMetadata, vllm_engine: Any | None = None
@@ -95,7 +122,8 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 
         Args:
             model_metadata: dtype and shape of each tensor.
-            vllm_engine: then `update_weights` returns when it has the weights.
+            vllm_engine: an engine that `update_weights` switches itself. One that has a
+                :class:`VLLMWeightReceiver` need not be given.
 
         Raises:
             WeightsMismatchError: the registered model, or the engine, differs from it; the message
@@ -106,14 +134,28 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
             sent = {name: (t.dtype, t.shape) for name, t in weights.tensors.items()}
             _require_same(model_metadata, sent, "the registered model")
         if vllm_engine is not None:
-            self._receiver = VLLMWeightReceiver(self._scheme, vllm_engine)
-            self._receiver.init_all_workers_group(model_metadata)
+            self._receiver = VLLMDoubleBufferWeightReceiver(self._scheme, vllm_engine)
+            _require_fit(self._receiver, model_metadata)
 
     def update_weights(self, weights: Any | None = None) -> None:
-        """Publish weights, and apply them to the engine that was given, if one was."""
+        """Publish weights; return when the registered receivers' engines have them.
+
+        A receiver is registered from its creation with an engine, or from its
+        ``init_all_workers_group``, until its ``shutdown``. The engine that was given to the
+        sender's is waited for, too.
+
+        Raises:
+            AcknowledgementTimeoutError: (a ``TimeoutError``) an engine does not have them in time.
+            ReceiverFailedError: an engine cannot have them, or the process of its receiver has
+                ended; the message says why. They are published, and it is tried again.
+            DBufferError: see :meth:`VLLMDoubleBufferWeightSender.update_weights`.
+        """
         super().update_weights(weights)
+
+    def _deliver(self, version: int) -> None:
         if self._receiver is not None:
             self._receiver.apply_weights(None)
+        self._transport.wait_applied(version, self._registered.names(), self._timeout_s)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -123,13 +165,26 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 
 
 class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
-    """Brings an engine to the store's newest weights, when told to look.
+    """Keeps an engine on the store's newest weights, in a thread of its own.
 
-    The engine may also be found later: ``set_context(collector)``, ``register_model("policy")``.
+    It follows from its creation with an engine on. An engine that is registered later
+    (``set_context(collector)``, ``register_model("policy")``) is followed from
+    :meth:`init_all_workers_group` on, and switched by :meth:`poll_and_apply` before.
+
+    An ``LLM`` is switched between two generations: one that is under way ends first, and the next
+    one waits for the switch.
     """
 
+    def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any = None) -> None:
+        self._pushed: Pushed | None = None
+        self._begun: list[Any] | None = None
+        self._timeout_s = scheme.timeout_s
+        super().__init__(scheme, vllm_engine)
+        if vllm_engine is not None:
+            self._follow()
+
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
-        """Check early that what is, or will be, published fits the engine.
+        """Check that what is, or will be, published fits the engine; follow from now on.
 
         Args:
             model_metadata: dtype and shape of each tensor.
@@ -138,21 +193,132 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             WeightsMismatchError: it differs from the store's newest version, or does not fit the
                 engine; the message lists how.
         """
-        watch = self._find_engines()
-        published = _published(watch)
-        if published is not None:
-            _require_same(model_metadata, published, f"the newest version in {watch.store}")
-        tensors = [
-            (name, DTYPE_NAMES[dtype], list(shape))
-            for name, (dtype, shape) in model_metadata.items()
-        ]
-        misfits = [m for follower in self._followers for m in follower.misfits(tensors)]
-        if misfits:
-            raise WeightsMismatchError("; ".join(dict.fromkeys(misfits)))
+        self._do(lambda: _require_fit(self, model_metadata))
+        self._follow()
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """As :class:`VLLMDoubleBufferWeightReceiver`'s, with TorchRL's shorter time-out."""
-        return super().poll_and_apply(timeout)
+        """As :class:`VLLMDoubleBufferWeightReceiver`'s, with TorchRL's shorter time-out.
+
+        Weights come to the engine whether this is called or not.
+        """
+        return bool(self._do(lambda: super(VLLMWeightReceiver, self).poll_and_apply(timeout)))
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        self._do(lambda: super(VLLMWeightReceiver, self).apply_weights(weights, inplace))
+
+    def shutdown(self) -> None:
+        if self._pushed is not None:
+            self._pushed.close()
+            self._pushed = None
+            if (turns := self._turns()) is not None:
+                turns.give_up()
+        super().shutdown()
+
+    def _follow(self) -> None:
+        if self._pushed is not None:
+            return
+        self._find_engines()
+        self._begin()
+        options = self._scheme.options
+        self._pushed = Pushed(
+            self,
+            is_to_be_made=self._transport.addresses.are_one,
+            allow_shared_store=options.allow_shared_store,
+            poll_interval_s=options.poll_interval_s,
+        )
+
+    def _do(self, call: Callable[[], Any]) -> Any:
+        """Make a call that needs the engine, in the thread that follows if there is one."""
+        if self._pushed is None:
+            return call()
+        _require_another_thread(engine_in(self._engine()))
+        return self._pushed.do(call)
+
+    # For the thread that follows.
+
+    def catch_up(self) -> bool:
+        version = self._wait_for_newer(0.0)
+        if version is None:
+            return True
+        try:
+            self._sync(version)
+        except EngineBusyError:
+            turns = self._turns()
+            if turns is None or not turns.is_wanted:  # it sleeps, say
+                raise
+            return False
+        return True
+
+    @property
+    def store(self) -> Path:
+        return Path(self._find_engines().store)
+
+    @property
+    def applied(self) -> int | None:
+        return self._seen
+
+    def wait_for_news(self, beyond: int | None, timeout_s: float, wake: threading.Event) -> None:
+        self._find_engines().wait_for_version(beyond, timeout_s, wake)
+
+    def _sync(self, version: int) -> bool:
+        turns = self._turns()
+        if turns is None:
+            return super()._sync(version)
+        self._begin()
+        [follower] = self._followers
+        deadline = time.monotonic() + self._timeout_s
+        while not follower.is_ready(version):  # type: ignore[union-attr]
+            if time.monotonic() > deadline:
+                raise VersionTimeoutError(
+                    f"version {version} was not ready within {self._timeout_s:g} s; the engine "
+                    "serves on"
+                )
+            time.sleep(_READY_CHECK_S)
+        with turns.taken():
+            return super()._sync(version)
+
+    def _begin(self) -> None:
+        """Let the ranks of an ``LLM`` look at the store, once. It is asked in no other call."""
+        turns = self._turns()
+        if turns is None or self._begun is self._followers:
+            return
+        for follower in self._followers:
+            if isinstance(follower, Follower):
+                with turns.taken():
+                    follower.start()
+        self._begun = self._followers
+
+    def _turns(self) -> Turns | None:
+        """Return those of an ``LLM``; None: the engine may be asked from any thread."""
+        engine = getattr(engine_in(self._engine()), "llm_engine", None)
+        return None if engine is None else Turns.of(engine)
+
+
+def _require_another_thread(engine: Any) -> None:
+    """Refuse to wait for an ``AsyncLLM`` in its own event loop."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if is_async(engine) and AsyncVllm.loop_of(engine) is running:
+        raise EngineBusyError(
+            "called in the engine's event loop, which this would wait for: call it in another "
+            "thread, as with await asyncio.to_thread(...)"
+        )
+
+
+def _require_fit(receiver: VLLMDoubleBufferWeightReceiver, model_metadata: ModelMetadata) -> None:
+    """Refuse metadata that differs from the newest version, or does not fit the engine."""
+    watch = receiver._find_engines()  # noqa: SLF001 - a part of either class
+    published = _published(watch)
+    if published is not None:
+        _require_same(model_metadata, published, f"the newest version in {watch.store}")
+    tensors = [
+        (name, DTYPE_NAMES[dtype], list(shape)) for name, (dtype, shape) in model_metadata.items()
+    ]
+    misfits = [m for follower in receiver._followers for m in follower.misfits(tensors)]  # noqa: SLF001
+    if misfits:
+        raise WeightsMismatchError("; ".join(dict.fromkeys(misfits)))
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -6,6 +6,7 @@ that is rewritten in place. Change the import, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -89,9 +90,13 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
         self.model_id = model_id
+        # Some contexts can have no weak reference, which is what the scheme keeps.
+        with contextlib.suppress(TypeError):
+            self.context = context
         self._sender = self.create_sender()
         model = find_model(context, model_id) if model is None else model
         if model is not None:
+            self.model = model
             self._sender.register_model(model)
 
     def _init_on_receiver_impl(
@@ -164,8 +169,19 @@ class VLLMDoubleBufferWeightSender:
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
-        """Advance the collector's policy version after each update."""
-        self.register_post_hook(collector.increment_version)
+        """Advance the collector's policy version after each update.
+
+        A collector that cannot is logged, and the update has succeeded, as in TorchRL.
+        """
+
+        def increment_version() -> None:
+            try:
+                collector.increment_version()
+            # TorchRL logs whatever it raises: the weights are published.
+            except Exception:
+                logger.warning("could not advance a collector's policy version", exc_info=True)
+
+        self.register_post_hook(increment_version)
 
     def register_post_hook(self, hook: Callable[[], None]) -> None:
         self._post_hooks.append(hook)
@@ -180,7 +196,8 @@ class VLLMDoubleBufferWeightSender:
             WriterActiveError: another sender has the store.
         """
         weights = self._registered_model() if weights is None else weights
-        self._transport.publish(extract_for_vllm(weights, self._strategy.extract_weights))
+        extracted = extract_for_vllm(weights, self._strategy.extract_weights)
+        self._deliver(self._transport.publish(extracted).version)
         failures = []
         for hook in self._post_hooks:
             try:
@@ -196,6 +213,9 @@ class VLLMDoubleBufferWeightSender:
         """Close the store. A second call does nothing."""
         self._transport.close()
         self._post_hooks.clear()
+
+    def _deliver(self, version: int) -> None:
+        """Do nothing more: receivers look at the store when they are polled."""
 
     def _registered_model(self) -> Any:
         if self._model_ref is None:
@@ -304,6 +324,9 @@ class VLLMDoubleBufferWeightReceiver:
 
     def shutdown(self) -> None:
         """Stop following. The engine keeps its weights. A second call does nothing."""
+        self._drop_engines()
+
+    def _drop_engines(self) -> None:
         for follower in self._followers:
             try:
                 follower.stop_workers()
@@ -334,7 +357,7 @@ class VLLMDoubleBufferWeightReceiver:
             return self._watch
         if self._watch is not None:
             logger.info("now following %s instead of %s", found, self._stores)
-            self.shutdown()
+            self._drop_engines()
             self._seen = None
         options = self._scheme.options
         self._stores = stores = found or addresses.expected
@@ -410,12 +433,20 @@ def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFoll
     Raises:
         EngineUnsupportedError: there is no engine in it.
     """
-    if is_ray_actor(target):
-        return [RayFollower(target, options)]
-    if actors := getattr(target, "actors", None):
+    engine = engine_in(target)
+    if is_ray_actor(engine):
+        return [RayFollower(engine, options)]
+    if actors := getattr(engine, "actors", None):
         return [RayFollower(actor, options) for actor in actors]
+    return [Follower(vllm_engine_of(engine), options)]
+
+
+def engine_in(target: Any) -> Any:
+    """Return the engine, or the actors of engines, that one of TorchRL's holders has."""
+    if is_ray_actor(target) or getattr(target, "actors", None):
+        return target
     for name in _HOLDERS:
         held = getattr(target, name, None)
         if held is not None:
-            return followers_of(held, options)
-    return [Follower(vllm_engine_of(target), options)]
+            return engine_in(held)
+    return target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from typing import Any
 
 from vllm.distributed.weight_transfer.base import (
@@ -16,7 +16,14 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.messages import BeginRequest
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm.config import options_of
-from dbuffer.integrations.vllm.patches import trainer_send_sparse_weights
+from dbuffer.integrations.vllm.handing_over import (
+    ApplyPatches,
+    HandingOver,
+    LoadWeights,
+    calling_worker,
+    leave_layers_alone,
+)
+from dbuffer.integrations.vllm.patches import trainer_send_sparse_weights, trainer_send_weights
 from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
 
 
@@ -28,6 +35,10 @@ class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignor
     """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`."""
 
 
+_CONTRACT = ("vllm_config", "device", "model")
+_CONTRACT_BEFORE_0_25 = ("parallel_config", "model")
+
+
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """The receiving half, in each worker: vLLM's names for the calls of :class:`RankEndpoint`.
 
@@ -36,19 +47,51 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     Weights change in ``update_weights``, all at once; ``start_weight_update`` and
     ``finish_weight_update`` have nothing to do, so between them the engine may serve. A follower
     needs neither, and is not hindered by a session that a killed trainer has left open.
+
+    vLLM 0.23 and 0.24 start and finish an update themselves, and call ``receive_weights`` or
+    ``receive_sparse_weights`` with a function that loads. Their workers are switched in the same
+    way. Where no worker makes this object, the function is called with what the store holds.
+
+    Args:
+        config: vLLM's ``WeightTransferConfig``.
+        *args, **kwargs: ``vllm_config``, ``device`` and ``model``; of vLLM 0.23 and 0.24,
+            ``parallel_config`` and ``model``.
     """
 
     init_info_cls = DBufferInitInfo
     update_info_cls = DBufferUpdateInfo
     supports_draft_weight_update = False
 
-    # The trainer's half, where releases that know `receive_sparse_weights` look for it.
+    # The trainer's half, where releases before 0.26 look for it.
+    trainer_send_weights = staticmethod(trainer_send_weights)
     trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
-    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
-        super().__init__(config, vllm_config, device, model)
+    _handing_over: HandingOver | None = None
+    """Where no worker of vLLM's is known."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        is_old = "parallel_config" in kwargs or len(args) + len(kwargs) < len(_CONTRACT)
+        names = _CONTRACT_BEFORE_0_25 if is_old else _CONTRACT
+        given = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        ).bind(*args, **kwargs)
+        if not is_old:
+            super().__init__(config, **given.arguments)
+            self._follow_in_worker(self.vllm_config, self.device)
+            return
+        self.config, self.parallel_config = config, given.arguments["parallel_config"]
+        self.model = given.arguments["model"]
+        worker = calling_worker(self.parallel_config)
+        if worker is None:
+            self._handing_over = HandingOver(self.parallel_config)
+        else:
+            leave_layers_alone(worker)
+            self._follow_in_worker(worker.vllm_config, worker.device)
+
+    def _follow_in_worker(self, vllm_config: Any, device: Any) -> None:
+        self._vllm_config, self._device = vllm_config, device
         self._ranks = WorkerRanks(vllm_config)
-        self._endpoint = RankEndpoint.of(model)
+        self._endpoint = RankEndpoint.of(self.model)
         options = options_of(vllm_config.additional_config)
         if options is not None:
             self._begin(options)
@@ -57,17 +100,27 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> DBufferInitInfo | None:
         """Check ``init_info``; None on ranks that must not raise."""
+        if self._handing_over is not None:
+            return DBufferInitInfo.parse(init_dict)
         with self._ranks.raising_once():
             return DBufferInitInfo.parse(init_dict)
         return None
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> DBufferUpdateInfo:
-        return DBufferUpdateInfo.parse(update_dict)
+        """Check ``update_info`` by the rules of vLLM 0.23: a sparse one has counts of patches."""
+        info = DBufferUpdateInfo.parse(update_dict)
+        if info.update_kind == "sparse_flat" and info.num_updates_list is None:
+            info.refuse_counts()
+        return info
 
     def init_transfer_engine(self, init_info: DBufferInitInfo | None) -> None:
-        if init_info is not None:
-            with self._ranks.raising_once():
-                self._begin(init_info)
+        if init_info is None:
+            return
+        if self._handing_over is not None:
+            self._handing_over.begin(init_info)
+            return
+        with self._ranks.raising_once():
+            self._begin(init_info)
 
     def start_weight_update(self) -> None:
         """Touch nothing: whatever can fail comes first, and it comes with ``update_weights``."""
@@ -82,27 +135,40 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """
         self._update(DBufferUpdateInfo.parse_or_error(update_info))
 
-    def receive_weights(self, update_info: DBufferUpdateInfo) -> None:
-        self._update(update_info)
+    def receive_weights(
+        self, update_info: DBufferUpdateInfo, load_weights: LoadWeights | None = None
+    ) -> None:
+        """Switch to a version; ``load_weights`` is called where no worker of vLLM's is known."""
+        if self._handing_over is None:
+            self._update(update_info)
+        elif load_weights is None:
+            raise OptionError("there is nothing to load the weights with: pass load_weights")
+        else:
+            self._handing_over.load(update_info, load_weights)
 
     def receive_sparse_weights(
-        self,
-        update_info: DBufferUpdateInfo,
-        apply_patches: Callable[[list[Any]], None],  # noqa: ARG002 - as vLLM calls it
+        self, update_info: DBufferUpdateInfo, apply_patches: ApplyPatches
     ) -> None:
         """Switch to a version that came by patches, as to any other.
 
-        Some of vLLM's releases call this, with what writes patches into parameters in place. It is
-        not called: a version in a store is whole, and its names are a checkpoint's.
+        ``apply_patches``, which writes patches into parameters in place, is called where no worker
+        of vLLM's is known. Otherwise it is not: a version in a store is whole, and its names are a
+        checkpoint's.
         """
-        self._update(update_info)
+        if self._handing_over is None:
+            self._update(update_info)
+        else:
+            self._handing_over.patch(update_info, apply_patches)
 
     def shutdown(self) -> None:
-        self._endpoint.end()
+        if self._handing_over is not None:
+            self._handing_over.end()
+        else:
+            self._endpoint.end()
 
     def _begin(self, options: EngineOptions) -> None:
         def rank() -> WorkerRank:
-            return WorkerRank(self.vllm_config, self.model, self.device)
+            return WorkerRank(self._vllm_config, self.model, self._device)
 
         self._endpoint.begin(rank, BeginRequest(options=options))
 

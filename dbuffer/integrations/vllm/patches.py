@@ -67,15 +67,50 @@ def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
     return list(found.values())
 
 
-def trainer_send_sparse_weights(iterator: Iterable[Any], trainer_args: Any) -> int | None:
-    """Publish patches, for a trainer of a vLLM release whose engines have a method of this name.
+def trainer_send_weights(
+    iterator: Iterable[tuple[str, torch.Tensor]], trainer_args: Mapping[str, Any] | Any
+) -> int:
+    """Publish weights, for a trainer of a vLLM release whose engines have a method of this name.
 
-    Nobody has to receive meanwhile: call ``update_weights`` when this has returned, with
-    ``{"version": what it returned, "update_kind": "sparse_flat"}``.
+    No engine receives meanwhile: call ``update_weights`` when this has returned, with
+    ``{"version": what it returned}``.
 
     Args:
-        iterator: patches, as of :func:`patches_of`.
-        trainer_args: ``{"sender": WeightSender(store, delta=True)}``.
+        iterator: name and tensor of each, as ``model.named_parameters()`` gives them.
+        trainer_args: ``{"sender": WeightSender(store)}``, or an object with that attribute. The
+            sender is of ``delta=True`` for a trainer that sends patches, too.
+
+    Returns:
+        The version's number.
+
+    Raises:
+        OptionError: ``trainer_args`` has no sender.
+        DBufferError: as of `WeightSender.send`.
+    """
+    sender = _sender_in(trainer_args)
+    # A sender of patches needs all at once, and an iterator may use a tensor's memory again.
+    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in iterator}
+    return sender.send(weights).version
+
+
+def trainer_send_sparse_weights(
+    _iterator: Iterable[Any] = (),
+    _trainer_args: Mapping[str, Any] | Any = None,
+    *,
+    iterator: Iterable[Any] = (),
+    trainer_args: Mapping[str, Any] | Any = None,
+) -> int | None:
+    """Publish patches, for a trainer of a vLLM release whose engines have a method of this name.
+
+    No engine receives meanwhile: call ``update_weights`` when this has returned, with
+    ``{"version": what it returned, "update_kind": "sparse_flat", "num_updates_list": [...]}``.
+
+    Args:
+        _iterator: patches, as of :func:`patches_of`.
+        _trainer_args: ``{"sender": WeightSender(store, delta=True)}``, or an object with that
+            attribute.
+        iterator: as ``_iterator``: vLLM's base class and its NCCL engine differ in the name.
+        trainer_args: as ``_trainer_args``.
 
     Returns:
         The version's number; None if there are no patches.
@@ -84,13 +119,21 @@ def trainer_send_sparse_weights(iterator: Iterable[Any], trainer_args: Any) -> i
         OptionError: ``trainer_args`` has no sender.
         DBufferError: as of :func:`publish_patches`.
     """
-    sender = trainer_args.get("sender") if isinstance(trainer_args, Mapping) else None
+    sender = _sender_in(trainer_args if _trainer_args is None else _trainer_args)
+    return publish_patches(sender, _iterator or iterator)
+
+
+def _sender_in(trainer_args: Any) -> WeightSender:
+    if isinstance(trainer_args, Mapping):
+        sender = trainer_args.get("sender")
+    else:
+        sender = getattr(trainer_args, "sender", None)
     if not isinstance(sender, WeightSender):
         raise OptionError(
             f"trainer_args is {trainer_args!r:.200}: it must be an object with 'sender', a "
-            "WeightSender of delta=True"
+            "WeightSender (of delta=True to send patches)"
         )
-    return publish_patches(sender, iterator)
+    return sender
 
 
 def _checked(patch: Any, position: int) -> SparsePatch:

@@ -18,10 +18,7 @@ def register() -> None:
     """Make vLLM know ``backend="dbuffer"``, and its workers our method. Again does nothing."""
     log_as_vllm()
     try:
-        from vllm.distributed.weight_transfer.factory import (
-            WeightTransferEngineFactory,
-            WeightTransferTrainerFactory,
-        )
+        from vllm.distributed.weight_transfer import factory
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -31,8 +28,13 @@ def register() -> None:
         logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", error)
         return
     try:
-        _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
-        _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
+        _register(factory.WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
+        trainers = getattr(factory, "WeightTransferTrainerFactory", None)
+        if trainers is None:
+            # Before 0.26: its trainers call the class of the backend, and its engines tell no
+            # version, so they cannot be followed in another way.
+            return
+        _register(trainers, "trainer", "DBufferTrainerWeightTransferEngine")
     except (AttributeError, TypeError) as error:
         logger.warning("this vLLM registers backends in another way (%s): no dbuffer", error)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
     def __init__(
         self, *, client: Any, source: Any, sender: WeightSender | None, delta: bool = False
     ) -> None:
-        super().__init__(client=client, source=source, is_sender=sender is not None)
+        # By hand: vLLM 0.26 asks for a configuration as well, which later releases do not have.
+        self.client, self.source, self.is_sender = client, source, sender is not None
         self._sender = sender
         self._delta = delta
         self._is_behind = False
@@ -72,9 +74,21 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
     @classmethod
     def trainer_init(
-        cls, init_info: DBufferTrainerInitInfo, *, client: Any, source: Any = None
+        cls,
+        config: Any = None,
+        init_info: DBufferTrainerInitInfo | None = None,
+        *,
+        client: Any,
+        source: Any = None,
     ) -> Self:
         """Open the store, and let the engine's workers follow it. Called on every rank.
+
+        Args:
+            config: the init info, where that is the only one of the two. In vLLM 0.26, a
+                configuration before it, which is not looked at.
+            init_info: the store and so on.
+            client: the engine.
+            source: a ``WeightSource``.
 
         Raises:
             OptionError: (a ``ValueError``) there is neither a source nor a checkpoint, or there are
@@ -82,6 +96,10 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             WriterActiveError: another sender has this store.
             DBufferError: the checkpoint could not be published.
         """
+        if init_info is None:
+            init_info = config
+        if not isinstance(init_info, DBufferTrainerInitInfo):
+            raise OptionError(f"init_info is {init_info!r:.200}: use a DBufferTrainerInitInfo")
         if (source is None) == (init_info.checkpoint is None):
             raise OptionError(
                 "a first version is published whole, also of a trainer that sends patches then: "
@@ -138,7 +156,14 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             raise
-        self.client.finish_weight_update(str(version))
+        self._finish(version)
+
+    def _finish(self, version: int) -> None:
+        # In vLLM 0.26, engines have no weight version to be told.
+        if inspect.signature(self.client.finish_weight_update).parameters:
+            self.client.finish_weight_update(str(version))
+        else:
+            self.client.finish_weight_update()
 
     def send_weight_chunk(self, patches: Iterable[Any] | None = None) -> int | None:
         """Publish patches and switch, between the caller's own start and finish of an update.

@@ -1,0 +1,160 @@
+"""`HandingOver`: versions for whatever loads them, where nothing of the engine is known but that.
+
+vLLM 0.23 and 0.24 make a weight transfer's engine of a model and its parallel configuration, and
+give each update a function that loads. In their own workers more is known: :func:`calling_worker`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dbuffer.errors import EngineUnsupportedError, EngineUpdateError, VersionError
+from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.publish.patches import SparsePatch
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.receive.snapshot import Snapshot
+
+LoadWeights = Callable[[list[tuple[str, torch.Tensor]]], object]
+ApplyPatches = Callable[[list[SparsePatch]], object]
+
+_MAX_INDEX = torch.iinfo(torch.int32).max
+
+
+def calling_worker(parallel_config: Any) -> Any | None:
+    """Return the worker of vLLM's that is making an engine for this configuration, if one is.
+
+    It knows the rest of the configuration, which those releases do not hand on.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001 - there is no other way to the caller
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        known = vars(caller) if hasattr(caller, "__dict__") else {}
+        config = known.get("vllm_config") if "device" in known else None
+        if getattr(config, "parallel_config", None) is parallel_config:
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def leave_layers_alone(worker: Any) -> None:
+    """Let a worker of those releases begin each update without preparing layers for vLLM's reload.
+
+    It would take their weights away, until something is loaded, under a thread that looks at them;
+    and an update that fails would leave them so.
+    """
+    start: Callable[..., None] = worker.start_weight_update
+
+    def start_weight_update(is_checkpoint_format: bool = True) -> None:  # noqa: ARG001
+        start(is_checkpoint_format=False)
+
+    worker.start_weight_update = start_weight_update
+
+
+class HandingOver:
+    """Reads a store for one process. What is loaded is not checked against a model."""
+
+    def __init__(self, parallel_config: Any) -> None:
+        if parallel_config.world_size != 1:
+            raise EngineUnsupportedError(
+                f"this engine has {parallel_config.world_size} ranks, and is made by no worker of "
+                "vLLM's: nothing would let them load the same version"
+            )
+        self._options: EngineOptions | None = None
+        self._receiver: WeightReceiver | None = None
+        self._identity: str | None = None
+
+    def begin(self, options: EngineOptions) -> None:
+        """Read this store from now on."""
+        self.end()
+        self._options = options
+        self._receiver = WeightReceiver(
+            options.store,
+            receiver_id=options.engine_id,
+            verify=options.verify,
+            poll_interval_s=options.poll_interval_s,
+            allow_shared_store=options.allow_shared_store,
+        )
+
+    def load(self, request: UpdateRequest, load_weights: LoadWeights) -> None:
+        """Hand a version's tensors over, one by one, each under all of its names.
+
+        Raises:
+            EngineUnsupportedError: no store was named.
+            VersionError: there is no such version.
+            SnapshotEvictedError: loading took longer than the sender waits; what was loaded must
+                not be used.
+            Exception: what ``load_weights`` raised.
+        """
+        with self._opened(request) as snapshot:
+            for name, tensor in _named(snapshot):
+                load_weights([(name, tensor.clone())])
+
+    def patch(self, request: UpdateRequest, apply_patches: ApplyPatches) -> None:
+        """Hand over what a version changes since the one that was loaded last.
+
+        Where that is not known, as on a local mount, each patch is a whole tensor.
+
+        Raises:
+            EngineUpdateError: a tensor has more elements than vLLM's 32-bit indices reach.
+            Exception: see :meth:`load`.
+        """
+        with self._opened(request) as snapshot:
+            changed = None if self._identity is None else snapshot.changed_since(self._identity)
+            for name, tensor in _named(snapshot):
+                origin = snapshot.aliases.get(name, name)
+                if changed is not None and origin not in changed:
+                    continue
+                if tensor.numel() > _MAX_INDEX:
+                    raise EngineUpdateError(
+                        f"{name} has {tensor.numel()} elements, and patches of vLLM's reach "
+                        f"{_MAX_INDEX}: update it as dense"
+                    )
+                places = None if changed is None else changed[origin]
+                apply_patches([_patch_of(name, tensor, places)])
+
+    def end(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = self._identity = None
+
+    @contextmanager
+    def _opened(self, request: UpdateRequest) -> Iterator[Snapshot]:
+        if self._receiver is None or self._options is None:
+            raise EngineUnsupportedError(
+                "this engine follows no store yet: name one first (vLLM's own call for that: "
+                "init_weight_transfer_engine, with init_info={'store': directory})"
+            )
+        least = request.version or request.at_least or 0
+        wait_s = self._options.timeout_s if least else 0.0
+        newest = self._receiver.wait_for_version(least - 1 if least else None, wait_s)
+        if newest is None:
+            raise VersionError(
+                f"version {least} of {self._options.store} was not published within {wait_s:g} s"
+                if least
+                else f"nothing was published in {self._options.store} yet"
+            )
+        with self._receiver.open(version=request.version) as snapshot:
+            try:
+                yield snapshot
+            except BaseException:
+                self._identity = None  # what is there now is no version
+                raise
+            identity = snapshot.identity
+        self._identity = identity
+
+
+def _named(snapshot: Snapshot) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = snapshot.tensors
+    yield from tensors.items()
+    yield from ((alias, tensors[name]) for alias, name in snapshot.aliases.items())
+
+
+def _patch_of(name: str, tensor: torch.Tensor, places: Any) -> SparsePatch:
+    indices = torch.arange(tensor.numel()) if places is None else torch.from_numpy(places)
+    values = tensor.reshape(-1)[indices]
+    return SparsePatch(name, indices.to(torch.int32), values, tuple(tensor.shape))
