@@ -49,6 +49,7 @@ from dbuffer.runtime.trouble import Trouble
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer, Held
 from dbuffer.store.filesystem import Descriptor, os_errors
+from dbuffer.store.foreign import require_no_other_weights
 from dbuffer.store.records import Spare
 from dbuffer.store.writer import BufferWriter, writer_lock
 
@@ -92,6 +93,7 @@ class Mirror(Closing):
         reader_timeout_s: how long to wait for local readers of the buffer to be written.
         allow_shared_store: accept directories that belong to someone else, or that others can
             write to.
+        move_torchrl_aside: of the local store, as for `WeightSender`.
         on_copied: called with each version that was published, in the mirror's thread: readers may
             have it already, :attr:`version` and :attr:`stats` say so, and
             :meth:`wait_until_current` waits until the call has returned. Its ``duration_s`` is from
@@ -111,6 +113,7 @@ class Mirror(Closing):
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
+        move_torchrl_aside: bool = False,
         on_copied: Callable[[Publication], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -122,6 +125,7 @@ class Mirror(Closing):
         self._poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
         self._reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
         self._allow_shared_store = allow_shared_store
+        self._move_torchrl_aside = options.flag("move_torchrl_aside", move_torchrl_aside)
         self._on_copied = on_copied
         self._progress = progress
         self._copier = Copier(num_threads)
@@ -255,6 +259,7 @@ class Mirror(Closing):
         """Become the mirror of the local store, if no other is; see that it is fit to be read."""
         filesystem.make_directory(self._local.root, parents=True)
         self._local.check()
+        require_no_other_weights(self._local.root, move_torchrl_aside=self._move_torchrl_aside)
         path = self._local.root / MIRROR_LOCK_FILE
         lock = filesystem.take_lock(path, "mirror's", may_lack_locks=False)
         if lock is None:

@@ -75,6 +75,7 @@ class ResidentModel(LocalSender):
             the version before, until they are evicted.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
+        move_torchrl_aside: as for :class:`WeightSender`.
 
     Raises:
         ResidencyError: the store is on a network mount, or a tensor is not in main memory, is a
@@ -82,7 +83,8 @@ class ResidentModel(LocalSender):
             model.
         InvalidWeightsError: something in the module cannot be published.
         OptionError: an option is not what it may be.
-        WriterActiveError, StoreInsecureError, StoreAccessError: as for :class:`WeightSender`.
+        WriterActiveError, StoreInsecureError, StoreMismatchError, StoreAccessError: as for
+            :class:`WeightSender`.
     """
 
     _closed_message = "this model has left {store}, or was made before a fork; make a new resident"
@@ -99,6 +101,7 @@ class ResidentModel(LocalSender):
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
+        move_torchrl_aside: bool = False,
     ) -> None:
         medium = medium_of(options.directory("store", store))
         if not medium.can_rewrite_in_place:
@@ -123,6 +126,7 @@ class ResidentModel(LocalSender):
             durable=durable,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
+            move_torchrl_aside=move_torchrl_aside,
         )
         super().__init__(copier, writer)
         self._chaining = Chaining(self._drafts)

@@ -399,9 +399,9 @@ class WeightReceiver(Closing):
         version = self.wait_for_version(newer_than, max(0.0, deadline - time.monotonic()))
         if version is None:
             wanted = "no version" if newer_than is None else f"no version above {newer_than}"
-            there = "" if self._store.exists() else ", which is not there"
             raise errors.VersionTimeoutError(
-                f"{wanted} was published within {timeout_s:g} s in {self.store}{there}"
+                f"{wanted} was published within {timeout_s:g} s in {self.store}"
+                f"{self._store.state_without_version()}"
             )
 
     def _hold(self, newer_than: int | None, known: Pointer | None = None) -> Held | None:

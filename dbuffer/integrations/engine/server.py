@@ -11,6 +11,7 @@ from typing import Any
 
 from dbuffer.errors import EngineUnreachableError, EngineUnsupportedError, EngineUpdateError
 from dbuffer.integrations.engine.protocol import Engine
+from dbuffer.runtime import options as checks
 
 _CONNECT_S = 5.0
 _CALL_S = 30.0
@@ -28,6 +29,7 @@ class EngineServer(Engine):
         api_key: sent as a bearer token.
 
     Raises:
+        OptionError: ``url`` is no address of a server.
         EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer.
         EngineUnsupportedError: from any call: it has no such route, and was started without it.
         EngineUpdateError: from any call: it could not do what it was asked to.
@@ -44,7 +46,7 @@ class EngineServer(Engine):
         import httpx
 
         self._httpx = httpx
-        self.url = url.rstrip("/")
+        self.url = checks.server_url("url", url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._long = httpx.Timeout(_LONG_S, connect=_CONNECT_S)
         self._client = httpx.Client(

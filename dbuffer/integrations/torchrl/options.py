@@ -20,9 +20,10 @@ from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer
 
 _SHARED = ("num_threads", "allow_shared_store")
-_SENDER = (*_SHARED, "durable", "checksum", "delta", "dtype", "rename", "reader_timeout_s")
+_WRITER = (*_SHARED, "reader_timeout_s", "move_torchrl_aside")
+_SENDER = (*_WRITER, "durable", "checksum", "delta", "dtype", "rename")
 _RECEIVER = (*_SHARED, "verify", "poll_interval_s")
-_MIRROR = (*_SHARED, "reader_timeout_s", "poll_interval_s")
+_MIRROR = (*_WRITER, "poll_interval_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class TransportOptions:
     verify: bool | Literal["auto"] = "auto"
     poll_interval_s: float = 1.0
     allow_shared_store: bool = False
+    move_torchrl_aside: bool = False
 
     def __post_init__(self) -> None:
         """Check here what a worker would refuse in its own process."""
@@ -56,6 +58,7 @@ class TransportOptions:
         checks.choice("verify", self.verify, (True, False, "auto"))
         checks.positive_seconds("poll_interval_s", self.poll_interval_s)
         checks.flag("allow_shared_store", self.allow_shared_store)
+        checks.flag("move_torchrl_aside", self.move_torchrl_aside)
 
     @classmethod
     def parse(cls, num_threads: int, options: dict[str, Any]) -> Self:
