@@ -44,7 +44,7 @@ from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import Progress, counter
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
-from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.trouble import Trouble
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer, Held
@@ -74,7 +74,7 @@ class _OneStoreError(OptionError):
     """Remote and local store are one, seen through two mounts: fine for readers."""
 
 
-class Mirror(Closing):
+class Mirror(Closing, ProcessBound):
     """Keeps a local store the same as a remote one.
 
     Any number may be started for one local store: one is elected, by a lock that the kernel drops

@@ -48,6 +48,9 @@ class _Home:
     mapped: MappedTensors
     tensors: list[torch.Tensor]
     """What the parameters share their memory with, in the layout's order."""
+    addresses: list[int]
+    """Of those in the mapped file. ``share_memory()``, which `torch.multiprocessing` calls for what
+    it hands to another process, moves a storage elsewhere, under all tensors that share it."""
 
 
 class ResidentModel(LocalSender):
@@ -170,7 +173,7 @@ class ResidentModel(LocalSender):
             if self._home is not None:
                 logger.warning(
                     "%s: something was moved out of the store since the last publish (by .half(), "
-                    "or an assignment?), and is copied back in",
+                    "share_memory() or an assignment?), and is copied back in",
                     self.store,
                 )
                 self._leave(self._home)
@@ -232,7 +235,9 @@ class ResidentModel(LocalSender):
             if not self._brought_up_to_date(draft, mapped):
                 self._copier.write(mapped, tensors)
             on_error.pop_all()  # it stays open, for the model to live in
-        self._home = home = _Home(draft, mapped, _separate_tensors(mapped))
+        housed = _separate_tensors(mapped)
+        addresses = [tensor.data_ptr() for tensor in housed]
+        self._home = home = _Home(draft, mapped, housed, addresses)
         self._point(dict(zip([t.data_ptr() for t in tensors], home.tensors, strict=True)))
 
     def _brought_up_to_date(self, draft: Draft, mapped: MappedTensors) -> bool:
@@ -312,8 +317,8 @@ def _is_at(home: _Home, source: Source) -> bool:
         layout.aliases,
         False,
     ) and all(
-        is_same_memory(tensor, place)
-        for tensor, place in zip(source.tensors, home.tensors, strict=True)
+        is_same_memory(tensor, place) and place.data_ptr() == address
+        for tensor, place, address in zip(source.tensors, home.tensors, home.addresses, strict=True)
         if place.numel()
     )
 

@@ -31,7 +31,7 @@ from dbuffer.receive.snapshot import (
     wrong_tensors,
 )
 from dbuffer.runtime import options
-from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer, Held, Patience, pointer_to
 from dbuffer.store.records import RecordFile
@@ -60,7 +60,7 @@ _STOP_CHECK_S = 0.1
 """How often a wait looks at its stop event."""
 
 
-class WeightReceiver(Closing):
+class WeightReceiver(Closing, ProcessBound):
     """A reader of a store; any number of them, in any process.
 
     It may be made before the store is, and serves one thread at a time. It leaves no trace until
