@@ -358,7 +358,8 @@ class Mirror(Closing, ProcessBound):
                     self._copy_newer(receiver, stop)
                 except _FINAL:
                     raise
-                except DBufferError as error:
+                # The last two: no memory, or no more threads, for now.
+                except (DBufferError, OSError, MemoryError, RuntimeError) as error:
                     self._note_problem(receiver, error)
                     self._wait_to_retry(receiver, self._trouble.note(error), stop)
                 else:
@@ -374,9 +375,12 @@ class Mirror(Closing, ProcessBound):
     def _open_drafts(self, receiver: WeightReceiver) -> Drafts:
         """The local store's; its writer is made when there is something to write."""
         if self._drafts is None:
-            self._drafts = Drafts(self._open_writer(receiver.history))
-            self._writing.callback(self._drafts.close)
-            self._writing.callback(AcknowledgementRelay(self._local, self._remote.root).close)
+            with contextlib.ExitStack() as begun:
+                drafts = Drafts(self._open_writer(receiver.history))
+                begun.callback(drafts.close)
+                begun.callback(AcknowledgementRelay(self._local, self._remote.root).close)
+                self._writing.push(begun.pop_all())
+            self._drafts = drafts
         return self._drafts
 
     def _open_writer(self, history: str | None) -> BufferWriter:
