@@ -165,6 +165,7 @@ def test_a_store_that_may_not_be_read_is_a_clear_error(
             is_ours, found = child.receive()
             assert is_ours, found
             assert str(published) in found
+            assert "this process runs as" in found
 
 
 # ---------------------------------------------------------------------------------------------

@@ -121,7 +121,13 @@ def os_errors(action: str, path: Path) -> TranslatedErrors:
                 f"cannot {action}: no room left for {path}; the last published version stays "
                 "readable, and publishing works again once there is room for two versions"
             ) from error
-        raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}") from error
+        whose = ""
+        if error.errno == errno.EACCES:
+            whose = (
+                f"; this process runs as user {os.geteuid()}, and a store's files are for the user "
+                "who made them"
+            )
+        raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}{whose}") from error
 
     return TranslatedErrors(translate)
 
