@@ -168,9 +168,9 @@ class Mirror(Closing, ProcessBound):
         """
         if not self._elect():
             self._wait_until_prepared()
-        self._thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror")
-        self._thread.daemon = True
-        self._thread.start()
+        thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror", daemon=True)
+        thread.start()
+        self._thread = thread  # one that could not begin cannot be joined
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:

@@ -123,10 +123,7 @@ def os_errors(action: str, path: Path) -> TranslatedErrors:
             ) from error
         whose = ""
         if error.errno == errno.EACCES:
-            whose = (
-                f"; this process runs as user {os.geteuid()}, and a store's files are for the user "
-                "who made them"
-            )
+            whose = f" for user {os.geteuid()}; a store is for the user who made it"
         raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}{whose}") from error
 
     return TranslatedErrors(translate)
@@ -157,12 +154,12 @@ def _check_trusted(found: os.stat_result, path: Path) -> None:
     if found.st_uid != os.geteuid():
         raise StoreInsecureError(
             f"{path} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}; "
-            "pass allow_shared_store=True to use it all the same"
+            "pass allow_shared_store=True (--allow-shared-store) to use it all the same"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StoreInsecureError(
             f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
-            f"run 'chmod go-w {path}', or pass allow_shared_store=True"
+            f"run 'chmod go-w {path}', or pass allow_shared_store=True (--allow-shared-store)"
         )
 
 
