@@ -1,6 +1,10 @@
 """``python -m dbuffer`` and the command ``dbuffer``."""
 
+import contextlib
+import signal
 import sys
+
+_SIGNALED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def main() -> None:
@@ -14,7 +18,15 @@ def main() -> None:
             f"dbuffer: the command line needs {error.name}: "
             "pip install '.[cli]' in a clone of dbuffer"
         )
-    sys.exit(cli.run(sys.argv[1:]))
+    code = cli.run(sys.argv[1:])
+    if code in _SIGNALED:
+        # Ended by the signal itself, it is taken for stopped and not for failed: by a shell, whose
+        # loop ends as well, and by service managers.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        signal.signal(code - 128, signal.SIG_DFL)
+        signal.raise_signal(code - 128)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,10 @@ class StoreFormatError(StoreCorruptError):
 
 
 class StoreMismatchError(DBufferError, ValueError):
-    """A directory that was to become a mirror holds versions of another store.
+    """A directory that was to become a store holds a checkpoint, or other weights.
 
-    Give the mirror another directory, or remove this one.
+    Give another directory, or remove this one. Of TorchRL's own double buffer the weights can be
+    moved aside: ``move_torchrl_aside=True``.
     """
 
 

@@ -71,13 +71,16 @@ class BridgeHTTP:
 
     def __init__(self, routes: Mapping[str, int | dict[str, Any]], port: int = 0) -> None:
         self.calls: list[tuple[str, str, Any]] = []
-        calls = self.calls
+        """All but those for its health, which come when a bridge begins."""
+        self.health: list[tuple[str, str, Any]] = []
+        calls, health = self.calls, self.health
 
         class Handler(BaseHTTPRequestHandler):
             def _answer(self) -> None:
                 path = self.path.partition("?")[0]
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                calls.append((self.command, path, json.loads(body) if body else None))
+                kept = health if path == "/health" else calls
+                kept.append((self.command, path, json.loads(body) if body else None))
                 found = routes.get(f"{self.command} {path}", 404)
                 answer = json.dumps(found if isinstance(found, dict) else {}).encode()
                 self.send_response(200 if isinstance(found, dict) else found)
@@ -126,6 +129,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     transformers_logging.disable_progress_bar()
     return save_model("tied-qwen2", 3, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("health", [200, 503, None])
+def test_initialize_warns_of_a_server_that_is_not_healthy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, health: int | None
+) -> None:
+    with running(tmp_path / "store", {"GET /health": health}, follows=False) as server:
+        url = server.url if health else "http://127.0.0.1:9"
+        with VLLMWeightBridge(config_for(url), store=tmp_path / "store"):
+            assert [call[0] for call in server.http.health] == ["GET"] * bool(health)
+    told = [message for message in caplog.messages if f"the server at {url}" in message]
+    says = {200: [], 503: ["answers /health with 503"], None: ["does not answer"]}[health]
+    assert len(told) == len(says)
+    assert all(text in message for text, message in zip(says, told, strict=True))
 
 
 # Settings
@@ -817,7 +834,7 @@ def test_local_mode_goes_on_without_a_mapping_and_says_so(
 ) -> None:
     config = config_for(log_dir=str(tmp_path), timeout_seconds=SOON_S)
     with VLLMWeightBridge(config, store=store) as bridge:
-        waiting, without = (record.getMessage() for record in caplog.records)
+        _, waiting, without = (record.getMessage() for record in caplog.records)
         assert waiting.startswith("waiting up to 0.5 s for ")
         assert str(tmp_path / MAPPING_FILE) in waiting
         assert str(tmp_path / MAPPING_FILE) in without

@@ -118,8 +118,10 @@ def test_places_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     here = "localhost:26756", "localhost:26757", "localhost:26758", ["localhost"]
     assert atropos.get_inference_urls(0) == here
     assert atropos.get_inference_urls(-1) == (None, None, None, None)
-    with pytest.raises(dbuffer.BridgeSetupError, match="3 nodes"):
-        atropos.get_inference_urls(4)
+    all_nodes = ["n1", "n2", "n3"]
+    for more in (3, 4, 100):
+        found = atropos.get_inference_urls(more)
+        assert found == ("n1:26756", "n1:26757", "n1:26758", all_nodes), "as a slice has it"
     for variable in slurm.NODELIST_VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     assert atropos.get_inference_urls(2) == (None, None, None, None)

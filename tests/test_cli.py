@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -114,7 +115,13 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
         ("status", "x", "--colour"),
         ("publish", "a", "b", "--dtype", "q"),
         ("follow", "x", "--partial"),  # what is loaded, and where to, is up to the command
+        ("follow", "x", "--partial", "--sglang", "http://localhost:1"),
         ("follow", "x", "--rename", "y"),
+        ("follow", "x", "--pause", "abort"),
+        ("follow", "x", "--api-key", "secret"),
+        ("follow", "x", "--vllm", "localhost:8000"),
+        ("follow", "x", "--sglang", "//localhost:8000"),
+        ("status", "x", "--watch", "--json"),
         ("follow", "x", "--vllm", "http://localhost:1", "--pause", "bogus"),
         ("follow", "x", "--new-history", "bogus"),
         ("follow", "x", "--unused-tensors", "warn"),  # the same
@@ -127,6 +134,84 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
 )
 def test_wrong_usage_is_exit_code_2(capsys, arguments):
     assert call(capsys, *arguments)[0] == 2
+
+
+def contents(directory: Path) -> dict[str, bytes | None]:
+    """What lies below a directory; None of directories."""
+    paths = directory.rglob("*")
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("not there", "store"),
+        ("store", "checkpoint"),  # in the wrong order
+        ("checkpoint", "checkpoint"),
+        ("checkpoint", "store", "--metadata", "{"),
+        ("checkpoint", "store", "--metadata", '{"loss": NaN}'),
+        ("checkpoint", "store", "--dtype", "int8"),
+        ("checkpoint", "store", "--names", "not there"),
+        ("checkpoint", "store", "--names", "all to one"),
+    ],
+)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_publish_that_is_refused_touches_nothing(
+    monkeypatch, capsys, tmp_path, checkpoint, arguments, is_new
+):
+    monkeypatch.chdir(tmp_path)
+    rule = {"pattern": "layers.[0-9].weight", "to": "one"}
+    (tmp_path / "all to one").write_text(json.dumps({"rules": [rule]}))
+    if not is_new:
+        with dbuffer.WeightSender("store") as sender:
+            sender.send({"a": torch.ones(1)})
+    before = contents(tmp_path)
+    code, out, err = call(capsys, "publish", *arguments)
+    assert (code in (1, 2), out) == (True, "")
+    assert err.startswith(("dbuffer: ", "Usage: "))
+    assert contents(tmp_path) == before
+
+
+def test_an_api_key_in_the_environment_is_for_servers(capsys, monkeypatch, store):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert call(capsys, "follow", store, "--count", 1)[0] == 0
+
+
+@pytest.mark.parametrize("command", ["follow", "mirror"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_waiting_for_a_first_version_is_said(tmp_path, checkpoint, command, is_there):
+    store = tmp_path / "store"
+    if is_there:
+        store.mkdir(mode=0o700)
+    local = [tmp_path / "local"] if command == "mirror" else []
+    with Command(tmp_path, command, store, *local, "--json", "--count", 1) as waiting:
+        said = waiting.line_of_errors(0)
+        with dbuffer.WeightSender(store) as sender:
+            sender.send(checkpoint)
+            code, out, err = waiting.communicate()
+    there = f"nothing was published in {store} yet: waiting"
+    assert (
+        said
+        == f"dbuffer: {there if is_there else f'there is no store at {store} yet: waiting for one'}"
+    )
+    assert (code, err) == (0, f"{said}\n")
+    assert json.loads(out)["version"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "arguments", [["follow"], ["mirror", "local"], ["follow", "--vllm", "http://127.0.0.1:9"]]
+)
+def test_a_command_that_is_stopped_ends_by_the_signal(
+    monkeypatch, tmp_path, checkpoint, arguments, number
+):
+    """A shell shows 130 or 143, as for every other program."""
+    monkeypatch.chdir(tmp_path)
+    name, *more = arguments
+    with Command(tmp_path, name, "store", *more) as waiting:
+        assert "there is no store" in waiting.line_of_errors(0)
+        waiting.signal(number)
+        assert waiting.wait() == -number
 
 
 @pytest.mark.parametrize("command", ["publish", "follow", "status", "verify", "ls", "demo"])
@@ -205,7 +290,7 @@ def test_nothing_published_is_exit_code_3(capsys, tmp_path):
         assert call(capsys, command, tmp_path / "empty")[0] == 3
     code, _, err = call(capsys, "follow", tmp_path / "empty", "--timeout-s", 0.2)
     assert code == 3
-    assert err.startswith("dbuffer: nothing new")
+    assert err.splitlines()[-1] == f"dbuffer: nothing new for 0.2 s in {tmp_path / 'empty'}"
     assert call(capsys, "status", tmp_path / "missing")[0] == 1
 
 

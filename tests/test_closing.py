@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,6 +22,7 @@ from worlds import World
 from dbuffer import LazyTensor, ResidentModel, ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.errors import ClosedError, WriterActiveError
 from dbuffer.io.copier import Copier
+from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.draft import Draft
 from dbuffer.receive.stager import Stager
 from dbuffer.store.filesystem import Descriptor
@@ -528,3 +531,24 @@ def test_other_threads_copy_on_the_callers_streams(monkeypatch: pytest.MonkeyPat
             copier.in_parallel(work, [(0, 1), (1, 2)])
         assert seen == {("default", name)}
     copier.close()
+
+
+def test_nothing_can_be_handed_to_a_spawned_process(tmp_path: Path) -> None:
+    """A spawned child gets what pickles; it must not get half of a sender."""
+    weights = {"a": torch.ones(4)}
+    with (
+        WeightSender(tmp_path / "store") as sender,
+        WeightReceiver(tmp_path / "store") as receiver,
+        Mirror(tmp_path / "store", tmp_path / "mirror") as mirror,
+        ResidentModel(torch.nn.Linear(2, 2), tmp_path / "resident") as resident,
+    ):
+        pending = sender.send(weights, wait=False)
+        pending.wait()
+        with receiver.open() as snapshot:
+            for mine in (sender, receiver, mirror, resident, pending, snapshot):
+                with pytest.raises(ClosedError, match=f"a {type(mine).__name__} belongs to"):
+                    ForkingPickler.dumps(mine)
+            (tensor,) = pickle.loads(pickle.dumps(list(snapshot.tensors.values())))
+        sender.send({"a": torch.zeros(4)})
+        sender.send({"a": torch.zeros(4)})
+        assert tensor.tolist() == [1.0] * 4, "a copy"

@@ -1121,7 +1121,7 @@ def test_the_command_copies_and_ends(
         assert json.loads(process.line(1))["version"] == 2
         process.signal(signal.SIGTERM)
         code, out, err = process.communicate()
-        assert (code, out.count("\n"), err) == (0, 2, "")
+        assert (code, out.count("\n"), err) == (-signal.SIGTERM, 2, "")
     assert newest(local, verify=True) == 2
     assert_tidy(local)
 
@@ -1157,4 +1157,4 @@ def test_the_command_serves_metrics(
         assert "dbuffer_mirror_version 3.0" in text
         assert "dbuffer_mirror_elected 1.0" in text
         process.signal(signal.SIGTERM)
-        assert process.wait() == 0
+        assert process.wait() == -signal.SIGTERM

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -405,7 +406,24 @@ def load_by_assignment(model: Net) -> None:
     model.load_state_dict(values(Net()), assign=True)
 
 
-@pytest.mark.parametrize("move", [halve, assign, replace, untie, load_by_assignment])
+def share(model: Net) -> None:
+    """As TorchRL's collectors do with a policy: storages go elsewhere, under all of their views."""
+    model.share_memory()
+    with torch.no_grad():
+        model.hidden.bias.add_(1)
+
+
+def hand_to_a_spawned_process(model: Net) -> None:
+    """What torch pickles for another process goes into shared memory."""
+    ForkingPickler.dumps(model)
+    with torch.no_grad():
+        model.hidden.bias.add_(1)
+
+
+MOVES = [halve, assign, replace, untie, load_by_assignment, share, hand_to_a_spawned_process]
+
+
+@pytest.mark.parametrize("move", MOVES)
 def test_what_was_moved_out_is_copied_back_in(
     store: Path, move: Callable[[Net], None], warnings: Any
 ) -> None:

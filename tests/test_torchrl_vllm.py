@@ -398,6 +398,26 @@ def test_transport_waits_for_its_timeout(scheme: VLLMDoubleBufferSyncScheme) -> 
     receiver.close()
 
 
+def test_a_run_of_which_only_the_trainer_has_moved(tmp_path: Path) -> None:
+    """TorchRL's own receiver would go on loading the weights that its sender wrote last."""
+    address = tmp_path / "policy"
+    theirs = of_torchrl("VLLMDoubleBufferTransport")(str(address))
+    theirs.send_weights("policy", TensorDict({"a": torch.zeros(2)}, batch_size=[]))
+    address.chmod(0o700)
+    weights = {"a": torch.ones(2)}
+    for scheme in (VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme):
+        sender = scheme(remote_addr=str(address)).create_sender()
+        with pytest.raises(dbuffer.StoreMismatchError, match="TorchRL's own double buffer"):
+            sender.update_weights(weights)
+    assert theirs.receive_weights()["a"].tolist() == [0.0, 0.0]
+    assert VLLMDoubleBufferTransport(str(address)).receive_weights() is None
+    scheme = VLLMDoubleBufferSyncScheme(str(address), move_torchrl_aside=True)
+    scheme.create_sender().update_weights(weights)
+    with pytest.raises(FileNotFoundError):
+        theirs.receive_weights()
+    assert scheme.create_transport().receive_weights()["a"].tolist() == [1.0, 1.0]
+
+
 @contextlib.contextmanager
 def publishing_soon(publish: Callable[[], object], times: dict[str, float]) -> Iterator[None]:
     """Publish in another thread, a while after this has begun."""

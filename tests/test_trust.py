@@ -13,10 +13,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from support import SMALL, Child, newest
+from safetensors.torch import save_file
+from support import SMALL, Child, error_of, newest
 
 import dbuffer
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.weights.checkpoint import read_checkpoint
 
 NOBODY = 65534
 
@@ -165,6 +167,26 @@ def test_a_store_that_may_not_be_read_is_a_clear_error(
             is_ours, found = child.receive()
             assert is_ours, found
             assert str(published) in found
+            assert f"for user {NOBODY}" in found or f"runs as {NOBODY}" in found
+
+
+def read_as_nobody(connection: Connection, checkpoint: Path) -> None:
+    import safetensors.torch
+
+    assert safetensors
+    os.setuid(NOBODY)
+    connection.send(error_of(lambda: read_checkpoint(checkpoint)))
+
+
+@needs_root
+def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_missing(tmp_path: Path) -> None:
+    for path in (tmp_path, *tmp_path.parents[:3]):
+        path.chmod(path.stat().st_mode | 0o055)
+    checkpoint = tmp_path / "model.safetensors"
+    save_file(SMALL.weights(1), checkpoint)
+    checkpoint.chmod(0o600)
+    with Child(read_as_nobody, checkpoint) as child:
+        assert "Permission denied" in child.receive()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ def assert_serves_newest(seen: dict[str, Any]) -> None:
 
 
 def test_follower_that_is_told_to_end_ends_its_switch_first(outside: dict[str, Any]) -> None:
-    assert outside["ended"]["exit code"] == 0
+    assert outside["ended"]["exit code"] == -signal.SIGTERM
     assert_serves_newest(outside["ended"])
 
 

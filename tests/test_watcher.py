@@ -201,6 +201,18 @@ def test_without_inotify_it_sleeps_and_says_so_once(
     assert set(threading.enumerate()) <= before
 
 
+def test_inotify_is_used_when_there_is_some_again(directory, watch, monkeypatch):
+    monkeypatch.setattr(watcher, "_RETRY_S", 0.1)
+    waiting = watch(directory / "CURRENT")
+    with monkeypatch.context() as exhausted:
+        fail_to_observe(exhausted, errno.EMFILE)
+        waiting.wait(0.01)
+        assert 0.1 <= waited_s(waiting, 0.1) < SOON_S
+    settle(waiting)
+    threading.Timer(0.1, replace, [directory / "CURRENT"]).start()
+    assert waited_s(waiting) < SOON_S
+
+
 def test_an_error_of_another_kind_is_raised(directory, watch, monkeypatch):
     fail_to_observe(monkeypatch, errno.EACCES)
     with pytest.raises(PermissionError):

@@ -45,11 +45,12 @@ from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import Progress, counter
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
-from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.trouble import Trouble
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer, Held
 from dbuffer.store.filesystem import Descriptor, os_errors
+from dbuffer.store.foreign import require_no_other_weights
 from dbuffer.store.records import Spare
 from dbuffer.store.writer import BufferWriter, writer_lock
 
@@ -74,7 +75,7 @@ class _OneStoreError(OptionError):
     """Remote and local store are one, seen through two mounts: fine for readers."""
 
 
-class Mirror(Closing):
+class Mirror(Closing, ProcessBound):
     """Keeps a local store the same as a remote one.
 
     Any number may be started for one local store: one is elected, by a lock that the kernel drops
@@ -93,6 +94,7 @@ class Mirror(Closing):
         reader_timeout_s: how long to wait for local readers of the buffer to be written.
         allow_shared_store: accept directories that belong to someone else, or that others can
             write to.
+        move_torchrl_aside: of the local store, as for `WeightSender`.
         on_copied: called with each version that was published, in the mirror's thread: readers may
             have it already, :attr:`version` and :attr:`stats` say so, and
             :meth:`wait_until_current` waits until the call has returned. Its ``duration_s`` is from
@@ -112,6 +114,7 @@ class Mirror(Closing):
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
+        move_torchrl_aside: bool = False,
         on_copied: Callable[[Publication], None] | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -123,6 +126,7 @@ class Mirror(Closing):
         self._poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
         self._reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
         self._allow_shared_store = allow_shared_store
+        self._move_torchrl_aside = options.flag("move_torchrl_aside", move_torchrl_aside)
         self._on_copied = on_copied
         self._progress = progress
         self._copier = Copier(num_threads)
@@ -165,9 +169,9 @@ class Mirror(Closing):
         """
         if not self._elect():
             self._wait_until_prepared()
-        self._thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror")
-        self._thread.daemon = True
-        self._thread.start()
+        thread = threading.Thread(target=self._run_in_thread, name="dbuffer-mirror", daemon=True)
+        thread.start()
+        self._thread = thread  # one that could not begin cannot be joined
         return self
 
     def run(self, stop_event: threading.Event | None = None) -> None:
@@ -257,6 +261,7 @@ class Mirror(Closing):
         """Become the mirror of the local store, if no other is; see that it is fit to be read."""
         filesystem.make_directory(self._local.root, parents=True)
         self._local.check()
+        require_no_other_weights(self._local.root, move_torchrl_aside=self._move_torchrl_aside)
         path = self._local.root / MIRROR_LOCK_FILE
         lock = filesystem.take_lock(path, "mirror's", may_lack_locks=False)
         if lock is None:
@@ -355,7 +360,8 @@ class Mirror(Closing):
                     self._copy_newer(receiver, stop)
                 except _FINAL:
                     raise
-                except DBufferError as error:
+                # The last two: no memory, or no more threads, for now.
+                except (DBufferError, OSError, MemoryError, RuntimeError) as error:
                     self._note_problem(receiver, error)
                     self._wait_to_retry(receiver, self._trouble.note(error), stop)
                 else:
@@ -371,9 +377,12 @@ class Mirror(Closing):
     def _open_drafts(self, receiver: WeightReceiver) -> Drafts:
         """The local store's; its writer is made when there is something to write."""
         if self._drafts is None:
-            self._drafts = Drafts(self._open_writer(receiver.history))
-            self._writing.callback(self._drafts.close)
-            self._writing.callback(AcknowledgementRelay(self._local, self._remote.root).close)
+            with contextlib.ExitStack() as begun:
+                drafts = Drafts(self._open_writer(receiver.history))
+                begun.callback(drafts.close)
+                begun.callback(AcknowledgementRelay(self._local, self._remote.root).close)
+                self._writing.push(begun.pop_all())
+            self._drafts = drafts
         return self._drafts
 
     def _open_writer(self, history: str | None) -> BufferWriter:

@@ -65,7 +65,8 @@ class AcknowledgementRelay:
             try:
                 self._relay()
                 self._problem = None
-            except (DBufferError, OSError) as error:
+            # The last two: no memory, or no more threads, for now.
+            except (DBufferError, OSError, MemoryError, RuntimeError) as error:
                 if str(error) != self._problem:  # logged once; it is tried again
                     logger.warning("cannot relay acknowledgements to %s: %s", self._remote, error)
                 self._problem = str(error)

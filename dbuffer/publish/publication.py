@@ -20,6 +20,7 @@ import torch
 from dbuffer.errors import ClosedError, VersionTimeoutError, WeightsChangedError
 from dbuffer.format.layout import Layout
 from dbuffer.runtime import options
+from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import listed
 
 
@@ -49,7 +50,7 @@ class Publication:
         )
 
 
-class PendingPublication:
+class PendingPublication(ProcessBound):
     """What ``send(wait=False)`` returns: weights that are being published.
 
     They must stay as they are until :meth:`wait` has returned. The sender's next ``send`` and its

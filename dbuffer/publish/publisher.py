@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dbuffer.errors import WriterActiveError
 from dbuffer.format.layout import Layout
 from dbuffer.publish.publication import Publication
-from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.closing import Closing, ProcessBound
 
 
-class Publisher(Closing, ABC):
+class Publisher(Closing, ProcessBound, ABC):
     """What all senders are: a writer, closed for good when its ``with`` block is left."""
 
     def __init__(self) -> None:

@@ -48,6 +48,9 @@ class _Home:
     mapped: MappedTensors
     tensors: list[torch.Tensor]
     """What the parameters share their memory with, in the layout's order."""
+    addresses: list[int]
+    """Of those in the mapped file. ``share_memory()``, which `torch.multiprocessing` calls for what
+    it hands to another process, moves a storage elsewhere, under all tensors that share it."""
 
 
 class ResidentModel(LocalSender):
@@ -75,6 +78,7 @@ class ResidentModel(LocalSender):
             the version before, until they are evicted.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
+        move_torchrl_aside: as for :class:`WeightSender`.
 
     Raises:
         ResidencyError: the store is on a network mount, or a tensor is not in main memory, is a
@@ -82,7 +86,8 @@ class ResidentModel(LocalSender):
             model.
         InvalidWeightsError: something in the module cannot be published.
         OptionError: an option is not what it may be.
-        WriterActiveError, StoreInsecureError, StoreAccessError: as for :class:`WeightSender`.
+        WriterActiveError, StoreInsecureError, StoreMismatchError, StoreAccessError: as for
+            :class:`WeightSender`.
     """
 
     _closed_message = "this model has left {store}, or was made before a fork; make a new resident"
@@ -99,6 +104,7 @@ class ResidentModel(LocalSender):
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
+        move_torchrl_aside: bool = False,
     ) -> None:
         medium = medium_of(options.directory("store", store))
         if not medium.can_rewrite_in_place:
@@ -123,6 +129,7 @@ class ResidentModel(LocalSender):
             durable=durable,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
+            move_torchrl_aside=move_torchrl_aside,
         )
         super().__init__(copier, writer)
         self._chaining = Chaining(self._drafts)
@@ -166,7 +173,7 @@ class ResidentModel(LocalSender):
             if self._home is not None:
                 logger.warning(
                     "%s: something was moved out of the store since the last publish (by .half(), "
-                    "or an assignment?), and is copied back in",
+                    "share_memory() or an assignment?), and is copied back in",
                     self.store,
                 )
                 self._leave(self._home)
@@ -228,7 +235,9 @@ class ResidentModel(LocalSender):
             if not self._brought_up_to_date(draft, mapped):
                 self._copier.write(mapped, tensors)
             on_error.pop_all()  # it stays open, for the model to live in
-        self._home = home = _Home(draft, mapped, _separate_tensors(mapped))
+        housed = _separate_tensors(mapped)
+        addresses = [tensor.data_ptr() for tensor in housed]
+        self._home = home = _Home(draft, mapped, housed, addresses)
         self._point(dict(zip([t.data_ptr() for t in tensors], home.tensors, strict=True)))
 
     def _brought_up_to_date(self, draft: Draft, mapped: MappedTensors) -> bool:
@@ -308,8 +317,8 @@ def _is_at(home: _Home, source: Source) -> bool:
         layout.aliases,
         False,
     ) and all(
-        is_same_memory(tensor, place)
-        for tensor, place in zip(source.tensors, home.tensors, strict=True)
+        is_same_memory(tensor, place) and place.data_ptr() == address
+        for tensor, place, address in zip(source.tensors, home.tensors, home.addresses, strict=True)
         if place.numel()
     )
 

@@ -101,10 +101,14 @@ class WeightSender(LocalSender):
             version is kept for readers that say they still read it.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
+        move_torchrl_aside: where the directory holds weights of TorchRL's own double buffer, move
+            them into ``before-dbuffer`` below it. Default: refuse such a directory, as one with a
+            checkpoint.
 
     Raises:
         WriterActiveError: another sender has this store.
         StoreInsecureError: the directory is not ours alone.
+        StoreMismatchError: the directory holds weights of another kind.
         StoreAccessError: the directory cannot be made or written.
         OptionError: an option is not what it may be.
     """
@@ -121,6 +125,7 @@ class WeightSender(LocalSender):
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
+        move_torchrl_aside: bool = False,
     ) -> None:
         options.choice("checksum", checksum, (True, False, "auto"))
         if options.flag("delta", delta):
@@ -132,6 +137,7 @@ class WeightSender(LocalSender):
             durable=durable,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
+            move_torchrl_aside=move_torchrl_aside,
         )
         super().__init__(copier, writer)
         self._pending: list[PendingPublication] = []

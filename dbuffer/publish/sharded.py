@@ -78,11 +78,13 @@ class ShardedWeightSender(Publisher):
             before they are evicted.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
+        move_torchrl_aside: as for :class:`WeightSender`.
 
     Raises:
         OptionError: an option is not what it may be, or torch.distributed is not initialised.
         RankFailedError: a rank was lost, or failed for a reason that is none of ours.
-        WriterActiveError, StoreInsecureError, StoreAccessError: as for :class:`WeightSender`.
+        WriterActiveError, StoreInsecureError, StoreMismatchError, StoreAccessError: as for
+            :class:`WeightSender`.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ShardedWeightSender(Publisher):
         num_threads: int | None = None,
         reader_timeout_s: float = 60.0,
         allow_shared_store: bool = False,
+        move_torchrl_aside: bool = False,
     ) -> None:
         found, wait_s, wrong = _find_place(store, rank_timeout_s, reader_timeout_s)
         self.store = found
@@ -134,6 +137,7 @@ class ShardedWeightSender(Publisher):
                 durable=durable,
                 reader_timeout_s=reader_timeout_s,
                 allow_shared_store=allow_shared_store,
+                move_torchrl_aside=move_torchrl_aside,
             )
             self._drafts = Drafts(writer)
             medium = writer.medium

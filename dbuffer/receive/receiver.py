@@ -32,7 +32,7 @@ from dbuffer.receive.snapshot import (
     wrong_tensors,
 )
 from dbuffer.runtime import options
-from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer, Held, Patience, pointer_to
 from dbuffer.store.records import RecordFile
@@ -70,7 +70,7 @@ _STOP_CHECK_S = 0.1
 """How often a wait looks at its stop event."""
 
 
-class WeightReceiver(Closing):
+class WeightReceiver(Closing, ProcessBound):
     """A reader of a store; any number of them, in any process.
 
     It may be made before the store is, and serves one thread at a time. It leaves no trace until
@@ -454,9 +454,9 @@ class WeightReceiver(Closing):
         version = self.wait_for_version(newer_than, max(0.0, deadline - time.monotonic()))
         if version is None:
             wanted = "no version" if newer_than is None else f"no version above {newer_than}"
-            there = "" if self._store.exists() else ", which is not there"
             raise errors.VersionTimeoutError(
-                f"{wanted} was published within {timeout_s:g} s in {self.store}{there}"
+                f"{wanted} was published within {timeout_s:g} s in {self.store}"
+                f"{self._store.state_without_version()}"
             )
 
     def _hold(self, newer_than: int | None, known: Pointer | None = None) -> Held | None:

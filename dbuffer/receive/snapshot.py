@@ -27,6 +27,7 @@ from dbuffer.io.tensors import (
     new_memory,
     view_tensor,
 )
+from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import listed
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
@@ -57,7 +58,7 @@ class SnapshotTensors(Mapping[str, torch.Tensor]):
         return f"<{len(self)} tensors of a snapshot>"
 
 
-class Snapshot:
+class Snapshot(ProcessBound):
     """One version, held still: no writer touches its bytes while it is open.
 
     The tensors are views of mapped memory, or on a network mount of memory that the file was read

@@ -1,8 +1,10 @@
-"""`Closing`: what is closed when its ``with`` block is left."""
+"""`Closing`, which a ``with`` block closes; `ProcessBound`, which no other process can use."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, NoReturn, Self
+
+from dbuffer.errors import ClosedError
 
 
 class Closing:
@@ -16,3 +18,13 @@ class Closing:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class ProcessBound:
+    """Something that cannot be pickled, as `multiprocessing` does for a spawned child."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ClosedError(
+            f"a {type(self).__name__} belongs to the process that made it, and cannot be handed to "
+            "another one: make one there"
+        )

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 from dbuffer.errors import OptionError
 
@@ -68,6 +69,19 @@ def directory(name: str, value: Any) -> Path:
     if not is_path or not os.fspath(value) or "\0" in os.fspath(value):
         refuse(name, value, "the path of a directory, not empty and without NUL")
     return Path(value).absolute()
+
+
+def server_url(name: str, value: Any) -> str:
+    """Address of a server, without a slash at its end; an address without its scheme is refused."""
+    rule = "an address with its scheme, as http://localhost:8000"
+    try:
+        parts = urlsplit(value) if isinstance(value, str) else urlsplit("")
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an address that is cut short, or a port that is no number
+        is_url = False
+    if not is_url:
+        refuse(name, value, rule)
+    return str(value).rstrip("/")
 
 
 def names(name: str, value: Any) -> int | frozenset[str]:

@@ -43,6 +43,7 @@ from dbuffer.runtime import options
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
+from dbuffer.store.foreign import other_weights
 from dbuffer.store.liveness import Process
 from dbuffer.store.media import medium_of
 from dbuffer.store.medium import Medium
@@ -230,7 +231,17 @@ class DoubleBuffer:
             pointer = self._pointer_by_manifests(seen)
         if seen is not None:
             self._require_successor(seen, pointer)
+        elif pointer is None and (other := other_weights(self.root)) is not None:
+            message = "%s holds %s, which dbuffer does not read: it needs a sender of dbuffer's own"
+            log_once(logger, message, self.root, other)
         return pointer
+
+    def state_without_version(self) -> str:
+        """Clause for messages of readers that came upon no version: what is there instead."""
+        if not self.exists():
+            return ", which is not there"
+        other = other_weights(self.root)
+        return "" if other is None else f", which holds {other}"
 
     def _require_successor(self, seen: Pointer, found: Pointer | None) -> None:
         if found is not None and is_replaced(seen, found):

@@ -121,7 +121,10 @@ def os_errors(action: str, path: Path) -> TranslatedErrors:
                 f"cannot {action}: no room left for {path}; the last published version stays "
                 "readable, and publishing works again once there is room for two versions"
             ) from error
-        raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}") from error
+        whose = ""
+        if error.errno == errno.EACCES:
+            whose = f" for user {os.geteuid()}; a store is for the user who made it"
+        raise StoreAccessError(f"cannot {action} at {path}: {error.strerror}{whose}") from error
 
     return TranslatedErrors(translate)
 
@@ -153,12 +156,12 @@ def _check_trusted(found: os.stat_result, path: Path) -> None:
     if found.st_uid != os.geteuid():
         raise StoreInsecureError(
             f"{path} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}; "
-            "pass allow_shared_store=True to use it all the same"
+            "pass allow_shared_store=True (--allow-shared-store) to use it all the same"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StoreInsecureError(
             f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
-            f"run 'chmod go-w {path}', or pass allow_shared_store=True"
+            f"run 'chmod go-w {path}', or pass allow_shared_store=True (--allow-shared-store)"
         )
 
 
@@ -440,6 +443,24 @@ def rename_directory(directory: Path, path: Path) -> None:
     except OSError:
         if not path.is_dir():
             raise
+
+
+def make_numbered_directory(parent: Path) -> Path:
+    """Make a directory ``1`` below ``parent``, or the next number that is free, and return it."""
+    make_directory(parent)
+    for number in itertools.count(1):
+        path = parent / str(number)
+        with os_errors("make the directory", path), contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+            break
+    return path
+
+
+def move_into(directory: Path, *paths: Path) -> None:
+    """Move files and directories into a directory of the same filesystem."""
+    for path in paths:
+        with os_errors("move", path):
+            path.rename(directory / path.name)
 
 
 def remove_stale_temporaries(directory: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
@@ -220,7 +221,11 @@ class RecordFile:
             self._write()
             return
         if not self._kept.sign.is_lock and self._heartbeat is None:
-            self._heartbeat = _start_heartbeat(self._touch)
+            try:
+                self._heartbeat = _start_heartbeat(self._touch)
+            except RuntimeError as error:  # no more threads: each write shows life, and tries again
+                message = "no heartbeat of receiver %s (%s): taken for dead if it writes nothing"
+                log_once(logger, message, self._record.receiver, str(error))
 
     def _touch(self) -> None:
         with self._lock:
@@ -253,7 +258,8 @@ def _start_heartbeat(touch: Callable[[], None]) -> threading.Event:
         while not stop.wait(HEARTBEAT_S):
             if (found := method()) is None:
                 return
-            found()
+            with contextlib.suppress(MemoryError):  # the next one may find some
+                found()
             del found
 
     threading.Thread(target=beat, name="dbuffer-heartbeat", daemon=True).start()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import threading
+import time
 from pathlib import Path
 
 from watchdog.events import (
@@ -22,9 +24,13 @@ from watchdog.events import (
 from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
+from dbuffer.runtime.trouble import log_once
 from dbuffer.store import media
 
 logger = logging.getLogger(__name__)
+
+_RETRY_S = 60.0
+"""How long inotify is not tried again when it was used up."""
 
 _OUT_OF_INOTIFY = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOSYS)
 
@@ -32,7 +38,7 @@ _OUT_OF_INOTIFY = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOSYS)
 class Watcher:
     """Watches one file's directory for the file being replaced.
 
-    On a network mount, and where inotify is used up, :meth:`wait` sleeps instead. The directory
+    On a network mount, and while inotify or threads are used up, :meth:`wait` sleeps. The directory
     may come later, or be replaced; then it is watched from the first wait after that.
     """
 
@@ -41,7 +47,8 @@ class Watcher:
         self._changed = threading.Event()
         self._observer: BaseObserver | None = None
         self._watched: tuple[int, int] | None = None
-        self._can_watch = True
+        self._watch_from = 0.0
+        """When watching is tried, by `time.monotonic`; infinite: never."""
         self._pid = os.getpid()
 
     def wait(self, timeout_s: float) -> bool:
@@ -56,7 +63,7 @@ class Watcher:
 
     def close(self) -> None:
         self._stop()
-        self._can_watch = False
+        self._watch_from = math.inf
         self.wake()
 
     def _follow_directory(self) -> None:
@@ -68,7 +75,8 @@ class Watcher:
         identity = (found.st_dev, found.st_ino)
         # A new directory may get the number of the one that was removed; the emitter ends with
         # the old one.
-        if self._can_watch and (identity != self._watched or self._has_ended()):
+        is_unwatched = identity != self._watched or self._has_ended()
+        if is_unwatched and time.monotonic() >= self._watch_from:
             self._stop()
             self._watched = identity if self._start() else None
             # What was replaced before the watch stood will send no event.
@@ -79,7 +87,7 @@ class Watcher:
         medium = media.medium_of(directory)
         if not medium.has_events:
             logger.info("%s is on %s: polling, no inotify", directory, medium.filesystem)
-            self._can_watch = False
+            self._watch_from = math.inf
             return False
         observer: BaseObserver | None = None
         try:
@@ -90,12 +98,12 @@ class Watcher:
                 event_filter=[FileCreatedEvent, FileMovedEvent],
             )
             observer.start()
-        except OSError as error:
+        except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no more threads
             if observer is not None:
                 observer.stop()  # ends the thread that it began with
-            if error.errno in _OUT_OF_INOTIFY:
-                logger.warning("no inotify for %s (%s): polling", directory, error)
-                self._can_watch = False
+            if not isinstance(error, OSError) or error.errno in _OUT_OF_INOTIFY:
+                log_once(logger, "no inotify for %s (%s): polling", directory, str(error))
+                self._watch_from = time.monotonic() + _RETRY_S
             elif error.errno != errno.ENOENT:  # that: it was removed since we looked
                 raise
             return False

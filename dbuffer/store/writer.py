@@ -37,6 +37,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
 from dbuffer.store.filesystem import Descriptor, os_errors
+from dbuffer.store.foreign import require_no_other_weights
 from dbuffer.store.liveness import owner_fields
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class BufferWriter:
     Raises:
         OptionError: an option is not what it may be.
         WriterActiveError: another writer has the store.
+        StoreMismatchError: the directory holds weights of another kind; see `foreign`.
         StoreInsecureError, StoreAccessError: the directory cannot be used.
     """
 
@@ -117,13 +119,17 @@ class BufferWriter:
         durable: bool,
         reader_timeout_s: float,
         allow_shared_store: bool,
+        move_torchrl_aside: bool = False,
         history: str | None = None,
     ) -> None:
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.root = self.store.root
         self._reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
         options.flag("durable", durable)
+        options.flag("move_torchrl_aside", move_torchrl_aside)
         filesystem.make_directory(self.root, parents=True, durable=durable)
+        self.store.check()
+        require_no_other_weights(self.root, move_torchrl_aside=move_torchrl_aside)
         self._check_directories()
         self.medium = self.store.medium
         self._sync = durable or self.medium.is_seen_when_flushed

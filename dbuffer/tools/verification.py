@@ -36,7 +36,9 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
     store.check()
     pointer = store.newest_pointer()
     if pointer is None:
-        raise VersionTimeoutError(f"nothing was published in {store.root} yet")
+        raise VersionTimeoutError(
+            f"nothing was published in {store.root} yet{store.state_without_version()}"
+        )
     checks = [_verify_buffer(store, pointer.buffer, pointer.version)]
     for buffer in BUFFERS:
         if buffer != pointer.buffer and _holds_something(store, buffer):

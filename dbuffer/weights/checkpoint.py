@@ -104,6 +104,7 @@ def _open_safetensors(
             f"reading {file} needs safetensors: pip install safetensors"
         ) from None
     try:
+        file.open("rb").close()  # of a file that may not be read safetensors says it is not there
         handle: Any = safe_open(file, framework="pt")
         for name in wanted if wanted is not None else handle.keys():
             part = handle.get_slice(name)

@@ -148,6 +148,8 @@ class VLLMWeightBridge:
     def initialize(self) -> None:
         """Open the store, and read the parameter mapping. The servers may be away.
 
+        In local mode, a server that does not answer ``/health`` with 200 is logged.
+
         A mapping is waited for, up to ``timeout_seconds``, where ``log_dir``, ``LOGDIR`` or
         ``VLLM_BRIDGE_CONFIG_PATH`` says where one is to be; without them, one in the working
         directory is read if it is there. With several nodes, and where the file itself is named,
@@ -171,6 +173,7 @@ class VLLMWeightBridge:
             self._join_ranks()
             if self.config.is_local_mode and self.config.trainer_rank == 0:
                 self._server = BridgeServer(self.config.vllm_api_url, self.store)
+                self._server.warn_unless_healthy()
             mapping = self._on_first_rank(
                 "read the parameter mapping", lambda: self._await_mapping().as_json()
             )

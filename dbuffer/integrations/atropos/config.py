@@ -55,6 +55,8 @@ class BridgeConfig:
         checks.whole_number("trainer_rank", self.trainer_rank, at_least=0)
         checks.whole_number("num_inference_nodes", self.num_inference_nodes, at_least=0)
         checks.positive_seconds("timeout_seconds", self.timeout_seconds)
+        if self.is_local_mode:
+            checks.server_url("vllm_api_url", self.vllm_api_url)
         if self.trainer_rank >= self.world_size:
             raise OptionError(
                 f"invalid trainer_rank {self.trainer_rank}: use one below world_size, which is "

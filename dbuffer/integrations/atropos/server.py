@@ -36,7 +36,11 @@ _STOCK_ROUTE = "/version"
 """Every vLLM server has it, Atropos' does not."""
 _INFO_ROUTE = "/bridge/info"
 
+_HEALTH_ROUTE = "/health"
+_OK = 200
+
 _CALL_S = 30.0
+_HEALTH_S = 5.0
 _PROBE_S = 2.0
 _RETRY_S = 0.25
 _ERROR_CHECK_S = 0.1
@@ -71,6 +75,17 @@ class BridgeServer:
                 "itself, with the middleware dbuffer.integrations.vllm.FollowStore; or start a "
                 "vLLM with VLLM_SERVER_DEV_MODE=1, which is driven from here"
             ) from None
+
+    def warn_unless_healthy(self) -> None:
+        """Log it if the server does not answer, or not that it is healthy; updates wait for it."""
+        try:
+            status = self._client.get(_HEALTH_ROUTE, timeout=_HEALTH_S).status_code
+        except self._httpx.HTTPError as error:
+            problem = f"does not answer ({type(error).__name__} {error})"
+        else:
+            problem = "" if status == _OK else f"answers {_HEALTH_ROUTE} with {status}"
+        if problem:
+            logger.warning("the server at %s %s; each update waits for it", self.url, problem)
 
     def is_stock(self) -> bool:
         """Whether it answers, and is a vLLM without Atropos' routes, which writes no mapping."""

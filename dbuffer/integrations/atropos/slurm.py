@@ -80,13 +80,13 @@ def get_inference_urls(num_inference_nodes: int) -> Urls:
     """Where Atropos' processes meet, and the nodes that run engines.
 
     Args:
-        num_inference_nodes: 0: this machine; below 0, or outside of a SLURM job: none.
+        num_inference_nodes: 0: this machine; below 0, or outside of a SLURM job: none. Above the
+            job's number of nodes: all of them, as Atropos has it; the bridge itself refuses that.
 
     Returns:
         ``host:port`` of its NCCL, Gloo and inference groups, and the nodes; or None four times.
 
     Raises:
-        BridgeSetupError: the job has fewer nodes.
         OptionError: (a ``ValueError``) its list of nodes is none.
     """
     if num_inference_nodes == 0:
@@ -94,7 +94,7 @@ def get_inference_urls(num_inference_nodes: int) -> Urls:
     else:
         if num_inference_nodes < 0 or not (job := job_nodes()):
             return None, None, None, None
-        first, nodes = job[0], inference_nodes(num_inference_nodes)
+        first, nodes = job[0], job[-num_inference_nodes:]
     return f"{first}:{NCCL_PORT}", f"{first}:{GLOO_PORT}", f"{nodes[0]}:{INFERENCE_PORT}", nodes
 
 

@@ -16,6 +16,7 @@ from dbuffer.errors import (
     OptionError,
 )
 from dbuffer.integrations.engine.protocol import Engine
+from dbuffer.runtime import options as checks
 
 _CONNECT_S = 5.0
 _CALL_S = 30.0
@@ -33,6 +34,7 @@ class EngineServer(Engine):
         api_key: sent as a bearer token.
 
     Raises:
+        OptionError: ``url`` is no address of a server.
         EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer.
         EngineUnsupportedError: from any call: it has no such route, and was started without it.
         OptionError: from any call: it refuses the API key.
@@ -50,7 +52,7 @@ class EngineServer(Engine):
         import httpx
 
         self._httpx = httpx
-        self.url = url.rstrip("/")
+        self.url = checks.server_url("url", url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._long = httpx.Timeout(_LONG_S, connect=_CONNECT_S)
         self._client = httpx.Client(

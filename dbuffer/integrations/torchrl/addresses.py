@@ -17,6 +17,7 @@ from dbuffer.format.manifest import Manifest
 from dbuffer.mirror.mirror import MIRROR_LOCK_FILE
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import is_locked
+from dbuffer.store.foreign import other_weights
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class Addresses:
             return "which is not there"
         if self._newest(path) is not None:
             return "which a mirror has left behind"
-        return "where nothing is published"
+        other = other_weights(path)
+        return "where nothing is published" if other is None else f"which holds {other}"
 
     def _newest(self, path: Path) -> Manifest | None:
         store = self._view(path)

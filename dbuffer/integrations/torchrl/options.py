@@ -20,9 +20,10 @@ from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer
 
 _SHARED = ("num_threads", "allow_shared_store")
-_SENDER = (*_SHARED, "durable", "checksum", "delta", "dtype", "rename", "reader_timeout_s")
+_WRITER = (*_SHARED, "reader_timeout_s", "move_torchrl_aside")
+_SENDER = (*_WRITER, "durable", "checksum", "delta", "dtype", "rename")
 _RECEIVER = (*_SHARED, "verify", "poll_interval_s")
-_MIRROR = (*_SHARED, "reader_timeout_s", "poll_interval_s")
+_MIRROR = (*_WRITER, "poll_interval_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class TransportOptions:
     allow_shared_store: bool = False
     unused_tensors: Literal["refuse", "warn"] = "refuse"
     """Of an engine that follows, as in :class:`EngineOptions`."""
+    move_torchrl_aside: bool = False
 
     def __post_init__(self) -> None:
         """Check here what a worker would refuse in its own process."""
@@ -59,6 +61,7 @@ class TransportOptions:
         checks.positive_seconds("poll_interval_s", self.poll_interval_s)
         checks.flag("allow_shared_store", self.allow_shared_store)
         checks.choice("unused_tensors", self.unused_tensors, ("refuse", "warn"))
+        checks.flag("move_torchrl_aside", self.move_torchrl_aside)
 
     @classmethod
     def parse(cls, num_threads: int, options: dict[str, Any]) -> Self:

@@ -20,6 +20,7 @@ from dbuffer import errors
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.runtime.trouble import Trouble
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import path_of
 from dbuffer.tools.commands import shared
 from dbuffer.tools.commands.follow_server import Server, follow_server
@@ -123,6 +124,8 @@ def follow(
     ] = "follow",
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
+    *,
+    context: typer.Context,
 ) -> None:
     """Print each new version as it comes, and acknowledge it; with --exec, run a command.
 
@@ -134,9 +137,11 @@ def follow(
     options.choice("pause", pause, ("keep", "abort", "wait"))
     options.choice("new_history", new_history, ("follow", "refuse"))
     options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
-    if rename is not None and sglang is None:
-        raise typer.BadParameter("only together with --sglang", param_hint="--rename")
-    if vllm is not None or sglang is not None:
+    has_server = vllm is not None or sglang is not None
+    _refuse_unless(sglang is not None, "--sglang", context, "rename")
+    _refuse_unless(vllm is not None, "--vllm", context, "partial")
+    _refuse_unless(has_server, "--vllm or --sglang", context, "pause", "api_key", "unused_tensors")
+    if has_server:
         if command is not None or newer_than is not None or None not in (vllm, sglang):
             raise typer.BadParameter(
                 "use one of these at a time", param_hint="--exec, --newer-than, --vllm, --sglang"
@@ -155,12 +160,6 @@ def follow(
             new_history=new_history,
         )
         return
-    if partial:
-        raise typer.BadParameter("only together with --vllm", param_hint="--partial")
-    if unused_tensors != "refuse":
-        raise typer.BadParameter(
-            "only together with --vllm or --sglang", param_hint="--unused-tensors"
-        )
     receiver = dbuffer.WeightReceiver(
         store,
         receiver_id=receiver_id,
@@ -169,6 +168,7 @@ def follow(
     )
     with receiver:
         receiver.wait_for_version(newer_than, 0.0)  # what is wrong from the start is an error
+        shared.explain_wait(store)
         while count is None or count > 0:
             held = contextlib.ExitStack()
             snapshot = _hold_next(receiver, held, newer_than, timeout_s, new_history)
@@ -179,6 +179,16 @@ def follow(
                     _execute(command, store, snapshot)
             newer_than = snapshot.version
             count = None if count is None else count - 1
+
+
+def _refuse_unless(is_used: bool, with_option: str, context: typer.Context, *names: str) -> None:
+    """Refuse options that were given on the command line, and that nothing uses."""
+    for name in () if is_used else names:
+        source = context.get_parameter_source(name)
+        # One from an environment variable may be meant for other commands.
+        if source is not None and source.name == "COMMANDLINE":
+            hint = "--" + name.replace("_", "-")
+            raise typer.BadParameter(f"only together with {with_option}", param_hint=hint)
 
 
 def _hold_next(
@@ -213,7 +223,10 @@ def _hold_next(
             continue
         trouble.end(str(receiver.store))
         if left_s <= 0:
-            raise errors.VersionTimeoutError(f"nothing new in {receiver.store} for {timeout_s:g} s")
+            there = DoubleBuffer(receiver.store).state_without_version()
+            raise errors.VersionTimeoutError(
+                f"nothing new for {timeout_s:g} s in {receiver.store}{there}"
+            )
 
 
 def _report(snapshot: Snapshot, *, as_json: bool) -> None:

@@ -70,11 +70,14 @@ def follow_server(
     from dbuffer.integrations.engine.options import EngineOptions
     from dbuffer.integrations.engine.reporting import Switch
 
-    # A switch that has begun must end with the server resumed, also when this is asked to stop.
-    stop = shared.stop_on_signals()
     last = time.monotonic()
-    with server.follower(EngineOptions(store=str(store.absolute()), **options)) as follower:
+    with (
+        # A switch that has begun must end with the server resumed, also when this is asked to stop.
+        shared.stopped_by_signals() as stop,
+        server.follower(EngineOptions(store=str(store.absolute()), **options)) as follower,
+    ):
         follower.require_followable()
+        shared.explain_wait(store)
         for outcome in follow_for_ever(follower, stop):
             if isinstance(outcome, Switch):
                 last = time.monotonic()

@@ -36,9 +36,12 @@ def ls(
     """List the newest version's tensors: name, dtype, shape, bytes."""
     if names is not None and against is None:
         raise typer.BadParameter("only together with --against", param_hint="--names")
-    held = DoubleBuffer(store, allow_shared_store=allow_shared_store).hold_newest(newer_than=None)
+    view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+    held = view.hold_newest(newer_than=None)
     if held is None:
-        raise VersionTimeoutError(f"nothing was published in {store} yet")
+        raise VersionTimeoutError(
+            f"nothing was published in {store} yet{view.state_without_version()}"
+        )
     with held:
         version, layout = held.manifest.version, held.read_layout()
     if against is not None:

@@ -29,13 +29,13 @@ def mirror(
     ] = None,
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
+    move_torchrl_aside: shared.AsideOption = False,
 ) -> None:
     """Copy each newest version into a local store, for all workers of this node.
 
     Start one per node, or several: one of them copies, and the others stand by. It may be
     stopped and started at any time. Mirrors can follow mirrors.
     """
-    stop = shared.stop_on_signals()
     num_copied = 0
 
     def report(copied: Publication) -> None:
@@ -46,13 +46,14 @@ def mirror(
         if num_copied == count:
             stop.set()
 
-    with shared.byte_progress(hidden=as_json) as bars:
+    with shared.stopped_by_signals() as stop, shared.byte_progress(hidden=as_json) as bars:
         task = bars.add_task(printable(remote), total=None, visible=False)
         copying = dbuffer.Mirror(
             remote,
             local,
             poll_interval_s=poll_interval_s,
             allow_shared_store=allow_shared_store,
+            move_torchrl_aside=move_torchrl_aside,
             on_copied=report,
             progress=lambda done, total: bars.update(
                 task, completed=done, total=total, visible=True
@@ -61,6 +62,7 @@ def mirror(
         with copying:
             if metrics_port is not None:
                 _serve_metrics(copying, metrics_port)
+            shared.explain_wait(remote)
             copying.run(stop)
 
 

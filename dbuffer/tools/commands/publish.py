@@ -45,26 +45,37 @@ def publish(
     names: shared.NamesOption = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
+    move_torchrl_aside: shared.AsideOption = False,
 ) -> None:
     """Publish a checkpoint as the store's newest version.
 
     With --delta the last version is read back and compared with, and all weights are in memory.
     """
+    from dbuffer.publish.draft import checked_metadata
+    from dbuffer.weights.checkpoint import read_checkpoint
+    from dbuffer.weights.sources import Describer
+
+    # A sender makes the store: whatever is wrong with its input must show before.
+    parsed_metadata, parsed_dtype = checked_metadata(_parse_metadata(metadata)), _parse_dtype(dtype)
+    rename = None if names is None else NameMap.read(names)
+    weights = list(zip(*read_checkpoint(checkpoint), strict=True))
+    Describer(dtype=parsed_dtype, rename=rename).describe(weights)
     sender = dbuffer.WeightSender(
         store,
         checksum=checksum,
         delta=delta,
         durable=durable,
-        dtype=_parse_dtype(dtype),
-        rename=None if names is None else NameMap.read(names),
+        dtype=parsed_dtype,
+        rename=rename,
         allow_shared_store=allow_shared_store,
+        move_torchrl_aside=move_torchrl_aside,
     )
     with sender, shared.byte_progress(hidden=as_json) as progress:
         task = progress.add_task(printable(checkpoint), total=None)
         publication = sender.send(
-            checkpoint,
+            weights,
             version=version,
-            metadata=_parse_metadata(metadata),
+            metadata=parsed_metadata,
             progress=lambda done, total: progress.update(task, completed=done, total=total or None),
         )
     shared.report(publication, shared.describe_copy(publication), as_json=as_json)

@@ -16,7 +16,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from dbuffer.errors import DBufferError
 from dbuffer.runtime.messages import format_bytes
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.render import cell, printable
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TIMEOUT = 3
+EXIT_SIGNAL = 128
+"""Plus the number of the signal that stopped a command, as shells have it."""
 
 console = Console()
 errors = Console(stderr=True)
@@ -48,6 +52,14 @@ SharedOption = Annotated[
     typer.Option(
         "--allow-shared-store",
         help="Accept a directory that belongs to another user, or that others can write to.",
+    ),
+]
+AsideOption = Annotated[
+    bool,
+    typer.Option(
+        "--move-torchrl-aside",
+        help="Where the directory holds weights of TorchRL's own double buffer, move them into "
+        "`before-dbuffer` below it. Default: refuse such a directory.",
     ),
 ]
 NamesOption = Annotated[
@@ -110,18 +122,48 @@ def status_line(*, hidden: bool) -> Iterator[Callable[[str], None] | None]:
         yield lambda text: line.update(cell(text))
 
 
-def stop_on_signals() -> threading.Event:
-    """An event that SIGINT and SIGTERM set, so that what has begun ends in order."""
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[threading.Event]:
+    """Event that SIGINT and SIGTERM set, so that what has begun ends in order.
+
+    The exit code tells of the signal when the block is left.
+    """
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
+    received: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        received.append(number)
+        stop.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, note) for number in numbers]
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    if received:
+        raise typer.Exit(EXIT_SIGNAL + received[0])
+
+
+def explain_wait(store: Path) -> None:
+    """Print on stderr, before a command waits for a store's first version, that it does."""
+    view = DoubleBuffer(store, allow_shared_store=True)
+    # The command itself reads the store next, and reports errors.
+    with contextlib.suppress(DBufferError):
+        if not view.exists():
+            text = f"there is no store at {store} yet: waiting for one"
+        elif view.newest_pointer() is None:
+            text = f"nothing was published in {store} yet: waiting"
+        else:
+            return
+        print(printable(f"dbuffer: {text}"), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
     """Let SIGTERM end a block as Ctrl-C would: what was made in a user's directory is removed."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGNAL + signal.SIGTERM))
     try:
         yield
     finally:

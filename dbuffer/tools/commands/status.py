@@ -24,6 +24,8 @@ def status(
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
     """Show versions, buffers, the sender, and how far behind each receiver is."""
+    if watch and as_json:
+        raise typer.BadParameter("not together with --json", param_hint="--watch")
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     found = read_status(view)
     if as_json:
