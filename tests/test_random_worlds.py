@@ -160,16 +160,16 @@ class Eyes:
         return seen, len(self._checked)
 
     def _look(self, question: Question) -> Seen:
-        os.environ[filesystem.MOUNT_VARIABLE] = question.mount
-        try:
-            return self._look_at_once(question)
-        except dbuffer.StoreAccessError as error:
-            # The newest version is of the sender before this one, which took the mount for another.
-            if "DBUFFER_MOUNT=network" not in str(error):
-                raise
-        other = "local" if question.mount == "network" else "network"
-        os.environ[filesystem.MOUNT_VARIABLE] = other
-        return self._look_at_once(question._replace(mount=other))
+        mount = question.mount
+        while True:
+            os.environ[filesystem.MOUNT_VARIABLE] = mount
+            try:
+                return self._look_at_once(question._replace(mount=mount))
+            except dbuffer.StoreAccessError as error:
+                # The newest version is of the sender before this one, on a mount of another kind.
+                if "DBUFFER_MOUNT=network" not in str(error):
+                    raise
+            mount = "local" if mount == "network" else "network"
 
     def _look_at_once(self, question: Question) -> Seen:
         while True:
