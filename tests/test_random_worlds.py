@@ -598,6 +598,7 @@ def make_plan(rng: random.Random, store: Path, first: int) -> Plan:
     return Plan(store, rng.randrange(1 << 30), kind, size, mount, options, labels, trips)
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(patience_s())
 def test_every_version_is_what_was_given_whatever_trips_a_sender_up(
