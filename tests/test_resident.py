@@ -705,6 +705,23 @@ def test_no_room_for_the_next_is_no_failure_of_this_one(
         assert_tidy(store)
 
 
+@pytest.mark.parametrize("checksum", [False, True])
+def test_training_in_ordinary_memory_is_published_where_deltas_are(
+    store: Path, monkeypatch: pytest.MonkeyPatch, checksum: bool
+) -> None:
+    """The idle buffer lacks more than what changed between the last two versions."""
+    model = Patterned(SPARSE)
+    with ResidentModel(model, store, delta=True, checksum=checksum) as resident:
+        for version in range(1, 4):
+            model.step(version)
+            resident.publish()
+        model.step(4)
+        with failing(monkeypatch, BufferWriter, "claim", FULL):
+            resident.publish()
+        model.step(5)
+        assert resident.publish().version == 5 == model.version() == newest(store)
+
+
 def test_an_interrupted_change_of_sides_does_not_train_on_in_what_is_published(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

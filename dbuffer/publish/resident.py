@@ -223,8 +223,12 @@ class ResidentModel(LocalSender):
             places.add(tensor.data_ptr())
         return source
 
-    def _move_in(self, source: Source) -> None:
-        """Claim the idle buffer, copy everything into it, and let the parameters live there."""
+    def _move_in(self, source: Source, *, is_published: bool = False) -> None:
+        """Claim the idle buffer, copy everything into it, and let the parameters live there.
+
+        ``is_published``: they are as they were published last, so that what changed since the
+        version before is enough.
+        """
         tensors = cast("list[torch.Tensor]", source.tensors)
         version = self._writer.next_version(None)
         footer = self._drafts.footer_of(source.specs, source.aliases)
@@ -232,7 +236,7 @@ class ResidentModel(LocalSender):
             begun = self._drafts.begin(version, footer, hashed=self._checksum)
             draft = on_error.enter_context(begun)
             mapped = draft.mapped
-            if not self._brought_up_to_date(draft, mapped):
+            if not (is_published and self._brought_up_to_date(draft, mapped)):
                 self._copier.write(mapped, tensors)
             on_error.pop_all()  # it stays open, for the model to live in
         housed = _separate_tensors(mapped)
@@ -273,7 +277,7 @@ class ResidentModel(LocalSender):
 
     def _change_sides(self, home: _Home, source: Source) -> None:
         try:
-            self._move_in(source)
+            self._move_in(source, is_published=True)
         except BaseException as error:
             self._evacuate(home.mapped)
             if not isinstance(error, DBufferError | OSError):

@@ -135,7 +135,9 @@ class Agreement:
                 outcome = outcome._replace(value=action())
             except DBufferError as error:
                 cause = error
-                outcome = outcome._replace(error=str(error), kind=type(error).__name__)
+                names = [one.__name__ for one in type(error).__mro__]  # or that of a base class
+                kind = next(name for name in names if hasattr(errors, name))
+                outcome = outcome._replace(error=str(error), kind=kind)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
                 cause = error
                 outcome = outcome._replace(error=f"{type(error).__name__}: {error}")
@@ -143,8 +145,8 @@ class Agreement:
             for rank, one in enumerate(outcomes):
                 if one.error is not None:
                     self._fails_together = True
-                    kind_of: type[DBufferError] = getattr(errors, one.kind)
-                    raise kind_of(f"rank {rank} could not {what}: {one.error}") from cause
+                    raised: type[DBufferError] = getattr(errors, one.kind)
+                    raise raised(f"rank {rank} could not {what}: {one.error}") from cause
             return [one.value for one in outcomes]
 
     def first(self, what: str, action: Callable[[], T]) -> T:
