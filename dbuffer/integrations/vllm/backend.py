@@ -49,7 +49,9 @@ class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignor
     def parse(cls, values: Mapping[str, Any]) -> Self:
         counts: dict[str, Any] = {}
         if isinstance(values, Mapping):
-            counts = {name: values[name] for name in _COUNTS if name in values}
+            is_sparse = values.get("update_kind") == "sparse_flat"
+            known = ("names", "num_updates_list") if is_sparse else ("num_updates_list",)
+            counts = {name: values[name] for name in known if name in values}
             values = {name: value for name, value in values.items() if name not in counts}
         info = super().parse(values)
         for name, value in counts.items():
@@ -61,9 +63,8 @@ class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignor
         """Refuse names and counts that vLLM refuses."""
         names, counts = self.names, self.num_updates_list
         if self.update_kind == "dense":
-            for name in _COUNTS:
-                if getattr(self, name) is not None:
-                    checks.refuse(name, getattr(self, name), "None where update_kind is 'dense'")
+            if counts is not None:
+                checks.refuse("num_updates_list", counts, "None where update_kind is 'dense'")
             return
         if names is not None and not _is_list_of(str, names):
             checks.refuse("names", names, "a list of names")
@@ -85,7 +86,6 @@ def _is_list_of(kind: type, values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
-_COUNTS = ("names", "num_updates_list")
 _CONTRACT = ("vllm_config", "device", "model")
 _CONTRACT_BEFORE_0_25 = ("parallel_config", "model")
 
