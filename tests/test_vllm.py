@@ -421,12 +421,12 @@ def observe_refusals(store: Path, llm: Any, seen: dict[str, Any]) -> None:
             seen["refusals"][misfit] = error_of(follower.sync)
         seen["after refusals"] = greedy(llm)
         observe_busy(llm, follower, seen)
-        observe_surplus(sender, llm, good, seen)
         switch(follower, sender, good)
         seen["after a good one"] = greedy(llm)
+    observe_surplus(store, llm, good, seen)
 
 
-def observe_surplus(sender: Any, llm: Any, good: dict[str, Any], seen: dict[str, Any]) -> None:
+def observe_surplus(store: Path, llm: Any, good: dict[str, Any], seen: dict[str, Any]) -> None:
     """Tensors whose names vLLM passes over, and others that it refuses."""
     from dbuffer.integrations.vllm import follow
 
@@ -437,7 +437,10 @@ def observe_surplus(sender: Any, llm: Any, good: dict[str, Any], seen: dict[str,
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     seen["with surplus tensors"] = []
-    with follow(llm, sender.store, unused_tensors="warn") as follower:
+    with (
+        dbuffer.WeightSender(store) as sender,
+        follow(llm, store, unused_tensors="warn") as follower,
+    ):
         for _ in range(2):
             switch(follower, sender, {BIAS: torch.ones(64)} | good | surplus)
             seen["with surplus tensors"].append(greedy(llm))

@@ -55,7 +55,7 @@ REFUSED = {
         ["model.rotary_emb.inv_freq"],
         "nothing of the engine's model",
     ),
-    "unknown": ("qwen3", [*MLP, "model.layers.7.norm"], "does not fit the engine's model"),
+    "unknown": ("qwen3", [*MLP, "model.layers.7.norm"], "no place for model.layers.7.norm"),
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError
 from dbuffer.format.layout import digest
@@ -187,10 +187,6 @@ class UpdateRequest:
     update_kind: Literal["dense", "sparse_flat"] = "dense"
     """How the version came, in vLLM's words: as whole tensors, or by patches. It is in the store
     either way, and is switched to in one way."""
-    names: list[str] | None = None
-    """Names of the tensors that patches change, as vLLM's trainers give them. Only counted."""
-    num_updates_list: list[int] | None = None
-    """How many places of each of ``names`` are patched. Only counted."""
     attempt: str | None = None
     """What the engine's record is to name as the cause of what it says, when this has been done or
     has failed: who asked knows by that which weights the engine has."""
@@ -204,29 +200,6 @@ class UpdateRequest:
         is_attempt = isinstance(self.attempt, str) and ATTEMPT.fullmatch(self.attempt) is not None
         _require(self, "attempt", self.attempt is None or is_attempt)
         checks.choice("update_kind", self.update_kind, ("dense", "sparse_flat"))
-        self._require_counts()
-
-    def _require_counts(self) -> None:
-        """Refuse names and counts of patches that vLLM refuses."""
-        names, counts = self.names, self.num_updates_list
-        if self.update_kind == "dense":
-            for name in ("names", "num_updates_list"):
-                _require(self, name, getattr(self, name) is None)
-            return
-        if names is not None and not _is_list_of(str, names):
-            checks.refuse("names", names, "a list of names")
-        is_right = counts is None or (_is_list_of(int, counts) and min(counts, default=-1) >= 0)
-        if is_right and None not in (names, counts):
-            is_right = len(counts or ()) == len(names or ())
-        if not is_right:
-            self.refuse_counts()
-
-    def refuse_counts(self) -> NoReturn:
-        checks.refuse(
-            "num_updates_list",
-            self.num_updates_list,
-            "a list of counts where update_kind is 'sparse_flat', one for each of names",
-        )
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:
@@ -248,10 +221,6 @@ class UpdateRequest:
             return error
 
 
-def _is_list_of(kind: type, values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is kind for value in values)
-
-
 def _require(options: Any, name: str, is_right: bool) -> None:
     if not is_right:
         checks.refuse(name, getattr(options, name), _RULES[name])
@@ -265,6 +234,4 @@ _RULES = {
     "history": "16 hexadecimal digits, as a pointer has them",
     "at_least": "either version or at_least, not both",
     "attempt": "16 hexadecimal digits",
-    "names": "None where update_kind is 'dense'",
-    "num_updates_list": "None where update_kind is 'dense'",
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn, Self
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -25,6 +26,7 @@ from dbuffer.integrations.vllm.handing_over import (
 )
 from dbuffer.integrations.vllm.patches import trainer_send_sparse_weights, trainer_send_weights
 from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
+from dbuffer.runtime import options as checks
 
 
 class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[misc]
@@ -32,7 +34,56 @@ class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[mi
 
 
 class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignore[misc]
-    """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`."""
+    """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`.
+
+    One of a sparse update may have the counts that vLLM 0.23 asks for; nothing else is done with
+    them than to check them.
+    """
+
+    names: list[str] | None = None
+    """Names of the tensors that are patched."""
+    num_updates_list: list[int] | None = None
+    """How many places of each are patched."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        counts: dict[str, Any] = {}
+        if isinstance(values, Mapping):
+            is_sparse = values.get("update_kind") == "sparse_flat"
+            known = ("names", "num_updates_list") if is_sparse else ("num_updates_list",)
+            counts = {name: values[name] for name in known if name in values}
+            values = {name: value for name, value in values.items() if name not in counts}
+        info = super().parse(values)
+        for name, value in counts.items():
+            object.__setattr__(info, name, value)
+        info.require_counts()
+        return info
+
+    def require_counts(self) -> None:
+        """Refuse names and counts that vLLM refuses."""
+        names, counts = self.names, self.num_updates_list
+        if self.update_kind == "dense":
+            if counts is not None:
+                checks.refuse("num_updates_list", counts, "None where update_kind is 'dense'")
+            return
+        if names is not None and not _is_list_of(str, names):
+            checks.refuse("names", names, "a list of names")
+        is_right = counts is None or (_is_list_of(int, counts) and min(counts, default=-1) >= 0)
+        if is_right and names is not None and counts is not None:
+            is_right = len(counts) == len(names)
+        if not is_right:
+            self.refuse_counts()
+
+    def refuse_counts(self) -> NoReturn:
+        checks.refuse(
+            "num_updates_list",
+            self.num_updates_list,
+            "a list of counts where update_kind is 'sparse_flat', one for each of names",
+        )
+
+
+def _is_list_of(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
 _CONTRACT = ("vllm_config", "device", "model")

@@ -18,7 +18,7 @@ def register() -> None:
     """Make vLLM know ``backend="dbuffer"``, and its workers our method. Again does nothing."""
     log_as_vllm()
     try:
-        from vllm.distributed.weight_transfer import factory
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -28,13 +28,15 @@ def register() -> None:
         logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", error)
         return
     try:
-        _register(factory.WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
-        trainers = getattr(factory, "WeightTransferTrainerFactory", None)
-        if trainers is None:
+        _register(WeightTransferEngineFactory, "backend", "DBufferWeightTransferEngine")
+        try:
+            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        except ImportError:
             # Before 0.26: its trainers call the class of the backend, and its engines tell no
             # version, so they cannot be followed in another way.
+            logger.debug("this vLLM takes weights by its own weight transfer alone")
             return
-        _register(trainers, "trainer", "DBufferTrainerWeightTransferEngine")
+        _register(WeightTransferTrainerFactory, "trainer", "DBufferTrainerWeightTransferEngine")
     except (AttributeError, TypeError) as error:
         logger.warning("this vLLM registers backends in another way (%s): no dbuffer", error)
         return
