@@ -68,18 +68,18 @@ def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Change]:
 
 def _check_form(patch: Any) -> None:
     if not isinstance(patch, SparsePatch):
-        raise InvalidWeightsError(f"a patch is a SparsePatch, not {patch!r:.80}")
+        raise InvalidWeightsError(f"a patch must be a SparsePatch, not {patch!r:.80}")
     if not isinstance(patch.name, str):
-        raise InvalidWeightsError(f"the name of a patch is a text, not {patch.name!r:.80}")
+        raise InvalidWeightsError(f"the name of a patch must be a string, not {patch.name!r:.80}")
     for field in ("indices", "values"):
         if not is_dense(value := getattr(patch, field)):
             raise InvalidWeightsError(
-                f"the patch of {patch.name!r:.200}: {field} are a dense torch.Tensor with data, "
-                f"not a {type(value).__name__}, a sparse or meta one, or one made of others"
+                f"the patch of {patch.name!r:.200}: {field} must be a dense torch.Tensor with data "
+                f"(no sparse, meta or composed one), not this {type(value).__name__}"
             )
     if not isinstance(patch.shape, Sequence | None):
         raise InvalidWeightsError(
-            f"the patch of {patch.name!r:.200}: its shape is a tuple, not {patch.shape!r:.80}"
+            f"the patch of {patch.name!r:.200}: its shape must be a tuple, not {patch.shape!r:.80}"
         )
 
 
