@@ -577,7 +577,7 @@ def receiver_of(worker: Any) -> Any:
 
 def places_to_fail(worker: Any) -> dict[str, tuple[Any, str]]:
     receiver = receiver_of(worker)
-    return {"load": (receiver._model, "load"), "prepare": (receiver._stager, "take")}
+    return {"load": (receiver, "_load"), "prepare": (receiver._stager, "take")}
 
 
 def let_fail(worker: Any, what: str) -> None:

@@ -45,6 +45,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "allow_shared_store": [0, 1, None, "false", "", []],
     "partial": [0, 1, None, "true", "", []],
     "new_history": ["", "Follow", "ask", None, True, 1, ["follow"]],
+    "unused_tensors": ["", "Refuse", "ignore", None, True, 1, ["warn"]],
     "plan": [0, 1, None, "true", "", []],
     "images": [0, 1, None, "true", "", []],
     "instance_id": ["", 1, True, ["a"], {}],
@@ -64,6 +65,7 @@ RIGHT_OPTIONS: dict[str, list[Any]] = {
     "plan": [True, False],
     "images": [True, False],
     "new_history": ["follow", "refuse"],
+    "unused_tensors": ["refuse", "warn"],
     "instance_id": [None, "1795324001626655474"],
 }
 
@@ -433,6 +435,7 @@ def test_vllm_finds_the_plugin() -> None:
 
 FACTORY = "vllm.distributed.weight_transfer.factory"
 WORKERS = "vllm.v1.worker.worker_base"
+CORE = "vllm.v1.engine.core"
 
 
 class Factory:
@@ -456,12 +459,14 @@ class Wrapper:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **factories: Any) -> None:
     """Let there be a vLLM with these factories, and nothing else."""
-    for path in (FACTORY, WORKERS):
+    for path in (FACTORY, WORKERS, CORE):
         names = path.split(".")
         for end in range(1, len(names) + 1):
             monkeypatch.setitem(sys.modules, ".".join(names[:end]), ModuleType(names[end - 1]))
     wrapper = type("Wrapper", (Wrapper,), {})
     monkeypatch.setattr(sys.modules[WORKERS], "WorkerWrapperBase", wrapper, raising=False)
+    core = type("EngineCore", (), {"sleep": None, "collective_rpc": None})
+    monkeypatch.setattr(sys.modules[CORE], "EngineCore", core, raising=False)
     for name, factory in factories.items():
         monkeypatch.setattr(sys.modules[FACTORY], name, factory, raising=False)
 

@@ -208,7 +208,7 @@ class BufferWriter:
         old = found.manifests[buffer]
         kept = self._files_of(found, other_buffer(buffer))
         file = None
-        if with_file and old is not None and self.root / buffer / old.file not in kept:
+        if with_file and (old is None or self.root / buffer / old.file not in kept):
             file = self._reuse(buffer, old, layout_xxh3, file_bytes)
         # Counted on from our own last one too: the record that held it may be damaged by now.
         self._generation = generation = max(self._generation, found.last_generation) + 2

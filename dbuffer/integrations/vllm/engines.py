@@ -30,6 +30,7 @@ from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.vllm.config import CALL, is_launched, shares_engine
 from dbuffer.integrations.vllm.facts import facts_here, facts_of
+from dbuffer.runtime.translated import TranslatedErrors
 
 ResultT = TypeVar("ResultT")
 
@@ -61,36 +62,21 @@ class OfflineVllm(_Vllm):
         with self._ending_with_the_engine():
             return list(self._llm.collective_rpc(method, kwargs=arguments))
 
-    @contextlib.contextmanager
-    def _ending_with_the_engine(self) -> Iterator[None]:
-        """Let calls that are under way when the engine's process dies end; vLLM lets them wait."""
+    def _ending_with_the_engine(self) -> contextlib.ExitStack:
+        """Let calls that are under way when the engine's process dies end, by `EngineEndedError`."""
         client = self._engine.engine_core
-        pending = getattr(client, "utility_results", None)
-        if pending is None:  # it lives in this process
-            yield
-            return
-        self.require_alive()
-        is_done = threading.Event()
 
-        def watch() -> None:
-            while not is_done.wait(_ALIVE_CHECK_S):
-                if client.resources.engine_dead:
-                    for future in list(pending.values()):
-                        with contextlib.suppress(InvalidStateError):  # it was answered just now
-                            future.set_exception(EngineEndedError("the engine died in mid-call"))
-                    return
-
-        watcher = threading.Thread(target=watch, name="dbuffer-engine-watch", daemon=True)
-        watcher.start()
-        try:
-            yield
-        except Exception as error:
-            if client.resources.engine_dead:
+        def translate(error: BaseException) -> None:
+            if isinstance(error, Exception) and client.resources.engine_dead:
                 raise EngineEndedError(f"the engine is dead: {error}") from error
-            raise
-        finally:
-            is_done.set()
-            watcher.join()
+
+        stack = contextlib.ExitStack()
+        # If there is none, the engine lives in this process.
+        if (pending := getattr(client, "utility_results", None)) is not None:
+            self.require_alive()
+            stack.enter_context(TranslatedErrors(translate))
+            stack.enter_context(_ending_calls(client.resources, pending))
+        return stack
 
     def require_alive(self) -> None:
         resources = getattr(self._engine.engine_core, "resources", None)
@@ -111,6 +97,28 @@ class OfflineVllm(_Vllm):
     def set_weight_version(self, version: str) -> None:
         with self._ending_with_the_engine():
             self._engine.set_weight_version(version)
+
+
+@contextlib.contextmanager
+def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
+    """End pending calls when the engine's process dies; vLLM lets them wait."""
+    is_done = threading.Event()
+
+    def watch() -> None:
+        while not is_done.wait(_ALIVE_CHECK_S):
+            if resources.engine_dead:
+                for future in list(pending.values()):
+                    with contextlib.suppress(InvalidStateError):  # it was answered just now
+                        future.set_exception(EngineEndedError("the engine died in mid-call"))
+                return
+
+    watcher = threading.Thread(target=watch, name="dbuffer-engine-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        watcher.join()
 
 
 class AsyncVllm(_Vllm):
