@@ -520,7 +520,6 @@ def test_a_vllm_without_weight_transfer_is_warned_and_starts(
     "factories",
     [
         pytest.param({}, id="neither"),
-        pytest.param({"WeightTransferEngineFactory": Factory()}, id="no trainer's"),
         pytest.param(
             {"WeightTransferEngineFactory": object(), "WeightTransferTrainerFactory": object()},
             id="nothing to register with",
@@ -541,6 +540,18 @@ def test_a_vllm_with_another_weight_transfer_is_warned_and_starts(
     [entry] = caplog.records
     assert entry.levelno == logging.WARNING
     assert "dbuffer" in entry.getMessage()
+
+
+def test_a_vllm_without_a_trainers_half_gets_the_engines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As before 0.26."""
+    engines = Factory()
+    pretend(monkeypatch, WeightTransferEngineFactory=engines)
+    plugin.register()
+    assert set(engines.engines) == {BACKEND}
+    assert not plugin.serves_every_worker()
+    assert not caplog.records
 
 
 def test_all_errors_are_dbuffers_own() -> None:

@@ -63,7 +63,7 @@ class OfflineVllm(_Vllm):
             return list(self._llm.collective_rpc(method, kwargs=arguments))
 
     def _ending_with_the_engine(self) -> contextlib.ExitStack:
-        """Let calls that are under way when the engine's process dies end, by `EngineEndedError`."""
+        """Let calls under way end by `EngineEndedError` when the engine's process dies."""
         client = self._engine.engine_core
 
         def translate(error: BaseException) -> None:
