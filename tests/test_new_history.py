@@ -7,7 +7,7 @@ than the one that the engine has; all three must be told apart from it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from dbuffer.errors import EngineUpdateError, StoreReplacedError
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.options import UpdateRequest
 from dbuffer.mirror.mirror import Mirror
+from dbuffer.store.buffer import DoubleBuffer
 
 OLD, NEW = 5, 7
 """What the tensors of the run before and of the next one say; their versions' numbers do not."""
@@ -31,8 +32,19 @@ NUMBERS = pytest.mark.parametrize("version", [1, 5, 6], ids=["lower", "equal", "
 class Engine(LightEngine):
     """One that goes on when who follows it has gone."""
 
+    when_waiting: Callable[[], None] | None = None
+    """Done once, while its ranks are waited for."""
+    num_looks = 0
+    """How often it was looked whether it is alive: a sync does so first, and then as it waits."""
+
     def close(self) -> None:
         pass
+
+    def require_alive(self) -> None:
+        self.num_looks += 1
+        if self.when_waiting is not None and self.num_looks > 1:
+            action, self.when_waiting = self.when_waiting, None
+            action()
 
 
 @pytest.fixture
@@ -107,14 +119,37 @@ def test_a_follower_that_was_not_there_meanwhile_tells_it_by_what_the_engine_has
     store: Path, engine: Engine, engine_id: str, version: int
 ) -> None:
     begin(store, 5, OLD)
-    first = Follower(engine, options(store, engine_id))
-    first.sync()
+    with Follower(engine, options(store, engine_id)) as first:
+        first.sync()
     begin(store, version, NEW)
     second = Follower(engine, options(store, engine_id))
     switch = second.sync()
     assert switch is not None
     assert (switch.version, engine.version) == (version, NEW)
     second.close()
+
+
+@NUMBERS
+def test_a_version_that_went_with_the_store_is_not_waited_for(
+    store: Path, engine: Engine, engine_id: str, version: int
+) -> None:
+    begin(store, 5, OLD)
+    with Follower(engine, options(store, engine_id, timeout_s=20)) as follower:
+        follower.sync()
+
+        def begin_anew() -> None:
+            """And see the rank go on there: it has no problem to report any more."""
+            begin(store, version, NEW)
+            records = DoubleBuffer(store).receivers
+            until("it is staged", lambda: version in [each.staged_version for each in records()])
+
+        engine.num_looks, engine.when_waiting = 0, begin_anew
+        with pytest.raises(StoreReplacedError, match="before version 7 of it was ready"):
+            follower.sync(at_least=7)
+        assert engine.version == OLD
+        switch = follower.sync()
+        assert switch is not None
+        assert (switch.version, engine.version) == (version, NEW)
 
 
 def test_a_rank_refuses_by_itself(store: Path, engine: Engine, engine_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -28,10 +29,12 @@ from dbuffer import (
     OptionError,
     ReceiverFailedError,
     StoreInsecureError,
+    StoreNotFoundError,
     VersionError,
     WeightReceiver,
     WeightSender,
     WriterActiveError,
+    WriterSupersededError,
 )
 from dbuffer.format.layout import ITEM_BYTES
 
@@ -525,6 +528,26 @@ class TestWaitApplied:
         sender.send(WEIGHTS)
         with pytest.raises(AcknowledgementTimeoutError, match="no receiver came"):
             sender.wait_applied(1, timeout_s=0)
+
+    @pytest.mark.parametrize("receivers", [1, "one"])
+    def test_learns_at_once_that_the_store_was_removed(self, sender, store, receivers):
+        sender.send(WEIGHTS)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(sender.wait_applied, 1, receivers=receivers, timeout_s=60)
+            shutil.rmtree(store)
+            with pytest.raises(StoreNotFoundError, match="was removed"):
+                waiting.result(10)
+
+    def test_a_version_of_another_run_in_its_place_does_not_count(self, sender, store):
+        sender.send(WEIGHTS)
+        shutil.rmtree(store)
+        with WeightSender(store) as other, WeightReceiver(store) as receiver:
+            other.send(WEIGHTS, version=5)
+            with receiver.open():
+                pass
+            other.wait_applied(5, timeout_s=0)
+            with pytest.raises(WriterSupersededError, match="this sender must stop"):
+                sender.wait_applied(1, timeout_s=60)
 
 
 class TestWaitingForReceiversByName:

@@ -5,6 +5,7 @@ What verl itself makes of them is in ``test_verl``.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,21 @@ def test_a_trainer_that_is_restarted_goes_on(ends: Ends, store: Path) -> None:
     ends.sync(1)
     ends.restart_trainer()
     assert ends.sync(2) == 2
+    assert newest(store).version == 2
+
+
+@pytest.mark.parametrize("is_mirrored", [False, True])
+@pytest.mark.parametrize("how", ["removed", "emptied"])
+def test_rollout_workers_follow_a_trainer_that_begins_the_store_anew(
+    tmp_path: Path, store: Path, how: str, is_mirrored: bool
+) -> None:
+    ends = Ends(store, local_store=str(tmp_path / "local") if is_mirrored else None)
+    assert [ends.sync(1), ends.sync(2)] == [1, 2]
+    shutil.rmtree(store)
+    if how == "emptied":
+        store.mkdir(mode=0o700)
+    ends.restart_trainer()
+    assert [ends.sync(3), ends.sync(4)] == [3, 4]
     assert newest(store).version == 2
 
 

@@ -69,6 +69,8 @@ class LocalSender(Publisher):
             OptionError: one of these is not what it may be.
             AcknowledgementTimeoutError: they have not, in time; the message says who has.
             ReceiverFailedError: one of those named cannot apply it, or its process has ended.
+            StoreNotFoundError, WriterSupersededError: the store was removed, or another sender has
+                it.
         """
         self._check_open()
         self._writer.wait_applied(version, receivers, timeout_s)

@@ -206,7 +206,8 @@ class ShardedWeightSender(Publisher):
         See `WeightSender.wait_applied`. ``timeout_s`` is to be below ``rank_timeout_s``.
 
         Raises:
-            OptionError, AcknowledgementTimeoutError, ReceiverFailedError: on all ranks.
+            OptionError, AcknowledgementTimeoutError, ReceiverFailedError, StoreNotFoundError,
+                WriterSupersededError: on all ranks.
             RankFailedError: a rank was lost.
         """
         with self._closing_if_interrupted():

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection
 
 from dbuffer.errors import AcknowledgementTimeoutError, ReceiverFailedError
-from dbuffer.format.manifest import ReceiverRecord, is_receiver_id
+from dbuffer.format.manifest import ReceiverRecord, WriterRecord, is_receiver_id
 from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -26,18 +26,20 @@ def wait_applied(
     receivers: int | str | Collection[str],
     *,
     timeout_s: float,
-    since: float,
+    writer: WriterRecord,
 ) -> None:
     """Wait until receivers have applied ``version`` or a later one; see `WeightSender`.
 
     That one has ended is learned at once (a second for its last word) of one of this host, or on a
-    local mount; else after :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. What records said
-    before ``since``, seconds since the epoch, is of an earlier run, whose processes have ended.
+    local mount; else after :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. Records older
+    than ``writer``, which published the version, are of an earlier run, whose processes have ended.
+
+    Raises:
+        StoreNotFoundError, WriterSupersededError: the store is not this writer's any more, so
+            receivers apply something else.
     """
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
-    pointer = store.newest_pointer()
-    history = None if pointer is None else pointer.history
     pause_s = _POLL_MIN_S
     wanted = options.names("receivers", receivers)
     names, needed = (None, wanted) if isinstance(wanted, int) else (wanted, len(wanted))
@@ -51,21 +53,22 @@ def wait_applied(
         records = [record for record in everybody if record.part_of is None]
         if names is not None:
             records = [record for record in records if record.receiver in names]
-        waiting = [record for record in records if not record.has_applied(version, history)]
+        waiting = [record for record in records if not record.has_applied(version, writer.history)]
         num_applied = len(records) - len(waiting)
         if num_applied >= needed:
             return
+        store.require_writer(writer)
         if names is not None:
             for record in waiting:
                 ranks = [rank for rank in everybody if rank.part_of == record.receiver]
                 for each in (record, *ranks):
-                    if each.updated_at >= since:
-                        _require_able(each, version, history, noted_at)
-                if record.updated_at >= since:
+                    if each.updated_at >= writer.started_at:
+                        _require_able(each, version, writer.history, noted_at)
+                if record.updated_at >= writer.started_at:
                     _require_running(store, record, noted_at)
         left = deadline - time.monotonic()
         if left <= 0:
-            states = ", ".join(_state(record, version, history) for record in records)
+            states = ", ".join(_state(record, version, writer.history) for record in records)
             raise AcknowledgementTimeoutError(
                 f"{num_applied} of {needed} receivers applied version {version} of "
                 f"{store.root} within {timeout_s:g} s ({states or 'no receiver came yet'})"

@@ -318,6 +318,24 @@ class DoubleBuffer:
         """Who writes the store, or wrote it last."""
         return self._read(WriterRecord, self.root / places.WRITER_FILE)
 
+    def require_writer(self, writer: WriterRecord) -> None:
+        """Raise unless this writer still has the store.
+
+        Raises:
+            StoreNotFoundError: the store was removed.
+            WriterSupersededError: another writer took the store over.
+        """
+        record = self.writer()
+        if record is None:
+            raise errors.StoreNotFoundError(
+                f"the store at {self.root} was removed; make a new sender"
+            )
+        if record.run != writer.run:
+            raise errors.WriterSupersededError(
+                f"process {record.pid} on {record.host} took {self.root} over; this sender must "
+                "stop (was the store or its writer.lock removed by hand, or this host cut off?)"
+            )
+
     def undamaged_pointer(self) -> Pointer | None:
         """As :meth:`pointer`, for who replaces it next; None also where it is damaged."""
         return _unless_damaged(self.pointer)

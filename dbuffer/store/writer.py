@@ -28,7 +28,6 @@ from dbuffer.errors import (
     StoreNotFoundError,
     VersionError,
     WriterActiveError,
-    WriterSupersededError,
 )
 from dbuffer.format import places
 from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, Record, WriterRecord, encode
@@ -168,8 +167,7 @@ class BufferWriter:
     ) -> None:
         """Wait until receivers have applied ``version`` or a later one."""
         self._check_open()
-        since = self.record.started_at
-        wait_applied(self.store, version, receivers, timeout_s=timeout_s, since=since)
+        wait_applied(self.store, version, receivers, timeout_s=timeout_s, writer=self.record)
 
     def next_version(self, version: int | None) -> int:
         """The version to publish: ``version`` if that goes up, else one above the last."""
@@ -201,7 +199,7 @@ class BufferWriter:
             WriterSupersededError: another writer took the store over.
         """
         self._check_open()
-        self._check_not_superseded()
+        self.store.require_writer(self.record)
         self._check_directories()
         found = self._look()
         buffer = self._idle_buffer(found)
@@ -308,7 +306,7 @@ class BufferWriter:
         file = self._files.reuse(buffer, old, layout_xxh3, file_bytes)
         try:
             # A successor may have come while readers were waited for.
-            self._check_not_superseded()
+            self.store.require_writer(self.record)
         except BaseException:
             if file is not None:
                 self._files.forget(file)
@@ -342,9 +340,9 @@ class BufferWriter:
         # A writer that was paused or cut off learns here that it has a successor, before it
         # writes over that one's manifest, and once more before the flip. A successor that comes
         # between a check and the line after it is not seen.
-        self._check_not_superseded()
+        self.store.require_writer(self.record)
         self._put(directory / places.MANIFEST_FILE, complete)
-        self._check_not_superseded()
+        self.store.require_writer(self.record)
         pointer = pointer_to(claim.buffer, complete)
         # Unlocked first: a receiver that is woken by the pointer finds the file free.
         if claim.file is not None:
@@ -358,7 +356,7 @@ class BufferWriter:
 
     def _read_back(self, pointer: Pointer, complete: Manifest, sizes: dict[Path, int]) -> None:
         """See what other hosts see: caches and successors may have it otherwise."""
-        self._check_not_superseded()
+        self.store.require_writer(self.record)
         found_sizes = {}
         for path in sizes:
             with os_errors("read back", path):
@@ -436,16 +434,6 @@ class BufferWriter:
     def _check_open(self) -> None:
         if not self.is_open:
             raise ClosedError(f"the writer of {self.root} is closed, or was made before a fork")
-
-    def _check_not_superseded(self) -> None:
-        record = self.store.writer()
-        if record is None:
-            raise StoreNotFoundError(f"the store at {self.root} was removed; make a new sender")
-        if record.run != self.record.run:
-            raise WriterSupersededError(
-                f"process {record.pid} on {record.host} took {self.root} over; this sender must "
-                "stop (was writer.lock removed by hand, or this host cut off?)"
-            )
 
     def _look(self) -> _Found:
         manifests = {buffer: self.store.undamaged_manifest(buffer) for buffer in places.BUFFERS}

@@ -18,6 +18,7 @@ from dbuffer.errors import (
     DBufferError,
     EngineUnreachableError,
     EngineUpdateError,
+    StoreNotFoundError,
     VersionTimeoutError,
 )
 from dbuffer.integrations.engine.background import BackgroundFollower
@@ -65,9 +66,13 @@ class BridgeServer:
         if not has_routes and (self._follower is not None or self._is_drivable(deadline)):
             self._wait_followed(version, deadline, timeout_s)
             return
+        store = DoubleBuffer(self._store)
+        writer = store.writer()
+        if writer is None:
+            raise StoreNotFoundError(f"the store at {self._store} was removed")
         try:
             left_s = max(0.0, deadline - time.monotonic())
-            wait_applied(DoubleBuffer(self._store), version, 1, timeout_s=left_s, since=0.0)
+            wait_applied(store, version, 1, timeout_s=left_s, writer=writer)
         except AcknowledgementTimeoutError as error:
             what = "takes notifications" if has_routes else "has no routes to drive it by"
             raise AcknowledgementTimeoutError(

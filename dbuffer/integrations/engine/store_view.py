@@ -19,7 +19,7 @@ from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.reporting import FollowerReport
 from dbuffer.integrations.engine.serving import Served
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.buffer import DoubleBuffer, are_apart
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,15 @@ class StoreView:
             return None if pointer is None else pointer.history
         return None
 
+    def _may_still_hold(self, history: str | None) -> bool:
+        """Whether the store, or the one that it mirrors, may still hold this run of versions."""
+        pointers = []
+        for store in (self._store, self._origin):
+            with contextlib.suppress(errors.DBufferError, OSError):
+                pointers.append(store.newest_pointer())
+        held = [pointer.history for pointer in pointers if pointer is not None]
+        return not held or not all(are_apart(each, history) for each in held)
+
     def newer_than(self, served: Served | None, at_least: int | None = None) -> Served | None:
         """The newest version, or ``at_least``, if the engine does not have it."""
         if self._store.exists():
@@ -198,6 +207,7 @@ class StoreView:
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
+            StoreReplacedError: the store was begun anew meanwhile, so none will ever have it.
             VersionTimeoutError: some rank did not have it in time.
             ClosedError: the stop event was set; or what ``require_alive`` raises.
         """
@@ -214,6 +224,11 @@ class StoreView:
                 self.report.ranks(record for record in records.values() if record is not None)
                 return
             _require_unhindered(goal, records, began, serves_on)
+            if not self._may_still_hold(goal.history):
+                raise errors.StoreReplacedError(
+                    f"{self.options.store} was emptied or replaced, and begun anew, before version "
+                    f"{goal.version} of it was ready on {', '.join(behind)}; {serves_on}"
+                )
             gone = [rank for rank in self._seen if records[rank] is None]
             here_at = here_at if gone else time.monotonic()
             if time.monotonic() - here_at > _GONE_S:

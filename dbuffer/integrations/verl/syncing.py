@@ -17,7 +17,13 @@ from typing import Any, Self
 
 import torch
 
-from dbuffer.errors import DBufferError, NotReadyError, VersionTimeoutError
+from dbuffer.errors import (
+    DBufferError,
+    NotReadyError,
+    StoreNotFoundError,
+    VersionRegressedError,
+    VersionTimeoutError,
+)
 from dbuffer.format.delta import require_compression
 from dbuffer.io.tensors import DTYPES
 from dbuffer.mirror.mirror import Mirror, start_mirror
@@ -233,15 +239,25 @@ class Incoming:
         return True
 
     def _is_newest_of(self, sync: str) -> bool:
-        """Look at what is newer than what was looked at; only its manifest is read."""
+        """Look at what is newer than what was looked at; only its manifest is read.
+
+        A store that was removed, emptied or replaced is followed: no version but that of the sync
+        is taken from it.
+        """
         assert self._receiver is not None  # noqa: S101 - a sync has begun
-        if self._receiver.wait_for_version(self._looked_at, timeout_s=0.0) is None:
-            return False
-        with self._receiver.hold_seen(self._looked_at) as held:
-            if held is None:
+        try:
+            if self._receiver.wait_for_version(self._looked_at, timeout_s=0.0) is None:
                 return False
-            self._looked_at = held.manifest.version
-            return held.manifest.metadata.get(_SYNC) == sync
+            with self._receiver.hold_seen(self._looked_at) as held:
+                if held is None:
+                    return False
+                self._looked_at = held.manifest.version
+                return held.manifest.metadata.get(_SYNC) == sync
+        except (StoreNotFoundError, VersionRegressedError) as error:
+            logger.warning("%s (following it)", error)
+            self._receiver.start_over()
+            self._looked_at = None
+            return False
 
     def _drop(self) -> None:
         self._snapshot = self._sync = None
