@@ -134,6 +134,8 @@ def test_rollout_workers_follow_a_trainer_that_begins_the_store_anew(
     ends.restart_trainer()
     assert [ends.sync(3), ends.sync(4)] == [3, 4]
     assert newest(store).version == 2
+    if ends.incoming._mirror is not None:
+        ends.incoming._mirror.close()
 
 
 def test_a_second_trainer_is_refused_when_its_sync_begins(ends: Ends) -> None:
