@@ -478,7 +478,8 @@ def at_call(
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left
-        if event != "c_call":
+        # Python handles no signal between the last line of a `with` block and the lock's release.
+        if event != "c_call" or argument.__name__ == "__exit__":
             return
         # Opens to read; just for speed.
         changes_nothing = names is not LOOKS and frame.f_code.co_name == "open_regular"
