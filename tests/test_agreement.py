@@ -141,6 +141,7 @@ def meet_again(rank: int) -> list[int]:
     with pytest.raises((KeyboardInterrupt, dbuffer.RankFailedError)):
         Agreement(None, timeout_s=1.0)
     agreement.meet = meet
+    distributed.barrier()  # or the one would come in time for the first try of the others
     return Agreement(None, timeout_s=20.0).each("count", lambda: rank)
 
 

@@ -295,8 +295,8 @@ def _send(sender: WeightSender, *, is_last: bool = False) -> int:
 
 def _locks_exclude(sender: WeightSender) -> bool:
     """Whether the peer, when it is told to try, cannot take the store over."""
-    _delay_ms(sender, _LIMIT_S, is_last=True)
     try:
+        _delay_ms(sender, _LIMIT_S, is_last=True)
         _send(sender)
     except errors.WriterSupersededError:
         return False
