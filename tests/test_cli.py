@@ -137,7 +137,7 @@ def test_wrong_usage_is_exit_code_2(capsys, arguments):
 
 
 def contents(directory: Path) -> dict[str, bytes | None]:
-    """What lies below a directory; None of directories."""
+    """Contents of all files below a directory; None for directories."""
     paths = directory.rglob("*")
     return {str(path): path.read_bytes() if path.is_file() else None for path in paths}
 

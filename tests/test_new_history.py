@@ -138,7 +138,7 @@ def test_a_version_that_went_with_the_store_is_not_waited_for(
         follower.sync()
 
         def begin_anew() -> None:
-            """And see the rank go on there: it has no problem to report any more."""
+            """Begin the store anew, and see the rank go on there: it has no problem to report."""
             begin(store, version, NEW)
             records = DoubleBuffer(store).receivers
             until("it is staged", lambda: version in [each.staged_version for each in records()])

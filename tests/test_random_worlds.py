@@ -52,7 +52,7 @@ ROWS = 24
 
 
 class Label(NamedTuple):
-    """What decides the bits of a version, in its metadata."""
+    """Label in a version's metadata, which decides its bits."""
 
     attempt: int
     layout: int
@@ -86,7 +86,7 @@ class Label(NamedTuple):
 
 
 def differing(found: dict[str, torch.Tensor], label: Label) -> str | None:
-    """What differs from the record, by name; None: nothing."""
+    """Name the tensors that differ from the record; None if none does."""
     right = label.weights()
     if list(found) != list(right):
         return f"tensors {list(found)}"
@@ -147,7 +147,7 @@ class Eyes:
         self._checked: set[tuple[Path, Seen]] = set()
 
     def answer(self, question: Question) -> tuple[Seen | str, int]:
-        """What is there, or what is wrong with it; and how many versions were compared so far."""
+        """Answer a question: the version there, or its fault; and how many were compared so far."""
         try:
             seen = self._look(question)
             last = self._last.get(question.store, Seen())
@@ -289,7 +289,7 @@ REFUSED: list[Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]]
     lambda weights: (weights, {"version": 0}),
 ]
 FOR_ALL = REFUSED[3:]
-"""Those that one process refuses, too."""
+"""Refusals that one process makes, too."""
 
 
 def go_wrong(kind: str) -> None:
@@ -342,7 +342,7 @@ class Teacher(torch.optim.Optimizer):
 
 
 class Trainer:
-    """What a rank holds, and the sender that publishes it."""
+    """Weights that a rank holds, and the sender that publishes them."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank

@@ -414,7 +414,7 @@ def share(model: Net) -> None:
 
 
 def hand_to_a_spawned_process(model: Net) -> None:
-    """What torch pickles for another process goes into shared memory."""
+    """Torch moves tensors that it pickles for another process into shared memory."""
     ForkingPickler.dumps(model)
     with torch.no_grad():
         model.hidden.bias.add_(1)

@@ -50,7 +50,7 @@ class Last:
     contents: FileTensors
     """Its bytes: the published buffer, or a copy of it."""
     changes: list[Change] | None = None
-    """What differs in it from the one before, where that is written again; None: not known."""
+    """Changes from the version before, where they are written again; None: not known."""
 
     def found(
         self, footer: Footer, tensors: Sequence[torch.Tensor], copier: Copier, *, hashed: bool

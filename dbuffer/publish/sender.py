@@ -143,7 +143,7 @@ class WeightSender(LocalSender):
         )
         super().__init__(copier, writer)
         self._pending: list[PendingPublication] = []
-        """What was sent without waiting, until it is known what came of it."""
+        """Publications that nobody waited for, until their outcome is known."""
         self._is_behind = False
         """Whether a send has failed: patches of what it would have published fit nothing."""
         self._checksum = self._writer.medium.has_checksums if checksum == "auto" else checksum

@@ -97,7 +97,7 @@ class EngineOptions:
     """Accept versions that hold a part of the model, layer by layer: other layers keep what they
     have. A version that lacks tensors that an earlier one contained is refused."""
     unused_tensors: Literal["refuse", "warn"] = "refuse"
-    """What to do with a version some of whose tensors the engine's model has no place for:
+    """Treatment of a version some of whose tensors the engine's model has no place for:
     ``"refuse"`` it by their names, or leave them out with one warning (``"warn"``). Buffers that
     the model computes itself, a head equal to the embedding that it is tied to, and layers of a
     draft (MTP) are left out in any case."""

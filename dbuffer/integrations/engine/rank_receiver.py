@@ -303,7 +303,7 @@ class RankReceiver:
             self._loaded_names.require_all(layout.all_names, version)
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
-        """What a version holds, under the names by which the check has offered it to the model."""
+        """Yield a version's contents under the names that the check offered to the model."""
         recording = self._recording_of(layout)
         names = {**{name: name for name in stored}, **layout.aliases}
         for name, stored_as in names.items():

@@ -118,7 +118,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
     _handing_over: HandingOver | None = None
-    """Where no worker of vLLM's is known."""
+    """Hands tensors to the caller's callbacks; None where vLLM's worker is known."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         is_old = "parallel_config" in kwargs or len(args) + len(kwargs) < len(_CONTRACT)

@@ -39,7 +39,7 @@ _NEXT = "hear what to do"
 
 @dataclass(frozen=True, slots=True)
 class _PartOutcome:
-    """What came of it on a rank, or of all of it on the first one; the value is one of JSON."""
+    """Outcome of an order on a rank, or of a whole call on the first one; its value is JSON's."""
 
     value: Any = None
     error: Exception | None = None

@@ -62,7 +62,7 @@ _SAMPLED_PARTS = 8
 """Of a parameter that is made of many, experts for instance."""
 
 _BLOCK_BYTES = 64 << 20
-"""What is compared at a time, on a device that has little room."""
+"""Bytes compared at a time: a device may have little room."""
 
 
 class _Write(NamedTuple):
