@@ -155,7 +155,7 @@ class PlannedReceiver:
                 lambda loaded: self.model.load_weights(loaded.items()), tensors, switch
             )
         commit_s = time.perf_counter() - start_s
-        self._stager.give_back(applied=staged.version)
+        self._stager.release(applied=staged.version)
         return Switched(staged.duration_s, commit_s, staged.num_bytes)
 
     def require_right(self, weights: Weights) -> None:

@@ -230,7 +230,7 @@ def update(rank: int, version: int, stop_at: str = "") -> int | None:
     model = state.rank.model
     # Everyone has it ready, so that what takes time is what the test is about.
     state.receiver._stager.take(version, timeout_s=SOON_S)
-    state.receiver._stager.give_back()
+    state.receiver._stager.release()
     model.on_load = lambda: None
     if rank == BAD and stop_at == "prepare":
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -78,7 +78,7 @@ def test_the_version_before_the_first_of_the_next_format_is_still_there(store: P
         stager = Stager(str(store), receiver_id="rank")
         try:
             assert are_filled(dict(stager.take(timeout_s=10).tensors), 4)
-            stager.give_back()
+            stager.release()
             assert are_filled(dict(stager.take(3, history=None, timeout_s=10).tensors), 3)
         finally:
             stager.close()

@@ -1069,7 +1069,7 @@ def test_the_stager_stages_across_a_network(store: Path, sender: dbuffer.WeightS
             for path in store.glob("[AB]/weights-*"):
                 path.unlink()
             assert SMALL.version_of(staged.tensors) == version
-            stager.give_back(applied=version)
+            stager.release(applied=version)
         assert stager.stats["evictions"] == stager.stats["failures"] == 0
     finally:
         stager.close()
@@ -1085,10 +1085,10 @@ def test_the_stager_keeps_no_file_from_going(store: Path, sender: dbuffer.Weight
         publish(sender, 2, 3, 4, 5)
         assert SMALL.version_of(staged.tensors) == 1
         assert sum(map(len, weights_files(store).values())) == 2
-        stager.give_back(applied=1)
+        stager.release(applied=1)
         staged = stager.take(5, timeout_s=30)
         assert SMALL.version_of(staged.tensors) == 5
-        stager.give_back(applied=5)
+        stager.release(applied=5)
     finally:
         stager.close()
 
@@ -1102,7 +1102,7 @@ def test_the_stager_survives_a_file_that_goes(
     stager = Stager(str(store), receiver_id="rank-0", poll_interval_s=0.05, num_threads=1)
     try:
         assert SMALL.version_of(stager.take(1, timeout_s=30).tensors) == 1
-        stager.give_back(applied=1)
+        stager.release(applied=1)
         assert stager.stats["failures"] == 0
         assert faults.hits == 3
     finally:

@@ -142,7 +142,7 @@ def update_after_moving(
     """The same, when something else moved a parameter after it was staged; and what was logged."""
     mine, receiver = _engine[-1]
     receiver._stager.take(version, timeout_s=TIMEOUT_S)
-    receiver._stager.give_back()
+    receiver._stager.release()
     mine.module.get_parameter("norm_0").data = torch.full((WIDTH,), 9, dtype=DTYPE)
     messages = listen(logging.WARNING)
     return messages, update(rank, version)

@@ -764,7 +764,7 @@ class TestKeptLayouts:
             def stage(version):
                 staged = stager.take(version, timeout_s=30)
                 assert SMALL.version_of(staged.tensors) == version
-                stager.give_back(applied=version)
+                stager.release(applied=version)
 
             return stage
         receiver = stack.enter_context(WeightReceiver(store))

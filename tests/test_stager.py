@@ -183,7 +183,7 @@ def test_after_the_previous_version_the_newest_is_staged_again(
     publish(sender, 1, 2)
     with staging(store) as follower:
         follower.take(1, timeout_s=IN_TIME_S)
-        follower.give_back()
+        follower.release()
         wait_until_staged(store, 2)
         assert_whole(follower.take(timeout_s=0), 2)
 
@@ -195,7 +195,7 @@ def test_take_the_newest_waits_for_it_where_an_older_one_is_ready(
         for version in range(1, 30):
             publish(sender, version)
             assert_whole(follower.take(timeout_s=IN_TIME_S), version)
-            follower.give_back(applied=version)
+            follower.release(applied=version)
 
 
 def test_take_at_least_a_version_waits_until_it_is_published(
@@ -329,7 +329,7 @@ def test_what_is_taken_stays_and_nothing_else_is_staged(
         assert follower.stats["staged"] == 1
         assert_whole(taken, 1)
         assert follower.take(1, timeout_s=0) is taken
-        follower.give_back()
+        follower.release()
         wait_until_staged(store, 2)
 
 
@@ -355,7 +355,7 @@ def test_what_is_taken_while_a_newer_version_is_found_is_kept(
         go_on.set()
         time.sleep(NOT_IN_VAIN_S)
         assert follower.take(1, timeout_s=0) is taken
-        follower.give_back(applied=1)
+        follower.release(applied=1)
         wait_until_staged(store, 2)
 
 
@@ -367,7 +367,7 @@ def test_given_back_unapplied_it_can_be_taken_again(
     with staging(store, copy=copy) as follower:
         for _ in range(3):
             assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
-            follower.give_back()
+            follower.release()
         assert follower.stats["staged"] == 1
 
 
@@ -377,11 +377,11 @@ def test_given_back_as_applied_it_is_not_staged_again_by_itself_but_when_asked_f
     publish(sender, 1)
     with staging(store) as follower:
         follower.take(timeout_s=IN_TIME_S)
-        follower.give_back(applied=1)
+        follower.release(applied=1)
         time.sleep(NOT_IN_VAIN_S)
         assert follower.stats["staged"] == 1
         assert_whole(follower.take(1, timeout_s=IN_TIME_S), 1)
-        follower.give_back(applied=1)
+        follower.release(applied=1)
         assert_whole(follower.take(timeout_s=IN_TIME_S), 1)
 
 
@@ -395,7 +395,7 @@ def test_what_was_given_back_as_applied_holds_nothing(store: Path, copy: bool) -
         wait_until_staged(store, 1)
         follower.take(timeout_s=0)
         assert record_in(store).held_version == (None if copy else 1)
-        follower.give_back(applied=1)
+        follower.release(applied=1)
         assert (record_in(store).held_version, record_in(store).staged_version) == (None, None)
         file = file_of(store, 1)
         for version in (2, 3):
@@ -435,7 +435,7 @@ def test_versions_are_whole_and_go_up_while_a_sender_publishes_at_full_speed(
                 staged = follower.take(at_least=newer, timeout_s=IN_TIME_S)
                 assert_whole(staged, staged.version)
                 versions.append(staged.version)
-                follower.give_back(applied=staged.version)
+                follower.release(applied=staged.version)
             child.send()
             longest_s, last = child.receive()
             if last != versions[-1]:  # which was given back as applied, and is not staged again
@@ -467,7 +467,7 @@ def test_what_is_taken_stays_whole_while_a_sender_publishes_on(store: Path, copy
         for version in range(2, 22):
             publish(sender, version)
             assert_whole(taken, 1)
-        follower.give_back(applied=1)
+        follower.release(applied=1)
         # Copied, it held nobody up; mapped, it was evicted, and keeps its file's bytes.
         assert follower.stats["evictions"] == (0 if copy else 1)
         wait_until_staged(store, 21)
@@ -574,7 +574,7 @@ def test_a_check_is_asked_once_a_layout(store: Path, sender: dbuffer.WeightSende
             sender.send(pattern.weights(version))
             taken = follower.take(timeout_s=IN_TIME_S)
             assert checked[-1] == taken.layout
-            follower.give_back(applied=version)
+            follower.release(applied=version)
     assert [len(layout.specs) for layout in checked] == [8, 5, 8]
 
 
@@ -698,7 +698,7 @@ def test_a_manifest_damaged_while_its_version_is_taken_harms_nobody(
         follower.take(timeout_s=IN_TIME_S)
         time.sleep(NOT_IN_VAIN_S)  # until its thread waits for it to come back
         file_of(store, 1).with_name("manifest.json").write_bytes(b"{")
-        follower.give_back(applied=1)
+        follower.release(applied=1)
         publish(sender, 2)
         wait_until_staged(store, 2)
 
@@ -710,7 +710,7 @@ def test_a_store_that_is_removed_is_told(
     with staging(store) as follower:
         wait_until_staged(store, 2)
         follower.take(timeout_s=0)
-        follower.give_back(applied=2)
+        follower.release(applied=2)
         store.rename(store.with_name("gone"))  # in one step: it writes its record in there
         with pytest.raises(StoreNotFoundError, match=re.escape(str(store))):
             follower.take(timeout_s=IN_TIME_S)
@@ -739,17 +739,17 @@ def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(
         shutil.rmtree(store)
         with dbuffer.WeightSender(store) as again:
             again.send(SMALL.weights(9), version=version)
-            follower.give_back(applied=2, history=old.history)
+            follower.release(applied=2, history=old.history)
             new = follower.take(timeout_s=IN_TIME_S)
             assert (new.version, SMALL.version_of(new.tensors)) == (version, 9)
             assert new.history != old.history
             wait_until(lambda: record_in(store).history == new.history)
             # What was applied before says nothing of it: it stays ready.
-            follower.give_back(applied=2, history=old.history)
+            follower.release(applied=2, history=old.history)
             assert follower.take(version, timeout_s=0) is new
             with pytest.raises(StoreReplacedError, match="no longer in it"):
                 follower.take(2, history=old.history, timeout_s=IN_TIME_S)
-            follower.give_back()
+            follower.release()
     said = [record for record in caplog.records if "of another run" in record.message]
     assert [record.levelname for record in said] == ["WARNING"]
 
@@ -760,7 +760,7 @@ def test_what_is_taken_outlives_its_store(store: Path, sender: dbuffer.WeightSen
         taken = follower.take(timeout_s=IN_TIME_S)
         shutil.rmtree(store)
         assert_whole(taken, 1)
-        follower.give_back(applied=1)
+        follower.release(applied=1)
 
 
 @pytest.mark.parametrize("copy", [False, pytest.param(True)])
@@ -810,7 +810,7 @@ def test_while_the_pointer_is_away_nothing_older_is_the_newest(
         wait_until_staged(store, 2)
         follower.take(1, timeout_s=IN_TIME_S)
         (store / "CURRENT").unlink()
-        follower.give_back()
+        follower.release()
         with pytest.raises(VersionRegressedError, match="from version 2 to 0"):
             follower.take(timeout_s=IN_TIME_S)
 
@@ -909,7 +909,7 @@ def test_close_while_a_version_is_staged_or_taken(store: Path, copy: bool, is_ta
     with leaving_nothing(store), staging(store, copy=copy) as follower:
         follower.take(timeout_s=IN_TIME_S)
         if not is_taken:
-            follower.give_back()
+            follower.release()
 
 
 def test_close_while_it_stages(store: Path) -> None:
@@ -943,7 +943,7 @@ def test_close_ends_a_take_and_may_be_called_twice(store: Path) -> None:
             follower.take(timeout_s=IN_TIME_S)
         later.join()
         follower.close()
-        follower.give_back()
+        follower.release()
         with pytest.raises(ClosedError, match=re.escape(str(store))):
             follower.take(timeout_s=IN_TIME_S)
 
@@ -974,7 +974,7 @@ def test_neither_threads_nor_descriptors_pile_up(store: Path, copy: bool) -> Non
                 sender.send(pattern.weights(version))
             with contextlib.suppress(ChecksumError):
                 follower.take(timeout_s=IN_TIME_S)
-            follower.give_back(applied=version)
+            follower.release(applied=version)
             counts.append((threading.active_count(), open_descriptors()))
         threads, descriptors = zip(*counts, strict=True)
         assert max(threads[10:]) <= max(threads[:10])
@@ -1020,7 +1020,7 @@ def fork_with_stager(connection: Connection, store: Path) -> None:
             os._exit(0)
         os.read(ready, 1)
         has_record = (store / "receivers" / "rank.json").exists()
-        follower.give_back(applied=1)
+        follower.release(applied=1)
         publish(sender, 2)
         seconds = sender.send(SMALL.weights(3)).duration_s
         result = {
@@ -1077,7 +1077,7 @@ def stage_large(connection: Connection, store: Path, copy: bool, num_versions: i
                 staged = follower.take(at_least=version, timeout_s=IN_TIME_S)
                 assert all(int(tensor.amax()) == 0 for tensor in staged.tensors.values())
                 del staged
-                follower.give_back(applied=version)
+                follower.release(applied=version)
         connection.send(memory.grown)
 
 
@@ -1121,7 +1121,7 @@ def use_unreadable_store(connection: Connection, directory: Path) -> None:
     with dbuffer.WeightSender(store) as sender, staging(store) as follower:
         publish(sender, 1)
         follower.take(timeout_s=IN_TIME_S)
-        follower.give_back(applied=1)
+        follower.release(applied=1)
         directory.chmod(0)
         wait_until(lambda: follower.stats["failures"] >= 2)
         directory.chmod(0o700)
@@ -1227,9 +1227,9 @@ class StagerMachine(RuleBasedStateMachine):
     def version_in(self, staged: Staged) -> int | None:
         return self.patterns[staged.version].version_of(staged.tensors)
 
-    def give_back_whole(self, staged: Staged) -> None:
+    def release_whole(self, staged: Staged) -> None:
         assert self.version_in(staged) == staged.version
-        self.stager.give_back()
+        self.stager.release()
 
     # What a trainer does
 
@@ -1332,7 +1332,7 @@ class StagerMachine(RuleBasedStateMachine):
             assert f"version {version} was damaged" in str(error)
         else:
             assert staged.version == version
-            self.give_back_whole(staged)
+            self.release_whole(staged)
 
     @is_there
     @is_free
@@ -1358,7 +1358,7 @@ class StagerMachine(RuleBasedStateMachine):
             for _ in versions:
                 self.note_publication(pattern)
         assert staged.version in versions
-        self.give_back_whole(staged)
+        self.release_whole(staged)
 
     @is_free
     @precondition(lambda self: self.pointer is not None)
@@ -1373,14 +1373,14 @@ class StagerMachine(RuleBasedStateMachine):
             return
         assert staged.version == self.newest or by == "newest"
         assert staged.version >= self.applied
-        self.give_back_whole(staged)
+        self.release_whole(staged)
 
     @precondition(lambda self: self.taken is not None)
     @rule(is_applied=st.booleans())
-    def give_back(self, is_applied: bool) -> None:
+    def release(self, is_applied: bool) -> None:
         assert self.taken is not None
         version, self.taken = self.taken.version, None
-        self.stager.give_back(applied=version if is_applied else None)
+        self.stager.release(applied=version if is_applied else None)
         self.applied = version if is_applied else self.applied
 
     @rule(copy=st.booleans())

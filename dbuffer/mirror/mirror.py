@@ -457,7 +457,7 @@ class Mirror(Closing, ProcessBound):
         layout = known.footer.layout
         hashed = manifest.checksums_xxh3 is not None
         with (
-            receiver.telling_if_unreadable(held),
+            receiver.reporting_unreadable(held),
             drafts.begin(manifest.version, known.footer, hashed=hashed) as draft,
         ):
             if not self._fill(draft, held, receiver, known) or not held.is_unchanged():

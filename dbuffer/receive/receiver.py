@@ -214,7 +214,7 @@ class WeightReceiver(Closing, ProcessBound):
                 try:
                     yield Snapshot(held, tensors, self._copier, verify=verify)
                 finally:
-                    self._keep_to_go_on_from(held, tensors)
+                    self._keep_snapshot_memory(held, tensors)
                 if not held.is_unchanged():
                     self._store.newest_pointer(self._seen)  # raises if the store was emptied
                     raise errors.SnapshotEvictedError(
@@ -523,11 +523,11 @@ class WeightReceiver(Closing, ProcessBound):
             return mapped
         tensors = self._read(held)
         if keep and tensors is not None:
-            self._note_in_memory(held, tensors)
+            self._keep_in_memory(held, tensors)
         return tensors
 
     @contextlib.contextmanager
-    def telling_if_unreadable(self, held: Held) -> Iterator[None]:
+    def reporting_unreadable(self, held: Held) -> Iterator[None]:
         """Say so in the record, if a version cannot be read that stands on an anchor and deltas.
 
         Its sender publishes the next one whole then: nobody can go on from this one.
@@ -540,30 +540,30 @@ class WeightReceiver(Closing, ProcessBound):
             raise
         self.record.set(unreadable_version=None)
 
-    def _keep_to_go_on_from(self, held: Held, tensors: FileTensors) -> None:
+    def _keep_snapshot_memory(self, held: Held, tensors: FileTensors) -> None:
         """Keep the memory of a snapshot that was left, where what changed since may come alone.
 
         Its user may have written into it, which checksums show; without, it is not gone on from.
         """
         if held.manifest.chain and not self._store.medium.maps_files and self._must_verify(held):
-            self._note_in_memory(held, tensors)
+            self._keep_in_memory(held, tensors)
 
-    def _note_in_memory(self, held: Held, tensors: FileTensors) -> None:
+    def _keep_in_memory(self, held: Held, tensors: FileTensors) -> None:
         self._in_memory = _InMemory(held.manifest.identity, held.manifest.layout_xxh3, tensors)
 
     def _read(self, held: Held) -> FileTensors | None:
         """Read a version over the network; None if its file was removed, or its bytes changed."""
         before, self._in_memory = self._in_memory, None
         try:
-            with self.telling_if_unreadable(held):
-                tensors = None if before is None else self._go_on_from(before, held)
+            with self.reporting_unreadable(held):
+                tensors = None if before is None else self._apply_deltas_in_memory(before, held)
                 if tensors is None:
                     memory = None if before is None else before.tensors.data
                     tensors = self._read_from_file(held, memory)
             if tensors is None:
                 return None
         except errors.StoreNotFoundError as error:
-            with self.telling_if_unreadable(held):
+            with self.reporting_unreadable(held):
                 held.wait_after_loss(error, self._patience)
             return None
         self._patience = Patience()
@@ -578,7 +578,7 @@ class WeightReceiver(Closing, ProcessBound):
             return None
         return tensors
 
-    def _go_on_from(self, before: _InMemory, held: Held) -> FileTensors | None:
+    def _apply_deltas_in_memory(self, before: _InMemory, held: Held) -> FileTensors | None:
         """Apply what changed since to what is in memory; None where that is not what it was."""
         if before.layout_xxh3 != held.manifest.layout_xxh3 or not self._must_verify(held):
             return None

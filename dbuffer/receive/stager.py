@@ -327,7 +327,7 @@ class Stager:
                 self._request = None
                 self._wake()
 
-    def give_back(self, *, applied: int | None = None, history: str | None = None) -> None:
+    def release(self, *, applied: int | None = None, history: str | None = None) -> None:
         """Done with what was taken; versions up to ``applied`` need not be staged again.
 
         ``history`` is that of ``applied``, which says nothing of another run's versions. Default:

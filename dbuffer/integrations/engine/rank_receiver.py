@@ -216,7 +216,7 @@ class RankReceiver:
             raise
         finally:
             self._weights.is_updating = False
-            self._stager.give_back(applied=self._applied, history=self._history)
+            self._stager.release(applied=self._applied, history=self._history)
 
     def close(self) -> None:
         """Stop following. What the engine acknowledged stays in the store."""
@@ -364,7 +364,7 @@ class RankReceiver:
         return staged.prepared
 
     def _take_whole(self, version: int, history: str | None) -> Staged:
-        self._stager.give_back()
+        self._stager.release()
         timeout_s = self.options.timeout_s
         return self._stager.take(version, history=history, whole=True, timeout_s=timeout_s)
 
@@ -387,7 +387,7 @@ class RankReceiver:
             # Some rank holds the highest, so it stays in the store until all do; but a store that
             # was replaced may have two of one number.
             if len(versions) == 1 or version != highest:
-                self._stager.give_back()
+                self._stager.release()
             if len(versions) > 1:
                 history = None if isinstance(request, OptionError) else request.history
                 request = UpdateRequest(version=highest, history=history)
