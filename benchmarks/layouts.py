@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from benchmarks.models import DTYPE, Shapes, Weights
-from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch
-from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
-from dbuffer.integrations.engine.plan.recording import Recording
+from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
+from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
@@ -121,7 +121,7 @@ class PlannedReceiver:
         )
         self._check = ShapeCheck(watched)
         self._copier = Copier()
-        self._loads = PlannedLoads(self.model, self._copier, check=self._check)
+        self._loads = WeightLoader(self.model, self._copier, check=self._check)
         self._stager = Stager(
             str(store),
             receiver_id=f"engine.rank-{rank}",
@@ -129,7 +129,7 @@ class PlannedReceiver:
             copy=True,
             pin_memory=device.type == "cuda",
         )
-        self._recording: Recording | None = None
+        self._trace: LoadTrace | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -148,9 +148,9 @@ class PlannedReceiver:
         staged = self._stager.take(timeout_s=_TIMEOUT_S)
         start_s = time.perf_counter()
         prepared = staged.prepared
-        if not isinstance(prepared, PlannedSwitch) or not self._loads.apply(prepared):
+        if not isinstance(prepared, PreparedSwitch) or not self._loads.apply(prepared):
             tensors = staged.tensors or {}
-            switch = prepared if isinstance(prepared, PlannedSwitch) else None
+            switch = prepared if isinstance(prepared, PreparedSwitch) else None
             self._loads.reload(
                 lambda loaded: self.model.load_weights(loaded.items()), tensors, switch
             )
@@ -166,7 +166,7 @@ class PlannedReceiver:
             if not torch.equal(parameter, self.model.get_parameter(name)):
                 raise RuntimeError(f"the plan did not bring {name} over")
 
-    def _prepare(self, snapshot: Snapshot) -> PlannedSwitch | None:
-        if self._recording is None:
-            self._recording = self._check(snapshot.specs)
-        return self._loads.prepare(dict(snapshot.tensors), self._recording)
+    def _prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
+        if self._trace is None:
+            self._trace = self._check(snapshot.specs)
+        return self._loads.prepare(dict(snapshot.tensors), self._trace)

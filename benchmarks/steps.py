@@ -96,7 +96,7 @@ def synchronize() -> None:
 
 def watch_steps(llm: Any) -> Stopwatch:
     """A stopwatch on all that happens while an engine switches, in vLLM's code and in ours."""
-    from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
+    from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
     from dbuffer.integrations.engine.rank_receiver import RankReceiver
     from dbuffer.integrations.engine.ranks import Ranks
     from dbuffer.integrations.vllm.engines import OfflineVllm
@@ -108,8 +108,8 @@ def watch_steps(llm: Any) -> Stopwatch:
         (OfflineVllm, "pause", PAUSING),
         (RankReceiver, "_prepare", AGREEING),
         (Ranks, "gather", AGREEING),
-        (PlannedLoads, "apply", COPYING),
-        (PlannedLoads, "reload", COPYING),
+        (WeightLoader, "apply", COPYING),
+        (WeightLoader, "reload", COPYING),
         (RankReceiver, "_record_engine", ACKNOWLEDGING),
         (OfflineVllm, "weight_version", STAMPING),
         (OfflineVllm, "set_weight_version", STAMPING),

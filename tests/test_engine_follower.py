@@ -58,7 +58,7 @@ from dbuffer.integrations.engine.messages import (
     encode_request,
 )
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.plan.recording import Recording
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
@@ -131,11 +131,11 @@ class Rank:
         return before or self._model
 
     def make_check(self, *, partial: bool) -> Any:
-        def check(specs: Sequence[TensorSpec], aliases: Any = None) -> Recording:
+        def check(specs: Sequence[TensorSpec], aliases: Any = None) -> LoadTrace:
             names = [spec.name for spec in specs]
             if names != SMALL.names:
                 raise dbuffer.WeightsMismatchError(f"not this model's tensors: {names}")
-            return Recording({}, {}, {}, {}, frozenset(names))
+            return LoadTrace({}, {}, {}, {}, frozenset(names))
 
         return check
 

@@ -26,7 +26,7 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of, start_
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.plan.recording import Recording
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
@@ -199,11 +199,11 @@ class Rank:
         return before or self.model
 
     def make_check(self, *, partial: bool) -> Any:
-        def check(specs: Sequence[TensorSpec], aliases: Any = None) -> Recording:
+        def check(specs: Sequence[TensorSpec], aliases: Any = None) -> LoadTrace:
             names = frozenset(spec.name for spec in specs)
             if self.ranks.rank == BAD and UNFIT in names:
                 raise dbuffer.WeightsMismatchError(f"{UNFIT} does not fit this rank")
-            return Recording({}, {}, {}, {}, names)
+            return LoadTrace({}, {}, {}, {}, names)
 
         return check
 

@@ -302,10 +302,10 @@ def failing_write(*, enabled: bool) -> Iterator[None]:
 @contextmanager
 def failing_load(llm: Any, *, enabled: bool) -> Iterator[None]:
     """The next load fails in this rank, when a part of it has gone in; so do copies alone."""
-    from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch
+    from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 
     left = int(enabled)
-    apply: Any = PlannedSwitch.apply
+    apply: Any = PreparedSwitch.apply
 
     def fail() -> None:
         nonlocal left
@@ -316,7 +316,7 @@ def failing_load(llm: Any, *, enabled: bool) -> Iterator[None]:
         if left and handed_over == AFTER_TENSORS:
             fail()
 
-    def fail_to_copy(switch: PlannedSwitch, *how: Any) -> None:
+    def fail_to_copy(switch: PreparedSwitch, *how: Any) -> None:
         if left:
             for target, source in next(iter(switch.copies.values())):
                 target.copy_(source)
@@ -324,9 +324,9 @@ def failing_load(llm: Any, *, enabled: bool) -> Iterator[None]:
         apply(switch, *how)
 
     watch_model(llm, fail_to_reload)
-    PlannedSwitch.apply = fail_to_copy
+    PreparedSwitch.apply = fail_to_copy
     yield
-    PlannedSwitch.apply = apply
+    PreparedSwitch.apply = apply
     assert not left
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.plan import copy_plan, patches
+from dbuffer.integrations.engine.plan import copy_plan, patching
 from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.plan.patches import Changed
-from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
-from dbuffer.integrations.engine.plan.recording import View
+from dbuffer.integrations.engine.plan.load_trace import View
+from dbuffer.integrations.engine.plan.patching import Changed
+from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import DTYPES
@@ -147,8 +147,8 @@ class Switched:
     ) -> None:
         self.model, self.twin = make(), make()
         self.check = check_of(make)
-        self.recording = self.check(specs_of(tensors))
-        self.loads = PlannedLoads(
+        self.trace = self.check(specs_of(tensors))
+        self.loads = WeightLoader(
             self.model,
             COPIER,
             packing=packing,
@@ -176,7 +176,7 @@ class Switched:
         self.twin.reload(tensors)
         self.versions.append({name: tensor.clone() for name, tensor in tensors.items()})
         identity = str(len(self.versions) - 1)
-        switch = self.loads.prepare(tensors, self.recording, self.changed_since)
+        switch = self.loads.prepare(tensors, self.trace, self.changed_since)
         self.patched.append(switch is not None and switch.patches is not None)
         if switch is not None and switch.is_enough and self.staged:
             memory = torch.full((switch.staging_bytes,), 255, dtype=torch.uint8)
@@ -282,7 +282,7 @@ def test_what_is_only_copied_is_reloaded_once_and_copied_from_then_on(
 ) -> None:
     make, make_tensors = COPIES[case]
     switched = Switched(make, make_tensors(), staged=staged)
-    assert switched.recording.refused == {}
+    assert switched.trace.refused == {}
     is_planned = switched.switch_often(make_tensors)
     assert is_planned == [False, *[True] * (NUM_SWITCHES - 1)]
 
@@ -371,7 +371,7 @@ def test_a_loader_that_does_more_than_to_copy_is_never_planned(
         return {"a.weight": random(shape), "b.weight": random()}
 
     switched = Switched(make, tensors())
-    assert list(switched.recording.refused) == ["layers.a.weight"]
+    assert list(switched.trace.refused) == ["layers.a.weight"]
     assert not any(switched.switch_often(tensors))
     [message] = caplog.messages  # once
     assert "layers.a.weight is " in message or "layers.a.weight gets " in message
@@ -513,7 +513,7 @@ def test_a_model_that_derives_something_is_never_planned(
         return {"a.weight": random(), "b.weight": random()}
 
     switched = Switched(make, tensors())
-    assert switched.recording.refused == {}
+    assert switched.trace.refused == {}
     assert not any(switched.switch_often(tensors))
     [message] = caplog.messages
     assert message.startswith("switches go through the engine's reload")
@@ -842,7 +842,7 @@ def test_a_layer_that_derives_something_is_reloaded_alone_or_all_are(
         return model
 
     switched = Switched(make, mixed_tensors(), in_parts=True)
-    assert switched.recording.refused == {}
+    assert switched.trace.refused == {}
     planned = [switched.switch(mixed_tensors()) for _ in range(8)]
     assert planned[-1] == (derive in REPEATED)
     assert len(switched.parts) < 8 or planned[-1]
@@ -1084,9 +1084,9 @@ def test_loaders_do_with_data_what_they_were_recorded_doing(case: str) -> None:
     make, make_tensors = COPIES[case]
     check, right = check_of(make), make()
     tensors = make_tensors()
-    recording = check(specs_of(tensors))
+    trace = check(specs_of(tensors))
     right.reload(tensors)
-    for name in recording.steps:
+    for name in trace.steps:
         assert torch.equal(check.loaded(name, tensors), right.get_parameter(name))
     assert all(parameter.is_meta for parameter in check._watched.model.parameters())
 
@@ -1115,7 +1115,7 @@ def test_another_layout_is_proven_anew() -> None:
     make, make_tensors = COPIES["plain"]
     switched = Switched(make, make_tensors())
     assert switched.switch_often(make_tensors)[-1]
-    switched.recording = switched.check(specs_of(make_tensors()))
+    switched.trace = switched.check(specs_of(make_tensors()))
     assert switched.switch_often(make_tensors) == [False, *[True] * (NUM_SWITCHES - 1)]
 
 
@@ -1146,7 +1146,7 @@ def test_a_version_that_lacks_a_parameter_is_copied_where_a_part_will_do_alone()
     switched = Switched(make, part())
     assert not any(switched.switch_often(part))
     switched = Switched(make, part())
-    switched.loads = PlannedLoads(switched.model, COPIER, partial=True)
+    switched.loads = WeightLoader(switched.model, COPIER, partial=True)
     assert switched.switch_often(part) == [False, *[True] * (NUM_SWITCHES - 1)]
 
 
@@ -1170,7 +1170,7 @@ def test_a_reload_that_fails_is_raised_and_proves_nothing() -> None:
             raise RuntimeError("no reload")
 
     for _ in range(2):
-        switch = switched.loads.prepare(version, switched.recording)
+        switch = switched.loads.prepare(version, switched.trace)
         assert switch is not None
         assert not switched.loads.apply(switch)
         with pytest.raises(RuntimeError, match="no reload"):
@@ -1196,7 +1196,7 @@ def test_a_model_that_cannot_be_looked_at_is_reloaded(caplog: pytest.LogCaptureF
 def test_nothing_is_planned_without_a_record() -> None:
     make, make_tensors = COPIES["plain"]
     switched = Switched(make, make_tensors())
-    switched.recording = None  # type: ignore[assignment]
+    switched.trace = None  # type: ignore[assignment]
     assert not any(switched.switch_often(make_tensors))
 
 
@@ -1210,7 +1210,7 @@ def test_values_that_are_no_numbers_are_compared_by_their_bytes() -> None:
     switched = Switched(make, tensors())
     for _ in range(3):
         version = tensors()
-        switch = switched.loads.prepare(version, switched.recording)
+        switch = switched.loads.prepare(version, switched.trace)
         assert switch is not None
         if not switched.loads.apply(switch):
             switched.loads.reload(switched.model.reload, version, switch)
@@ -1245,7 +1245,7 @@ def patched_often(switched: Switched, tensors: Tensors) -> None:
 @pytest.fixture
 def any_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of a few elements be patched, too."""
-    monkeypatch.setattr(patches, "MAX_SHARE", 1.0)
+    monkeypatch.setattr(patching, "MAX_SHARE", 1.0)
 
 
 @pytest.mark.usefixtures("any_share")
@@ -1273,13 +1273,13 @@ def test_a_patch_reaches_every_rank_s_share_and_no_other() -> None:
         parameter = torch.zeros(view.shape)
         part, to = View.of(view, source), View.of(parameter, parameter)
         places = np.flatnonzero(np.random.default_rng().random(source.numel()) < 0.5)
-        patch = patches.patch_or_copy(parameter, to, part, source, places)
+        patch = patching.patch_or_copy(parameter, to, part, source, places)
         wanted = torch.zeros(source.shape)
         wanted.view(-1)[torch.from_numpy(places)] = source.view(-1)[torch.from_numpy(places)]
         if patch is None:
             assert not part.in_(wanted).any()
             continue
-        assert isinstance(patch, patches.Patch)
+        assert isinstance(patch, patching.Patch)
         patch.apply()
         assert torch.equal(parameter, part.in_(wanted))
 
@@ -1290,8 +1290,8 @@ def test_a_view_with_an_element_twice_is_copied() -> None:
     view = source.expand(3, 4)
     parameter = torch.zeros(3, 4)
     part, to = View.of(view, source), View.of(parameter, parameter)
-    found = patches.patch_or_copy(parameter, to, part, source, np.array([2]))
-    assert isinstance(found, patches.Copy)
+    found = patching.patch_or_copy(parameter, to, part, source, np.array([2]))
+    assert isinstance(found, patching.Copy)
 
 
 @pytest.mark.usefixtures("any_share")
@@ -1328,10 +1328,10 @@ def test_patches_to_another_version_than_the_model_holds_are_not_used() -> None:
     patched_often(switched, tensors)
     newest = changed_a_little(switched.versions[-1])
     switched.versions.append(newest)
-    late = switched.loads.prepare(newest, switched.recording, switched.changed_since)
+    late = switched.loads.prepare(newest, switched.trace, switched.changed_since)
     assert late is not None
     assert late.patches is not None
-    before = switched.loads.prepare(switched.versions[0], switched.recording)
+    before = switched.loads.prepare(switched.versions[0], switched.trace)
     assert before is not None
     assert switched.loads.apply(before, "0")
     assert switched.loads.apply(late, "late")
@@ -1345,7 +1345,7 @@ def test_a_tensor_of_which_much_changed_is_copied() -> None:
     switched.switch(tensors)
     newest = changed_a_little(tensors)
     switched.versions.append(newest)
-    switch = switched.loads.prepare(newest, switched.recording, switched.changed_since)
+    switch = switched.loads.prepare(newest, switched.trace, switched.changed_since)
     assert switch is not None
     assert switch.patches is not None
     assert (len(switch.patches.patches), len(switch.patches.copies)) == (0, 1)
@@ -1423,7 +1423,7 @@ def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(
     patched_often(switched, tensors)
     newest = changed_a_little(switched.versions[-1])
     switched.versions.append(newest)
-    switch = switched.loads.prepare(newest, switched.recording, switched.changed_since)
+    switch = switched.loads.prepare(newest, switched.trace, switched.changed_since)
     assert switch is not None
     assert switch.patches is not None
     switched.model.reload(switched.versions[-3])
@@ -1477,7 +1477,7 @@ class Once:
 @pytest.mark.usefixtures("any_share")
 @pytest.mark.parametrize(
     ("kind", "step"),
-    [(copy_plan, "patch_or_copy"), (patches.Patch, "on_device"), (patches.Patch, "apply")],
+    [(copy_plan, "patch_or_copy"), (patching.Patch, "on_device"), (patching.Patch, "apply")],
 )
 def test_a_version_whose_patches_fail_is_copied_whole_and_the_next_is_patched(
     kind: Any, step: str, monkeypatch: pytest.MonkeyPatch
@@ -1523,7 +1523,7 @@ def test_positions_are_of_32_bits_wherever_that_will_do() -> None:
         ([far + 5, far + 3], torch.int32),
         ([5, far], torch.int64),
     ):
-        patch = patches.Patch(torch.empty(0), torch.tensor(positions), torch.zeros(2))
+        patch = patching.Patch(torch.empty(0), torch.tensor(positions), torch.zeros(2))
         narrow = patch.narrow()
         assert narrow.positions.dtype is dtype
         assert narrow.places.tolist() == positions

@@ -17,7 +17,7 @@ from worlds import Coordinator, World
 import dbuffer
 from dbuffer.integrations.engine.endpoint import start_on_all_ranks
 from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch
+from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
@@ -231,18 +231,18 @@ def test_what_was_staged_for_another_model_is_staged_anew(
 
 def fail_next_switch(rank: int) -> None:
     """Let one rank's next switch by copies end half-way."""
-    apply = PlannedSwitch.apply
+    apply = PreparedSwitch.apply
     if rank != 1:
         return
 
-    def fail(switch: PlannedSwitch, *_: Any) -> None:
-        PlannedSwitch.apply = apply  # type: ignore[method-assign]
+    def fail(switch: PreparedSwitch, *_: Any) -> None:
+        PreparedSwitch.apply = apply  # type: ignore[method-assign]
         copies = [copy for of_one in switch.copies.values() for copy in of_one]
         for target, source in copies[: len(copies) // 2]:
             target.copy_(source)
         raise RuntimeError("the bus is on fire")
 
-    PlannedSwitch.apply = fail  # type: ignore[method-assign]
+    PreparedSwitch.apply = fail  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("staging", ["map", "copy"])

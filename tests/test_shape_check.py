@@ -13,7 +13,7 @@ from torch import nn
 from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.model_copy import built_without_data, tie_as_serving
-from dbuffer.integrations.engine.plan.recording import Recording, unwrapped_by
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace, unwrapped_by
 from dbuffer.integrations.engine.shape_check import (
     ShapeCheck,
     WatchedLoads,
@@ -80,8 +80,8 @@ def check_of(serving: Model, **options: Any) -> ShapeCheck:
     return ShapeCheck(watched, **options)
 
 
-def unused(recording: Recording) -> list[str]:
-    return [tensor.partition(" ")[0] for tensor in recording.unused]
+def unused(trace: LoadTrace) -> list[str]:
+    return [tensor.partition(" ")[0] for tensor in trace.unused]
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def unused(recording: Recording) -> list[str]:
 @pytest.mark.parametrize("is_first", [True, False])
 def test_tensors_without_a_place_are_named(names: list[str], *, is_first: bool) -> None:
     surplus = [ONE._replace(name=name) for name in names]
-    recording = check_of(Model())([*surplus, *UNTIED] if is_first else [*UNTIED, *surplus])
-    assert sorted(unused(recording)) == sorted(names)
-    assert set(recording.steps) == {EMBEDDING, HEAD, LAYER}
-    assert {spec.name for spec in UNTIED} <= recording.offered
+    trace = check_of(Model())([*surplus, *UNTIED] if is_first else [*UNTIED, *surplus])
+    assert sorted(unused(trace)) == sorted(names)
+    assert set(trace.steps) == {EMBEDDING, HEAD, LAYER}
+    assert {spec.name for spec in UNTIED} <= trace.offered
 
 
 @pytest.mark.parametrize(
@@ -122,30 +122,30 @@ def test_computed_buffers_and_drafts_need_no_place(spec: TensorSpec, *, is_known
 
 
 def test_aliases_are_offered_where_a_name_is_missing() -> None:
-    recording = check_of(Model())(TIED, {HEAD: EMBEDDING})
-    assert set(recording.steps) == {EMBEDDING, HEAD, LAYER}
-    assert recording.offered == {EMBEDDING, HEAD, LAYER}
-    assert not recording.unused
+    trace = check_of(Model())(TIED, {HEAD: EMBEDDING})
+    assert set(trace.steps) == {EMBEDDING, HEAD, LAYER}
+    assert trace.offered == {EMBEDDING, HEAD, LAYER}
+    assert not trace.unused
     # A tied model skips the head, under whichever name the store has both.
     stored = [SPECS[1], SPECS[2]]
-    recording = check_of(Model(is_tied=True))(stored, {EMBEDDING: HEAD})
-    assert set(recording.steps) == {EMBEDDING, LAYER}
-    assert not recording.unused
+    trace = check_of(Model(is_tied=True))(stored, {EMBEDDING: HEAD})
+    assert set(trace.steps) == {EMBEDDING, LAYER}
+    assert not trace.unused
 
 
 def test_aliases_of_what_the_model_has_not_are_named() -> None:
     aliases = {HEAD: EMBEDDING, "other.weight": LAYER}
-    recording = check_of(Model(is_tied=True))(TIED, aliases)
-    assert unused(recording) == ["other.weight"]
+    trace = check_of(Model(is_tied=True))(TIED, aliases)
+    assert unused(trace) == ["other.weight"]
     assert unused(check_of(Model())(TIED, aliases)) == ["other.weight"]
 
 
 def test_a_head_that_the_model_ties_is_redundant_if_it_is_equal() -> None:
     for tied in (Model(is_tied=True), Model()):
         tied.head.weight = tied.embed.weight  # as engines tie what they found equal
-        recording = check_of(tied)(UNTIED)
-        assert not recording.unused
-        assert recording.twins == {HEAD: EMBEDDING}
+        trace = check_of(tied)(UNTIED)
+        assert not trace.unused
+        assert trace.twins == {HEAD: EMBEDDING}
 
 
 def test_parameters_that_a_loader_registers() -> None:
@@ -156,9 +156,9 @@ def test_parameters_that_a_loader_registers() -> None:
     serving.head.bias = nn.Parameter(torch.empty(ROWS))
     check = check_of(serving)
     for _ in range(2):
-        recording = check([*UNTIED, bias])
-        assert "registered by its loader" in recording.refused[BIAS]
-        assert not recording.unused
+        trace = check([*UNTIED, bias])
+        assert "registered by its loader" in trace.refused[BIAS]
+        assert not trace.unused
         with pytest.raises(WeightsMismatchError, match=r"head.bias .* was not published"):
             check(UNTIED)
     with pytest.raises(WeightsMismatchError, match=r"head.bias was published as \[3\]"):

@@ -25,7 +25,7 @@ from dbuffer import (
     WeightSender,
     WeightsMismatchError,
 )
-from dbuffer.integrations.vllm.patches import (
+from dbuffer.integrations.vllm.sparse_patches import (
     patches_of,
     publish_patches,
     trainer_send_sparse_weights,

@@ -155,10 +155,10 @@ class RankEndpoint:
         return self.receiver
 
     def _check(self, rank: EngineRank, request: messages.CheckRequest) -> None:
-        recording = rank.make_check(partial=False)(request.tensors)
+        trace = rank.make_check(partial=False)(request.tensors)
         may_leave_out = self.receiver is not None and self.receiver.options.unused_tensors == "warn"
-        if recording.unused and not rank.is_stage and not may_leave_out:
-            raise errors.WeightsMismatchError(no_places(recording.unused))
+        if trace.unused and not rank.is_stage and not may_leave_out:
+            raise errors.WeightsMismatchError(no_places(trace.unused))
 
     def end(self) -> None:
         if self.receiver is not None:

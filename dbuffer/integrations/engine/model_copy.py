@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dbuffer.errors import EngineUnsupportedError
-from dbuffer.integrations.engine.plan.recording import Unwrapped, tables_of
+from dbuffer.integrations.engine.plan.load_trace import Unwrapped, tables_of
 
 
 def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str] = ()) -> Any:

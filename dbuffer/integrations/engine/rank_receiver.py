@@ -29,10 +29,10 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.plan.copy_plan import PlannedSwitch, Tensors
-from dbuffer.integrations.engine.plan.patches import Changed
-from dbuffer.integrations.engine.plan.planned_loads import PlannedLoads
-from dbuffer.integrations.engine.plan.recording import Recording
+from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch, Tensors
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
+from dbuffer.integrations.engine.plan.patching import Changed
+from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.serving import EngineRank, Served, Serving, WeightsState
 from dbuffer.integrations.engine.shape_check import no_places
@@ -52,7 +52,7 @@ _NETWORK_LAG_S = 5.0
 """How long a host may see an older version than the newest on a network mount."""
 _LOOK_S = 0.05
 
-_KEPT_RECORDINGS = 4
+_KEPT_TRACES = 4
 """Of how many layouts it is remembered how they are loaded."""
 
 _MAX_ROUNDS = 5
@@ -83,12 +83,12 @@ class RankReceiver:
         self._failure: tuple[str | None, int | None] = None, None
         self._fits = rank.make_check(partial=options.partial)
         self._is_stage = rank.is_stage
-        self._recordings: list[tuple[Layout, Recording]] = []
+        self._traces: list[tuple[Layout, LoadTrace]] = []
         self._warned: set[str] = set()
         self._judged: Layout | None = None
         self._copier = Copier(options.num_threads)
-        self._planned = (
-            PlannedLoads(
+        self._loader = (
+            WeightLoader(
                 rank.module,
                 self._copier,
                 partial=options.partial,
@@ -155,8 +155,8 @@ class RankReceiver:
                 what,
             )
         self._served = None
-        if self._planned is not None:
-            self._planned.forget_base()
+        if self._loader is not None:
+            self._loader.forget_base()
         self._stager.stage_again()
         self._record_engine()
 
@@ -246,11 +246,11 @@ class RankReceiver:
             # Which of a tied tensor's names a layer that comes alone is loaded by, is its business.
             of = {spec.name: spec for spec in specs}
             specs += [of[name]._replace(name=alias) for alias, name in layout.aliases.items()]
-        recording = self._fits(specs, layout.aliases)
+        trace = self._fits(specs, layout.aliases)
         # A version is loaded as it was recorded, and the one before may be loaded again.
-        self._recordings = [(layout, recording), *self._recordings][:_KEPT_RECORDINGS]
+        self._traces = [(layout, trace), *self._traces][:_KEPT_TRACES]
         if not self._is_stage:  # what it passes over may be another stage's
-            self._judge_unused(recording.unused)
+            self._judge_unused(trace.unused)
 
     def _judge_unused(self, unused: Sequence[str]) -> None:
         """Refuse tensors for which the model has no place, or warn of them once."""
@@ -268,8 +268,8 @@ class RankReceiver:
         """Refuse tensors for which no stage of the model has a place; on all ranks."""
         if staged is None or not self._is_stage or staged.layout == self._judged:
             return
-        recording = self._recording_of(staged.layout)
-        unused = recording.unused if recording is not None else ()
+        trace = self._trace_of(staged.layout)
+        unused = trace.unused if trace is not None else ()
         nowhere = set(unused).intersection(*self.ranks.gather(unused))
         try:
             self._judge_unused(sorted(nowhere))
@@ -280,7 +280,7 @@ class RankReceiver:
             ) from None
         self._judged = staged.layout
 
-    def _judge_twins(self, recording: Recording, snapshot: Snapshot) -> None:
+    def _judge_twins(self, trace: LoadTrace, snapshot: Snapshot) -> None:
         """Take a tensor that the model has another one for as redundant only if both are equal."""
 
         def tensor(name: str) -> torch.Tensor:
@@ -289,13 +289,13 @@ class RankReceiver:
         self._judge_unused(
             [
                 f"{name} (it differs from {twin}, which the engine has in its place)"
-                for name, twin in recording.twins.items()
+                for name, twin in trace.twins.items()
                 if not _are_equal(tensor(name), tensor(twin))
             ]
         )
 
-    def _recording_of(self, layout: Layout) -> Recording | None:
-        known = ((of, found) for of, found in self._recordings if of is layout or of == layout)
+    def _trace_of(self, layout: Layout) -> LoadTrace | None:
+        known = ((of, found) for of, found in self._traces if of is layout or of == layout)
         return next((found for _, found in known), None)
 
     def _require_no_mix(self, layout: Layout, version: int) -> None:
@@ -304,18 +304,18 @@ class RankReceiver:
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
         """Yield a version's contents under the names that the check offered to the model."""
-        recording = self._recording_of(layout)
+        trace = self._trace_of(layout)
         names = {**{name: name for name in stored}, **layout.aliases}
         for name, stored_as in names.items():
-            if name in recording.offered if recording else name == stored_as:
+            if name in trace.offered if trace else name == stored_as:
                 yield name, stored[stored_as]
 
-    def _prepare_switch(self, snapshot: Snapshot) -> PlannedSwitch | None:
+    def _prepare_switch(self, snapshot: Snapshot) -> PreparedSwitch | None:
         """In the stager's thread, while the engine serves."""
-        recording = self._recording_of(snapshot.layout)
-        if recording is not None and not self._is_stage:  # another stage may have the head
-            self._judge_twins(recording, snapshot)
-        if self._planned is None:
+        trace = self._trace_of(snapshot.layout)
+        if trace is not None and not self._is_stage:  # another stage may have the head
+            self._judge_twins(trace, snapshot)
+        if self._loader is None:
             return None
         tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
 
@@ -329,15 +329,15 @@ class RankReceiver:
         with self._reading:
             if self._weights.is_asleep or self._weights.is_unknown:
                 return None
-            return self._planned.prepare(tensors, recording, changed_since)
+            return self._loader.prepare(tensors, trace, changed_since)
 
     def _load(self, staged: Staged) -> None:
         self._loaded_names.add(staged.layout.all_names, staged.version)
         switch = self._prepared_of(staged)
         if (
-            self._planned is not None
+            self._loader is not None
             and switch is not None
-            and self._planned.apply(switch, staged.identity)
+            and self._loader.apply(switch, staged.identity)
         ):
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch were enough
@@ -348,18 +348,18 @@ class RankReceiver:
         def reload(tensors: Tensors) -> None:
             self._model.load(tensors.items(), partial=self.options.partial)
 
-        if self._planned is None:
+        if self._loader is None:
             reload(tensors)
         else:
-            self._planned.reload(reload, tensors, switch, staged.identity)
+            self._loader.reload(reload, tensors, switch, staged.identity)
 
     def _is_enough(self, staged: Staged) -> bool:
         """Whether what was prepared of a version is all that loading it takes."""
-        return self._planned is not None and self._planned.is_enough(self._prepared_of(staged))
+        return self._loader is not None and self._loader.is_enough(self._prepared_of(staged))
 
-    def _prepared_of(self, staged: Staged) -> PlannedSwitch | None:
+    def _prepared_of(self, staged: Staged) -> PreparedSwitch | None:
         """Copies that switch to a version; None where only a reload does."""
-        if self._weights.is_unknown or not isinstance(staged.prepared, PlannedSwitch):
+        if self._weights.is_unknown or not isinstance(staged.prepared, PreparedSwitch):
             return None
         return staged.prepared
 

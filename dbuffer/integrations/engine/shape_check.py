@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.model_copy import leave_data_out, with_data
-from dbuffer.integrations.engine.plan.recording import (
+from dbuffer.integrations.engine.plan.load_trace import (
     LoadRecorder,
-    Recording,
+    LoadTrace,
     Unwrapped,
     storage_of,
     tables_of,
@@ -132,7 +132,7 @@ class WatchedLoads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def count_of(self, tensor: Any) -> int:
         return self._loaded.get(id(tensor), 0)
 
-    def end(self) -> Recording:
+    def end(self) -> LoadTrace:
         """What was done since :meth:`reset`."""
         return self.recorder.end(
             (tensor, self.count_of(tensor))
@@ -292,7 +292,7 @@ class ShapeCheck:
 
     def __call__(
         self, specs: Sequence[TensorSpec], aliases: Mapping[str, str] | None = None
-    ) -> Recording:
+    ) -> LoadTrace:
         """Refuse tensors that do not fit the model; what its loaders do with those that do.
 
         ``aliases``: further names of some of these tensors. They are offered to the model too where
@@ -305,9 +305,9 @@ class ShapeCheck:
         more = {alias: name for alias, name in (aliases or {}).items() if alias not in spec_of}
         others = [spec_of[name]._replace(name=alias) for alias, name in more.items()]
         try:
-            recording = self._record(specs)
+            trace = self._trace(specs)
         except WeightsMismatchError:
-            with_others = self._record_or_none([*specs, *others]) if others else None
+            with_others = self._trace_or_none([*specs, *others]) if others else None
             if with_others is None:
                 raise
             return with_others
@@ -315,12 +315,12 @@ class ShapeCheck:
             str(spec)
             for spec in others
             # Others are names of a tied tensor that the model took under another one.
-            if more[spec.name] not in recording.embedded
+            if more[spec.name] not in trace.embedded
             if renamed(spec.name, self._names) not in self._watched.names
         ]
-        return replace(recording, unused=(*recording.unused, *surplus))
+        return replace(trace, unused=(*trace.unused, *surplus))
 
-    def of_part(self, names: Collection[str]) -> Recording:
+    def of_part(self, names: Collection[str]) -> LoadTrace:
         """What the model's loaders do with some of the tensors of the last check alone.
 
         Raises:
@@ -329,13 +329,13 @@ class ShapeCheck:
         self._load([spec for spec in self._specs if spec.name in names])
         return self._watched.end()
 
-    def _record_or_none(self, specs: Sequence[TensorSpec]) -> Recording | None:
+    def _trace_or_none(self, specs: Sequence[TensorSpec]) -> LoadTrace | None:
         try:
-            return self._record(specs)
+            return self._trace(specs)
         except WeightsMismatchError:
             return None
 
-    def _record(self, specs: Sequence[TensorSpec]) -> Recording:
+    def _trace(self, specs: Sequence[TensorSpec]) -> LoadTrace:
         """Return what loaders do with these tensors, but for those whose names they refuse."""
         known = specs
         try:

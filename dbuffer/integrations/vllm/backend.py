@@ -24,8 +24,11 @@ from dbuffer.integrations.vllm.handing_over import (
     calling_worker,
     leave_layers_alone,
 )
-from dbuffer.integrations.vllm.patches import trainer_send_sparse_weights, trainer_send_weights
 from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
+from dbuffer.integrations.vllm.sparse_patches import (
+    trainer_send_sparse_weights,
+    trainer_send_weights,
+)
 from dbuffer.runtime import options as checks
 
 

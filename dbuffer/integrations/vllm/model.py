@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import EngineBrokenError, EngineUnsupportedError
-from dbuffer.integrations.engine.plan.recording import tables_of
+from dbuffer.integrations.engine.plan.load_trace import tables_of
 from dbuffer.integrations.vllm.packing import CpuPacking
 
 _Weights = Iterable[tuple[str, torch.Tensor]]

@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
 from dbuffer.integrations.engine.model_copy import built_without_data, tie_as_serving
-from dbuffer.integrations.engine.plan.recording import storage_of, tables_of, unwrapped_by
+from dbuffer.integrations.engine.plan.load_trace import storage_of, tables_of, unwrapped_by
 from dbuffer.integrations.engine.shape_check import (
     ShapeCheck,
     WatchedLoads,

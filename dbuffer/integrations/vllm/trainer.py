@@ -19,8 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.vllm.config import BACKEND
-from dbuffer.integrations.vllm.patches import publish_patches, trainer_send_sparse_weights
 from dbuffer.integrations.vllm.plugin import register
+from dbuffer.integrations.vllm.sparse_patches import publish_patches, trainer_send_sparse_weights
 from dbuffer.publish.sender import WeightSender
 
 # vLLM loads its plugins in engines; in a trainer nobody else makes this half known.

@@ -1,9 +1,9 @@
-"""`CopyPlan` and `PlannedSwitch`: a switch as copies of bytes alone.
+"""`CopyPlan` and `PreparedSwitch`: a switch as copies of bytes alone.
 
 Which part of which published tensor goes to which part of which parameter was recorded while the
 engine served. Layers that pack their weights have images; those that compute something else stay
 with the engine's reload. Whether that is all that a reload of everything does is for
-`planned_loads` to prove.
+`weight_loader` to prove.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ import xxhash
 
 from dbuffer.format.layout import align
 from dbuffer.integrations.engine.plan.images import Image, Packing, packed_layers
-from dbuffer.integrations.engine.plan.patches import (
+from dbuffer.integrations.engine.plan.load_trace import CopyOp, LoadTrace, TensorMeta, Unwrapped
+from dbuffer.integrations.engine.plan.partial_reload import (
+    NotPlannableError,
+    TracePart,
+    layer_of,
+    without_reloaded,
+)
+from dbuffer.integrations.engine.plan.patching import (
     Changed,
     Copy,
     Patch,
@@ -28,13 +35,6 @@ from dbuffer.integrations.engine.plan.patches import (
     flat,
     joined,
     patch_or_copy,
-)
-from dbuffer.integrations.engine.plan.recording import LoadStep, Place, Recording, Unwrapped
-from dbuffer.integrations.engine.plan.reloaded import (
-    NotPlannableError,
-    RecordPart,
-    layer_of,
-    without_reloaded,
 )
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.trouble import log_once
@@ -68,7 +68,7 @@ _BLOCK_BYTES = 64 << 20
 class _Write(NamedTuple):
     """A step, and where in the live model it writes."""
 
-    step: LoadStep
+    step: CopyOp
     target: torch.Tensor
 
 
@@ -77,12 +77,12 @@ class CopyPlan:
 
     Args:
         model: the model, as it serves.
-        recording: what its loaders do with such a version.
+        trace: what its loaders do with such a version.
         partial: it may hold a part of the model.
         packing: of layers that get images; None: there are none.
         unwrapped: names of the live model, as they are recorded.
         left: layers that are to stay with the reload, and why.
-        record_part: what loaders do with a part of it; None: the engine cannot reload a part.
+        trace_part: what loaders do with a part of it; None: the engine cannot reload a part.
 
     Raises:
         NotPlannableError: too little of it is only copied.
@@ -91,30 +91,28 @@ class CopyPlan:
     def __init__(
         self,
         model: torch.nn.Module,
-        recording: Recording,
+        trace: LoadTrace,
         *,
         partial: bool,
         packing: Packing | None = None,
         unwrapped: Unwrapped,
         left: Mapping[str, str] | None = None,
-        record_part: RecordPart | None = None,
+        trace_part: TracePart | None = None,
     ) -> None:
         self._packing, left = packing, left or {}
         packed = (
-            packed_layers(model, packing, recording.places, unwrapped)
-            if packing is not None
-            else []
+            packed_layers(model, packing, trace.places, unwrapped) if packing is not None else []
         )
         self._layers = [layer for layer in packed if layer.name not in left]
         in_images = {name for layer in self._layers for name in layer.loaded.values()}
         self._unwrapped = unwrapped
-        live = _live_tensors(model, recording, unwrapped, without=in_images)
-        self.recording, self.reloaded = without_reloaded(
-            recording, {**_misfits(live, recording, without=in_images), **left}, record_part
+        live = _live_tensors(model, trace, unwrapped, without=in_images)
+        self.trace, self.partial_reload = without_reloaded(
+            trace, {**_mismatches(live, trace, without=in_images), **left}, trace_part
         )
-        if not in_images <= self.recording.steps.keys():  # of a layer tied to one that is reloaded
-            raise NotPlannableError(listed(list(self.reloaded.layers.values()), "; "))
-        self._tensors = {name: live[name] for name in self.recording.steps if name in live}
+        if not in_images <= self.trace.steps.keys():  # of a layer tied to one that is reloaded
+            raise NotPlannableError(listed(list(self.partial_reload.layers.values()), "; "))
+        self._tensors = {name: live[name] for name in self.trace.steps if name in live}
         written = list(self._tensors.values())
         for layer in self._layers:
             written += layer.layer.parameters(recurse=False)
@@ -127,15 +125,16 @@ class CopyPlan:
         with torch.no_grad():
             self._writes = {
                 name: [
-                    _Write(step, step.to.in_(tensor.detach()))
-                    for step in self.recording.steps[name]
+                    _Write(step, step.to.in_(tensor.detach())) for step in self.trace.steps[name]
                 ]
                 for name, tensor in self._tensors.items()
             }
         images = {layer.name for layer in self._layers}
-        self.all_layers = images | self.reloaded.layers.keys() | set(map(layer_of, self._tensors))
+        self.all_layers = (
+            images | self.partial_reload.layers.keys() | set(map(layer_of, self._tensors))
+        )
         """Names of the layers that are loaded, in whatever way."""
-        self.num_bytes = self.recording.loaded_bytes
+        self.num_bytes = self.trace.loaded_bytes
         self.num_images = len(self._layers)
         """How many layers have images."""
         self.num_parameters = len(self._tensors)
@@ -152,7 +151,7 @@ class CopyPlan:
         loaded = self.addresses | {
             _address(tensor)
             for name, tensor in tensors
-            if layer_of(self._unwrapped(name)) in self.reloaded.layers
+            if layer_of(self._unwrapped(name)) in self.partial_reload.layers
         }
         left_out = [
             f"{name} was not published"
@@ -180,11 +179,11 @@ class CopyPlan:
         if self._unproven:
             self._unproven = None
 
-    def switch_to(self, tensors: Tensors, images: Sequence[Image]) -> PlannedSwitch:
+    def switch_to(self, tensors: Tensors, images: Sequence[Image]) -> PreparedSwitch:
         """What switches to a version whose tensors these are."""
-        reloaded = {name: tensors[name] for name in tensors if name in self.reloaded.sources}
+        reloaded = {name: tensors[name] for name in tensors if name in self.partial_reload.sources}
         unproven = {name: digest_of(tensors[name]) for name in self._unproven or ()}
-        return PlannedSwitch(self, self.copies_of(tensors), images, reloaded, unproven)
+        return PreparedSwitch(self, self.copies_of(tensors), images, reloaded, unproven)
 
     def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
         """What is to be copied of a version, by the names of the parameters that get it."""
@@ -210,7 +209,7 @@ class CopyPlan:
                     copies.append(found)
         return Patches(base, patches, copies)
 
-    def is_patched_right(self, name: str, patches: Patches, switch: PlannedSwitch) -> bool:
+    def patch_matches(self, name: str, patches: Patches, switch: PreparedSwitch) -> bool:
         """Whether patches give a parameter just what the whole switch would give it.
 
         ``patches`` and what is compared are in main memory: a device may have no room.
@@ -226,7 +225,7 @@ class CopyPlan:
             for write, (target, source) in zip(self._writes[name], switch.copies[name], strict=True)
         )
 
-    def sample_of(self, switch: PlannedSwitch, random: np.random.Generator) -> dict[str, Patch]:
+    def sample_of(self, switch: PreparedSwitch, random: np.random.Generator) -> dict[str, Patch]:
         """Choose elements of every parameter, others each time.
 
         By these a model is known to hold what the switch puts there.
@@ -264,26 +263,26 @@ class CopyPlan:
         images = []
         for layer in self._layers:
             assert self._packing is not None  # noqa: S101 - or there were no layers
-            shadow = layer.shadow(self.recording.places)
+            shadow = layer.shadow(self.trace.places)
             for name, tensor in layer.tensors_of(shadow).items():
-                for step in self.recording.steps[name]:
+                for step in self.trace.steps[name]:
                     write = _Write(step, step.to.in_(tensor))
                     write.target.copy_(_source(write, tensors))
             image = Image(layer, shadow, self._packing)
-            if image.misfit is not None:
-                raise NotPlannableError(image.misfit)
+            if image.mismatch is not None:
+                raise NotPlannableError(image.mismatch)
             images.append(image)
         return images
 
     def is_filled_otherwise(self, name: str, tensors: Tensors, load: LoadInto) -> bool:
-        """Whether ``load`` fills a parameter otherwise than the recording has it."""
-        steps = self.recording.steps[name]
+        """Whether ``load`` fills a parameter otherwise than the trace has it."""
+        steps = self.trace.steps[name]
         sources = {step.source for step in steps}
         loaded = load(name, {n: tensor for n, tensor in tensors.items() if n in sources})
         writes = [_Write(step, step.to.in_(loaded)) for step in steps]
         return not all(_same_bytes(w.target, _source(w, tensors)) for w in writes)
 
-    def is_good_for(self, switch: PlannedSwitch) -> bool:
+    def is_good_for(self, switch: PreparedSwitch) -> bool:
         """Whether it is proven for what a version changes, and writes where the model reads."""
         if self._find_places() != self._places or len(switch.images) != len(self._layers):
             return False
@@ -291,7 +290,7 @@ class CopyPlan:
             switch.unproven.get(name) == digest for name, digest in self._unproven.items()
         )
 
-    def lacking(self, switch: PlannedSwitch) -> list[str]:
+    def lacking(self, switch: PreparedSwitch) -> list[str]:
         """Parameters and layers that have not what this switch would give them."""
         lacks = [
             name
@@ -301,8 +300,8 @@ class CopyPlan:
         return sorted(lacks) + [image.of.name for image in switch.images if not image.is_there()]
 
     def staged_in(
-        self, memory: torch.Tensor, switch: PlannedSwitch, copy: CopyTensors
-    ) -> PlannedSwitch:
+        self, memory: torch.Tensor, switch: PreparedSwitch, copy: CopyTensors
+    ) -> PreparedSwitch:
         """A switch out of twins of its parameters, one behind the other, in flat bytes.
 
         They are filled, by ``copy``, with what ``switch`` would fill the parameters with. Behind
@@ -327,13 +326,13 @@ class CopyPlan:
             start = align(start + tensor.nbytes)
             filling.append(Copy(reloaded[name], tensor))
         copy([target for target, _ in filling], [source for _, source in filling])
-        return PlannedSwitch(self, staged, switch.images, reloaded, switch.unproven)
+        return PreparedSwitch(self, staged, switch.images, reloaded, switch.unproven)
 
     def _find_places(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._tensors.values()]
 
 
-class PlannedSwitch:
+class PreparedSwitch:
     """The copies that switch a model to one version, found while the engine serves.
 
     Where versions are mapped they are copied from there, in the pause; where they are staged in
@@ -377,22 +376,22 @@ class PlannedSwitch:
         reloaded_bytes = sum(align(tensor.nbytes) for tensor in self.reloaded.values())
         return self.plan.twin_bytes + reloaded_bytes
 
-    def of(self, tensors: Tensors) -> PlannedSwitch:
+    def of(self, tensors: Tensors) -> PreparedSwitch:
         """The same out of other tensors that hold the same."""
         reloaded = {name: tensors[name] for name in self.reloaded}
         copies = self.plan.copies_of(tensors)
         return self._with_patches(
-            PlannedSwitch(self.plan, copies, self.images, reloaded, self.unproven)
+            PreparedSwitch(self.plan, copies, self.images, reloaded, self.unproven)
         )
 
-    def _with_patches(self, switch: PlannedSwitch) -> PlannedSwitch:
+    def _with_patches(self, switch: PreparedSwitch) -> PreparedSwitch:
         switch.sample = self.sample
         # Copies out of what is let go of now would be in them.
         if self.patches is not None and not self.patches.copies:
             switch.patches = self.patches
         return switch
 
-    def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> PlannedSwitch:
+    def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> PreparedSwitch:
         """The same, out of ``memory``, into which it copies all that it needs."""
         return self._with_patches(self.plan.staged_in(memory, self, copy))
 
@@ -456,32 +455,32 @@ def digest_of(tensor: torch.Tensor) -> int:
 
 
 def _live_tensors(
-    model: torch.nn.Module, recording: Recording, unwrapped: Unwrapped, *, without: Collection[str]
+    model: torch.nn.Module, trace: LoadTrace, unwrapped: Unwrapped, *, without: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """A model's tensors by the names of a recording, as far as it has them."""
+    """A model's tensors by the names of a trace, as far as it has them."""
     live = {
         unwrapped(name): tensor
         for tensors in (model.named_parameters, model.named_buffers)
         for name, tensor in tensors(remove_duplicate=False)
     }
-    names = [name for name in recording.places if name in live and name not in without]
+    names = [name for name in trace.places if name in live and name not in without]
     return {name: live[name] for name in names}
 
 
-def _misfits(
-    live: Mapping[str, torch.Tensor], recording: Recording, *, without: Collection[str]
+def _mismatches(
+    live: Mapping[str, torch.Tensor], trace: LoadTrace, *, without: Collection[str]
 ) -> dict[str, str]:
     """Layers that no copies can fill, and why."""
-    misfits = dict(recording.refused)
-    for name, place in recording.places.items():
+    mismatches = dict(trace.refused)
+    for name, place in trace.places.items():
         tensor = live.get(name)
         if name in without:
             continue
-        if tensor is None or Place.of(tensor) != place:
-            misfits[name] = "is stored in another form"
+        if tensor is None or TensorMeta.of(tensor) != place:
+            mismatches[name] = "is stored in another form"
         elif tensor.untyped_storage().nbytes() != tensor.nbytes:
-            misfits[name] = "shares its memory with others"
-    return {layer_of(name): f"{name} {why}" for name, why in misfits.items()}
+            mismatches[name] = "shares its memory with others"
+    return {layer_of(name): f"{name} {why}" for name, why in mismatches.items()}
 
 
 def _address(tensor: torch.Tensor) -> int:

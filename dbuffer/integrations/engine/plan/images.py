@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dbuffer.integrations.engine.plan.recording import Place, Unwrapped, tables_of
+from dbuffer.integrations.engine.plan.load_trace import TensorMeta, Unwrapped, tables_of
 
 _HOLDING_TENSORS = ("_parameters", "_buffers", "_modules")
 
@@ -42,9 +42,9 @@ class PackedLayer:
     layer: torch.nn.Module
     loaded: Mapping[str, str]
     """Its own names of the parameters that are loaded, and the names that they have in a
-    recording."""
+    trace."""
 
-    def shadow(self, places: Mapping[str, Place]) -> torch.nn.Module:
+    def shadow(self, places: Mapping[str, TensorMeta]) -> torch.nn.Module:
         """One more such layer, whose parameters are as they are before they are loaded."""
         shadow: torch.nn.Module = object.__new__(type(self.layer))
         shadow.__dict__.update(self.layer.__dict__)
@@ -62,7 +62,7 @@ class PackedLayer:
         return shadow
 
     def tensors_of(self, shadow: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The parameters of a shadow that are loaded, by their names in a recording."""
+        """The parameters of a shadow that are loaded, by their names in a trace."""
         return {name: shadow.get_parameter(own).data for own, name in self.loaded.items()}
 
 
@@ -92,10 +92,10 @@ class Image:
         return {(id(self.of.layer), name) for name in self._attributes}
 
     @property
-    def misfit(self) -> str | None:
+    def mismatch(self) -> str | None:
         """Why its layer cannot take it over; None: it can."""
         for name, live, tensor in self._tensors():
-            if live is None or Place.of(live) != Place.of(tensor) or not _is_alone(live):
+            if live is None or TensorMeta.of(live) != TensorMeta.of(tensor) or not _is_alone(live):
                 return f"{self.of.name}.{name} is stored in another form than when it is packed"
         return None
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dbuffer.format.delta import Integers
-from dbuffer.integrations.engine.plan.recording import View
+from dbuffer.integrations.engine.plan.load_trace import View
 
 Changed = Mapping[str, Integers | None]
 """Where published tensors may differ from those of an earlier version: flat positions, ascending,

@@ -1,4 +1,4 @@
-"""`PlannedLoads`: loads by copies alone, where it is proven that a reload does no more.
+"""`WeightLoader`: loads by copies alone, where it is proven that a reload does no more.
 
 The first switch of a layout goes through the engine's own reload twice: of values that stand in for
 the version's, so that all that is derived from any of them changes, and then of the version. From
@@ -19,19 +19,19 @@ import torch
 
 from dbuffer.integrations.engine.plan.copy_plan import (
     CopyPlan,
-    PlannedSwitch,
+    PreparedSwitch,
     Tensors,
     note_copied_whole,
 )
+from dbuffer.integrations.engine.plan.fingerprint import ModelFingerprint
 from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.plan.patches import Changed, Patch, are_there
-from dbuffer.integrations.engine.plan.reachable import State
-from dbuffer.integrations.engine.plan.recording import Recording, unwrapped_by
-from dbuffer.integrations.engine.plan.reloaded import (
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace, unwrapped_by
+from dbuffer.integrations.engine.plan.partial_reload import (
     NotPlannableError,
     layer_of,
     layers_at,
 )
+from dbuffer.integrations.engine.plan.patching import Changed, Patch, are_there
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import split_evenly
@@ -58,7 +58,7 @@ _NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
 """Attributes that load, and that no computation reads."""
 
 
-class PlannedLoads:
+class WeightLoader:
     """Loads versions by a plan where there is a proven one, else by the engine's reload.
 
     Args:
@@ -92,7 +92,7 @@ class PlannedLoads:
         self._without = _NOT_READ | frozenset(without)
         self._packing = packing
         self._unwrapped = unwrapped_by(wrapper)
-        self._recording: Recording | None = None
+        self._trace: LoadTrace | None = None
         self._load_part = load_part
         self._plan: CopyPlan | None = None
         self._left: dict[str, str] = {}
@@ -112,24 +112,24 @@ class PlannedLoads:
     def prepare(
         self,
         tensors: Tensors,
-        recording: Recording | None,
+        trace: LoadTrace | None,
         changed_since: Callable[[str], Changed | None] = lambda _: None,
-    ) -> PlannedSwitch | None:
+    ) -> PreparedSwitch | None:
         """A switch to a version that is being staged, with its images; None: it is reloaded.
 
         For another thread than the one that loads, while that does not. ``changed_since``: where
         the version differs from that of an identity, as far as anybody knows.
         """
-        if recording is None:
+        if trace is None:
             return None
-        if recording is not self._recording:
-            self._recording, self._left, self._num_plans = recording, {}, 0
+        if trace is not self._trace:
+            self._trace, self._left, self._num_plans = trace, {}, 0
             self._is_due, self._num_to_pass_over = True, 0
         elif self._num_to_pass_over:
             self._num_to_pass_over -= 1
             self._is_due = not self._num_to_pass_over
         if self._is_due:
-            self._make_plan(recording)
+            self._make_plan(trace)
         if self._plan is not None and self._plan.is_proven:
             self._prove_again(self._plan, tensors)
         if self._plan is None:
@@ -152,7 +152,7 @@ class PlannedLoads:
         return switch
 
     @torch.no_grad()
-    def apply(self, switch: PlannedSwitch, identity: str | None = None) -> bool:
+    def apply(self, switch: PreparedSwitch, identity: str | None = None) -> bool:
         """Do a switch that was prepared; False: it is not known to be enough, nothing was done.
 
         A failure leaves a mix, to be repaired at once. ``identity``: of the version, for the next
@@ -172,11 +172,11 @@ class PlannedLoads:
         self._note_held(switch, identity)
         return True
 
-    def is_enough(self, switch: PlannedSwitch | None) -> bool:
+    def is_enough(self, switch: PreparedSwitch | None) -> bool:
         """Whether a switch that was prepared is known to be all that there is to do."""
         return switch is not None and switch.plan is self._plan and switch.is_enough
 
-    def _reload_part(self, switch: PlannedSwitch) -> None:
+    def _reload_part(self, switch: PreparedSwitch) -> None:
         if switch.reloaded:
             assert self._load_part is not None  # noqa: S101 - or all would be copied
             self._load_part(switch.reloaded)
@@ -195,7 +195,7 @@ class PlannedLoads:
         if self._plan is not None:
             self._plan.forget_loaded()
 
-    def _note_held(self, switch: PlannedSwitch, identity: str | None) -> None:
+    def _note_held(self, switch: PreparedSwitch, identity: str | None) -> None:
         self._holds, self._sample = identity, switch.sample
 
     def _what_it_holds(self) -> str | None:
@@ -211,7 +211,7 @@ class PlannedLoads:
         self,
         plan: CopyPlan,
         tensors: Tensors,
-        switch: PlannedSwitch,
+        switch: PreparedSwitch,
         changed_since: Callable[[str], Changed | None],
     ) -> None:
         """Give a switch patches, where the model holds a version from which those are known."""
@@ -221,7 +221,7 @@ class PlannedLoads:
             return
         patches = plan.patches_to(tensors, changed, base)
         name = self._random.choice(list(switch.copies))
-        if not plan.is_patched_right(name, patches, switch):
+        if not plan.patch_matches(name, patches, switch):
             self._may_patch = False
             logger.warning(
                 "%s changed in other places than its delta says: versions are copied whole from "
@@ -240,7 +240,7 @@ class PlannedLoads:
         self,
         reload: Load,
         tensors: Tensors,
-        switch: PlannedSwitch | None,
+        switch: PreparedSwitch | None,
         identity: str | None = None,
     ) -> None:
         """Switch by a reload, and see whether the switch that was prepared would have done it.
@@ -267,7 +267,7 @@ class PlannedLoads:
         """Ask the loader of one parameter again, whichever, what it does with this version."""
         if self._check is None or not self._loads_alone:
             return
-        name = self._random.choice(list(plan.recording.steps))
+        name = self._random.choice(list(plan.trace.steps))
         try:
             differs = plan.is_filled_otherwise(name, tensors, self._check.loaded)
         # Some models' loaders want all tensors, or none.
@@ -288,19 +288,19 @@ class PlannedLoads:
                 name,
             )
 
-    def _make_plan(self, recording: Recording) -> None:
+    def _make_plan(self, trace: LoadTrace) -> None:
         self._plan, self._is_due = None, False
         self._num_proofs, self._is_told = 0, False
         check = None if self._load_part is None else self._check
         try:
             self._plan = CopyPlan(
                 self._model,
-                recording,
+                trace,
                 partial=self._partial,
                 packing=self._packing,
                 unwrapped=self._unwrapped,
                 left=self._left,
-                record_part=None if check is None else check.of_part,
+                trace_part=None if check is None else check.of_part,
             )
         except NotPlannableError as error:
             self._give_up(str(error))
@@ -320,11 +320,11 @@ class PlannedLoads:
         )
 
     def _reload_and_prove(
-        self, plan: CopyPlan, switch: PlannedSwitch, reload: Load, tensors: Tensors
+        self, plan: CopyPlan, switch: PreparedSwitch, reload: Load, tensors: Tensors
     ) -> None:
         started = time.monotonic()
         stand_ins = {
-            name: _stand_in(tensor, self._random, is_copied=name not in plan.reloaded.sources)
+            name: _stand_in(tensor, self._random, is_copied=name not in plan.partial_reload.sources)
             for name, tensor in tensors.items()
         }
         before = None
@@ -351,7 +351,7 @@ class PlannedLoads:
             self._tell(plan, looking_s)
 
     def _spares_the_rest(
-        self, plan: CopyPlan, switch: PlannedSwitch, reload: Callable[[], None]
+        self, plan: CopyPlan, switch: PreparedSwitch, reload: Callable[[], None]
     ) -> bool:
         """Whether reloading the part leaves what is copied as it is; else all is reloaded again."""
         if not switch.reloaded:
@@ -364,7 +364,7 @@ class PlannedLoads:
         reload()
         return False
 
-    def _can_reload_part(self, switch: PlannedSwitch) -> bool:
+    def _can_reload_part(self, switch: PreparedSwitch) -> bool:
         """Reload the part that is not copied."""
         return self._can_reload(lambda: self._reload_part(switch), "a part cannot be reloaded")
 
@@ -387,10 +387,10 @@ class PlannedLoads:
             layer = name if name in plan.all_layers else layer_of(name)
             left.setdefault(layer, f"{name} is not what was published")
         self._num_plans += 1
-        if self._num_plans >= _MAX_PLANS or left.keys() <= plan.reloaded.layers.keys():
+        if self._num_plans >= _MAX_PLANS or left.keys() <= plan.partial_reload.layers.keys():
             self._give_up(listed(sorted(set(left.values())), "; "))
         else:
-            self._left = {**left, **plan.reloaded.layers}
+            self._left = {**left, **plan.partial_reload.layers}
             self._plan, self._is_due = None, True
 
     def _tell(self, plan: CopyPlan, looking_s: float) -> None:
@@ -404,16 +404,16 @@ class PlannedLoads:
             plan.num_bytes / 1e9,
             plan.num_parameters,
             plan.num_images,
-            len(plan.reloaded.layers),
+            len(plan.partial_reload.layers),
             1e3 * looking_s,
         )
-        for layer, why in plan.reloaded.layers.items():
+        for layer, why in plan.partial_reload.layers.items():
             logger.info("%s stays with the engine's reload: %s", layer, why)
 
-    def _look(self, plan: CopyPlan, switch: PlannedSwitch) -> State | None:
+    def _look(self, plan: CopyPlan, switch: PreparedSwitch) -> ModelFingerprint | None:
         replaced = {change for image in switch.images for change in image.changes}
         try:
-            return State(
+            return ModelFingerprint(
                 self._model,
                 without=self._without,
                 undigested=plan.addresses,

@@ -1,4 +1,4 @@
-"""`Recording`: what a model's loaders do with published tensors, found out without their data.
+"""`LoadTrace`: what a model's loaders do with published tensors, found out without their data.
 
 A load into a copy of the model on the meta device is watched operation by operation. Copies of
 views of published tensors into views of parameters say which part goes where; any other way of
@@ -53,7 +53,7 @@ class View(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadStep:
+class CopyOp:
     """One write into a parameter: a copy of a part of a published tensor, or of a constant."""
 
     to: View
@@ -70,7 +70,7 @@ class LoadStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorMeta:
     """A parameter or buffer, as its loaders found it; its live twin must look the same."""
 
     shape: tuple[int, ...]
@@ -78,18 +78,18 @@ class Place:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
         """That of a tensor."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class LoadTrace:
     """What the loaders do with the tensors of one layout."""
 
-    steps: Mapping[str, tuple[LoadStep, ...]]
+    steps: Mapping[str, tuple[CopyOp, ...]]
     """By the name of a parameter that is written by copies alone, each element once."""
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorMeta]
     """Of each of them."""
     refused: Mapping[str, str]
     """Parameters that are written otherwise, and how."""
@@ -138,7 +138,7 @@ class LoadRecorder:
         self._registered: list[int] = []
         self._lock = threading.Lock()  # some models load in threads
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
-        self._steps: dict[str, list[LoadStep]] = defaultdict(list)
+        self._steps: dict[str, list[CopyOp]] = defaultdict(list)
         self._refused: dict[str, str] = {}
         self._read: dict[int, tuple[str, torch.Tensor]] = {}
         """Values computed from the model's own tensors, and from which; alive, to be recognized."""
@@ -197,7 +197,7 @@ class LoadRecorder:
                     continue
                 if func in _FILLS and target.dtype == place.dtype:
                     value = args[1] if len(args) > 1 else 0
-                    self._steps[name].append(LoadStep(View.of(target, place), None, value=value))
+                    self._steps[name].append(CopyOp(View.of(target, place), None, value=value))
                 else:
                     self._refused[name] = f"is written by {func}"
 
@@ -211,7 +211,7 @@ class LoadRecorder:
         steps = self._steps.get(name, ())
         return name in self._refused or any(step.source is not None for step in steps)
 
-    def end(self, loaded: Iterable[tuple[torch.Tensor, int]]) -> Recording:
+    def end(self, loaded: Iterable[tuple[torch.Tensor, int]]) -> LoadTrace:
         """All that was noted since :meth:`begin`, and how many elements tensors were ``loaded``."""
         by_name = dict(self._places.values())
         steps = {}
@@ -224,14 +224,14 @@ class LoadRecorder:
                 steps[name] = last
             else:
                 self._refused[name] = why
-        places = {name: Place.of(by_name[name]) for name in steps}
+        places = {name: TensorMeta.of(by_name[name]) for name in steps}
         offered = frozenset(name for name, _ in self._sources.values())
         num_loaded: dict[str, int] = defaultdict(int)
         for tensor, count in loaded:
             place = self._places.get(storage_of(tensor))
             if count and place is not None:
                 num_loaded[place[0]] += count
-        return Recording(steps, places, dict(self._refused), dict(num_loaded), offered)
+        return LoadTrace(steps, places, dict(self._refused), dict(num_loaded), offered)
 
     def _origin_of(self, tensor: torch.Tensor) -> str | None:
         """The model's tensor that this is a part of, or was computed from."""
@@ -255,7 +255,7 @@ class LoadRecorder:
             self._refused[name] = "gets complex numbers"
         else:
             part = View.of(source.expand(target.shape), whole)
-            self._steps[name].append(LoadStep(View.of(target, place), source_name, part))
+            self._steps[name].append(CopyOp(View.of(target, place), source_name, part))
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -286,7 +286,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
         yield from _tensors_in(value)
 
 
-def _not_once(steps: tuple[LoadStep, ...], num_elements: int) -> str | None:
+def _not_once(steps: tuple[CopyOp, ...], num_elements: int) -> str | None:
     """Why steps do not write each element of a parameter exactly once; None: they do."""
     end = 0
     for step in sorted(steps, key=lambda step: step.to.offset):

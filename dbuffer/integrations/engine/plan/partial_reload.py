@@ -1,4 +1,4 @@
-"""`Reloaded`: layers that stay with the engine's reload, where all others are copied to.
+"""`PartialReload`: layers that stay with the engine's reload, where all others are copied to.
 
 A layer whose loader computes, or from which something is derived, is loaded in each switch by the
 engine's own reload, of that layer alone. Which published tensors that takes is found out as all
@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from dbuffer.errors import WeightsMismatchError
-from dbuffer.integrations.engine.plan.recording import Recording, Unwrapped
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace, Unwrapped
 from dbuffer.runtime.messages import listed
 
-RecordPart = Callable[[Collection[str]], Recording]
+TracePart = Callable[[Collection[str]], LoadTrace]
 """What a model's loaders do with these published tensors alone."""
 
 MIN_COPIED = 0.5
@@ -29,7 +29,7 @@ class NotPlannableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
+class PartialReload:
     """What of a layout is not copied."""
 
     layers: Mapping[str, str]
@@ -39,46 +39,46 @@ class Reloaded:
 
 
 def without_reloaded(
-    recording: Recording, layers: Mapping[str, str], record_part: RecordPart | None
-) -> tuple[Recording, Reloaded]:
-    """What of a recording is to be copied, and what is reloaded.
+    trace: LoadTrace, layers: Mapping[str, str], trace_part: TracePart | None
+) -> tuple[LoadTrace, PartialReload]:
+    """What of a trace is to be copied, and what is reloaded.
 
     Args:
-        recording: of the whole layout.
+        trace: of the whole layout.
         layers: those to be reloaded, by name, and why.
-        record_part: None: the engine cannot reload a part.
+        trace_part: None: the engine cannot reload a part.
 
     Raises:
         NotPlannableError: too little is left to be copied, or what the layers are loaded from
             cannot be told from what others are.
     """
     if not layers:
-        return recording, Reloaded({})
+        return trace, PartialReload({})
     why = listed(list(dict.fromkeys(layers.values())), "; ")
-    reloaded = _part(recording, lambda name: layer_of(name) in layers)
-    copied = _part(recording, lambda name: layer_of(name) not in layers)
-    num_copied, num_loaded = (sum(r.num_loaded.values()) for r in (copied, recording))
-    if record_part is None or num_copied < MIN_COPIED * num_loaded:
+    reloaded = _part(trace, lambda name: layer_of(name) in layers)
+    copied = _part(trace, lambda name: layer_of(name) not in layers)
+    num_copied, num_loaded = (sum(r.num_loaded.values()) for r in (copied, trace))
+    if trace_part is None or num_copied < MIN_COPIED * num_loaded:
         raise NotPlannableError(why)
-    sources = recording.offered - {s.source for steps in copied.steps.values() for s in steps}
+    sources = trace.offered - {s.source for steps in copied.steps.values() for s in steps}
     try:
-        alone = record_part(sources)
+        alone = trace_part(sources)
     # What a model's loaders refuse, they refuse in their own ways.
     except WeightsMismatchError as error:
         raise NotPlannableError(f"{why}; not to be loaded alone: {error}") from error
     if alone != replace(reloaded, offered=sources):
         raise NotPlannableError(f"{why}; the tensors of these layers are those of others, too")
-    return copied, Reloaded(layers, sources)
+    return copied, PartialReload(layers, sources)
 
 
-def _part(recording: Recording, is_in: Callable[[str], bool]) -> Recording:
-    """What a recording says of some parameters."""
+def _part(trace: LoadTrace, is_in: Callable[[str], bool]) -> LoadTrace:
+    """What a trace says of some parameters."""
     return replace(
-        recording,
-        steps={name: steps for name, steps in recording.steps.items() if is_in(name)},
-        places={name: place for name, place in recording.places.items() if is_in(name)},
-        refused={name: why for name, why in recording.refused.items() if is_in(name)},
-        num_loaded={name: num for name, num in recording.num_loaded.items() if is_in(name)},
+        trace,
+        steps={name: steps for name, steps in trace.steps.items() if is_in(name)},
+        places={name: place for name, place in trace.places.items() if is_in(name)},
+        refused={name: why for name, why in trace.refused.items() if is_in(name)},
+        num_loaded={name: num for name, num in trace.num_loaded.items() if is_in(name)},
     )
 
 
@@ -88,7 +88,7 @@ def layer_of(parameter: str) -> str:
 
 
 def layers_at(place: str, layers: Collection[str], unwrapped: Unwrapped) -> Collection[str]:
-    """Those of some layers that are at a place of a :class:`State`, or around it.
+    """Those of some layers that are at a place of a :class:`ModelFingerprint`, or around it.
 
     What is derived in a layer that is not loaded itself comes from those beside it.
     """

@@ -1,4 +1,4 @@
-"""`State`: all that a model reads when it computes, so that two moments can be compared.
+"""`ModelFingerprint`: all that a model reads when it computes, so that two moments can be compared.
 
 A reload may leave its traces anywhere: in a parameter, a plain attribute, another layer, a closure,
 an object of a kernel, a handle that Python cannot look into. All that can be reached from a model
@@ -59,7 +59,7 @@ _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _BLOCK_BYTES = 64 << 20
 
 
-class State:
+class ModelFingerprint:
     """What could be reached from a model at a moment.
 
     Args:
@@ -87,7 +87,7 @@ class State:
         self._kept: dict[int, Any] = {}
         self._walk(model)
 
-    def changes_to(self, later: State) -> list[str]:
+    def changes_to(self, later: ModelFingerprint) -> list[str]:
         """Where the two differ."""
         before, after = self._found, later._found
         names = [*before, *(name for name in after if name not in before)]
