@@ -49,7 +49,7 @@ from support import (
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
-from dbuffer.publish import chaining
+from dbuffer.publish import delta_chain
 from dbuffer.store import buffer, retirement
 from dbuffer.store.media import medium_of
 
@@ -159,7 +159,7 @@ def publish_up_to(store: Path, situation: str, number: int, action: Callable[[],
     pattern = OTHER if situation.startswith("new layout") else pattern_of(situation)
     version = (last_before(situation) or 0) + 1
     # The two before the last are deltas.
-    chaining.MAX_CHAIN = 2 if situation.startswith("an anchor") else 3
+    delta_chain.MAX_CHAIN = 2 if situation.startswith("an anchor") else 3
     with make_sender(store, situation) as sender:
         for earlier in range(1, version):
             sender.send(pattern_of(situation).weights(earlier))
@@ -367,7 +367,7 @@ def kill_before_every_call(
     ``prepares``: after so many publishes of the same layout by the same sender.
     """
     os.environ["DBUFFER_MOUNT"] = mount
-    chaining.MAX_CHAIN = 3
+    delta_chain.MAX_CHAIN = 3
     ledger = Ledger()
     last = number = 0
     was_killed = True

@@ -27,7 +27,7 @@ from support import OTHER, SPARSE, Child, named_files, newest, version_files
 import dbuffer
 from dbuffer import SparsePatch
 from dbuffer.format.manifest import Manifest, ReceiverRecord
-from dbuffer.publish import chaining
+from dbuffer.publish import delta_chain
 from dbuffer.receive import receiver as receiver_module
 from dbuffer.receive.stager import Stager
 from dbuffer.store import retirement
@@ -47,7 +47,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chaining, "MAX_CHAIN", 3)
+    monkeypatch.setattr(delta_chain, "MAX_CHAIN", 3)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def open_with_few_descriptors(connection: Connection, store: Path) -> None:
 def test_a_chain_may_have_more_deltas_than_descriptors(
     store: Path, network: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chaining, "MAX_CHAIN_SHARE", 100)
+    monkeypatch.setattr(delta_chain, "MAX_CHAIN_SHARE", 100)
     with make_sender(store) as sender:
         publish(sender, *range(1, LENGTH + 1))
     assert len(manifest_of(store).chain) == LENGTH
@@ -521,7 +521,7 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
     store: Path, mount: str, is_found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = SPARSE.weights(3)
-    encode = chaining.encode_delta
+    encode = delta_chain.encode_delta
 
     def encode_and_change(*arguments, **options):  # type: ignore[no-untyped-def]
         encoded = encode(*arguments, **options)
@@ -535,7 +535,7 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
     with make_sender(store) as sender:
         publish(sender, 1, 2)
         with monkeypatch.context() as patch, pytest.raises(error):
-            patch.setattr(chaining, "encode_delta", encode_and_change)
+            patch.setattr(delta_chain, "encode_delta", encode_and_change)
             sender.send(weights, wait=False).wait(10)
         assert newest(store, verify=True) == 2
         assert version_files(store) <= named_files(store), "its delta was left"
@@ -558,7 +558,7 @@ def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
             tensor.numpy()[: 7 if tensor is weights["b"] else None] += 1
 
     whose, _, name = place.rpartition(".")
-    holder = getattr(chaining, whose) if whose else chaining
+    holder = getattr(delta_chain, whose) if whose else delta_chain
     called = getattr(holder, name)
 
     def and_step(*arguments, **options):  # type: ignore[no-untyped-def]
@@ -674,10 +674,10 @@ def test_the_chain_is_trimmed(store: Path, mount: str) -> None:
             since_anchor.append(len(found.deltas_after(found.anchor)) if found.anchor else 0)
     if mount == "local":
         assert set(since_anchor) == {0}
-        assert max(lengths) <= chaining.MAX_CHAIN + 1
+        assert max(lengths) <= delta_chain.MAX_CHAIN + 1
     else:
-        assert max(since_anchor) == chaining.MAX_CHAIN
-        assert max(lengths) <= 2 * chaining.MAX_CHAIN + 1
+        assert max(since_anchor) == delta_chain.MAX_CHAIN
+        assert max(lengths) <= 2 * delta_chain.MAX_CHAIN + 1
 
 
 def test_a_chain_of_large_deltas_is_short(store: Path, mount: str) -> None:
@@ -688,7 +688,7 @@ def test_a_chain_of_large_deltas_is_short(store: Path, mount: str) -> None:
             total = sum(
                 (store / "deltas" / f"{name}.delta").stat().st_size for name in found.chain[1:]
             )
-            most = chaining.MAX_CHAIN_SHARE * publication.num_bytes
+            most = delta_chain.MAX_CHAIN_SHARE * publication.num_bytes
             assert total <= most + 2 * (publication.delta_bytes or 0) + most
 
 

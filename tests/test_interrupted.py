@@ -38,7 +38,7 @@ from test_crash import (
 )
 
 import dbuffer
-from dbuffer.publish import chaining
+from dbuffer.publish import delta_chain
 from dbuffer.store.media import medium_of
 
 
@@ -78,7 +78,7 @@ def test_interrupted_at_every_moment_of_a_publish(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
-    monkeypatch.setattr(chaining, "MAX_CHAIN", 2 if situation.startswith("an anchor") else 3)
+    monkeypatch.setattr(delta_chain, "MAX_CHAIN", 2 if situation.startswith("an anchor") else 3)
     flip = Flip(last_before(situation))
     pattern = pattern_of(situation)
     for number in itertools.count(1):

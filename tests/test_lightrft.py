@@ -288,15 +288,15 @@ class Program:
 
 @contextmanager
 def failing_write(*, enabled: bool) -> Iterator[None]:
-    write = dbuffer.publish.rank_output.SharedFile.write
+    write = dbuffer.publish.shard_writer.SharedFileWriter.write
 
     def fail(*_: Any) -> None:
         raise OSError(WRITE_ERROR)
 
     if enabled:
-        dbuffer.publish.rank_output.SharedFile.write = fail
+        dbuffer.publish.shard_writer.SharedFileWriter.write = fail
     yield
-    dbuffer.publish.rank_output.SharedFile.write = write
+    dbuffer.publish.shard_writer.SharedFileWriter.write = write
 
 
 @contextmanager

@@ -242,7 +242,7 @@ def test_whenever_the_power_is_cut_versions_that_stand_on_deltas_are_there(
 ) -> None:
     """A first one, a delta or two, and an anchor; then a sender that was started again."""
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
-    monkeypatch.setattr("dbuffer.publish.chaining.MAX_CHAIN", 2 if is_soak() else 1)
+    monkeypatch.setattr("dbuffer.publish.delta_chain.MAX_CHAIN", 2 if is_soak() else 1)
     with power_cuts(shm_path) as cuts:
         cuts.publish([SPARSE] * (5 if is_soak() else 3))
         cuts.publish([SPARSE, SPARSE])

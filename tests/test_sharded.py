@@ -47,8 +47,8 @@ import dbuffer
 from dbuffer import LazyTensor, ShardedWeightSender, WeightReceiver, WeightSender
 from dbuffer.format.layout import TensorSpec
 from dbuffer.format.places import is_part_of
-from dbuffer.publish.rank_output import SharedFile
-from dbuffer.publish.shards import Box, make_plan
+from dbuffer.publish.shard_writer import SharedFileWriter
+from dbuffer.publish.shards import Box, assign_writes
 from dbuffer.ranks import agreement
 from dbuffer.store import filesystem, retirement
 from dbuffer.store.buffer import DoubleBuffer
@@ -371,7 +371,7 @@ def test_large_plain_tensors_are_spread_over_the_ranks():
     specs = [TensorSpec(f"{index}", "float32", (1024, 1024)) for index in range(8)]
     specs.append(TensorSpec("small", "float32", (8,)))
     boxes = [Box(index, (0,) * len(spec.shape), spec.shape) for index, spec in enumerate(specs)]
-    plan = make_plan(specs, [boxes] * 4, rows_only=False)
+    plan = assign_writes(specs, [boxes] * 4, rows_only=False)
     assert [len(written) for written in plan.boxes] == [3, 2, 2, 2]
     assert not plan.gathered
 
@@ -671,7 +671,7 @@ def send_where_one_cannot(rank: int, store: Path, function: str, on_rank: int) -
         sender.send(pattern_of(1, size))
         if rank == on_rank:
             owner, name = {
-                "write": (SharedFile, "write"),
+                "write": (SharedFileWriter, "write"),
                 "gathered": (dbuffer.publish.shards, "held_boxes"),
                 "commit": (dbuffer.store.writer.BufferWriter, "commit"),
                 "claim": (dbuffer.store.writer.BufferWriter, "claim"),

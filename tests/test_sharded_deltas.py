@@ -34,8 +34,8 @@ from worlds import Failure, World
 import dbuffer
 from dbuffer import ShardedWeightSender, WeightReceiver
 from dbuffer.io.transfer import part_path
-from dbuffer.publish import chaining
-from dbuffer.publish.rank_output import OwnFile, SharedFile
+from dbuffer.publish import delta_chain
+from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
 from dbuffer.ranks import agreement
 from dbuffer.store.buffer import DoubleBuffer, Held
 from dbuffer.store.writer import BufferWriter
@@ -106,7 +106,7 @@ def follow(
     versions all ranks are closed and begin anew.
     """
     torch.manual_seed(0)
-    chaining.MAX_CHAIN = 3
+    delta_chain.MAX_CHAIN = 3
     weights, _ = case(distributed.get_world_size())
     has_checksums = options.get("checksum", mount == "network")
     delta_bytes = []
@@ -289,7 +289,7 @@ def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
     world.run(go_on, fsdp, store, mount, range(1, 4))
     hindrance = (failing, DoubleBuffer, "hold_version", hold_the_one_before)
     if "smoke" in why:
-        output = SharedFile if mount == "local" else OwnFile
+        output = SharedFileWriter if mount == "local" else PartFileWriter
         hindrance = (failing, output, "read_back", fail_to_read)
     first, *others = world.run(go_on, fsdp, store, mount, range(4, 7), hindrance)
     assert first.has_delta == [False, True, True]
@@ -368,19 +368,19 @@ def send_casting(rank: int, store: Path, mount: str, options: dict[str, Any]) ->
 def send_counting(rank: int, store: Path) -> tuple[list[int], int]:
     """On one machine only what changed is written, from the third version on."""
     patched: list[int] = []
-    patch, write = SharedFile.patch, SharedFile.write
+    patch, write = SharedFileWriter.patch, SharedFileWriter.write
     num_written = 0
 
-    def count(self: SharedFile, changes: Any, copier: Any) -> None:
+    def count(self: SharedFileWriter, changes: Any, copier: Any) -> None:
         patched.append(sum(len(change.values) for change in changes))
         patch(self, changes, copier)
 
-    def count_write(self: SharedFile, box: Any, source: torch.Tensor) -> None:
+    def count_write(self: SharedFileWriter, box: Any, source: torch.Tensor) -> None:
         nonlocal num_written
         num_written += 1
         write(self, box, source)
 
-    SharedFile.patch, SharedFile.write = count, count_write
+    SharedFileWriter.patch, SharedFileWriter.write = count, count_write
     torch.manual_seed(0)
     try:
         weights, _ = fsdp(distributed.get_world_size())
@@ -391,7 +391,7 @@ def send_counting(rank: int, store: Path) -> tuple[list[int], int]:
                 if number == 1:
                     num_written = 0
     finally:
-        SharedFile.patch, SharedFile.write = patch, write
+        SharedFileWriter.patch, SharedFileWriter.write = patch, write
     return patched, num_written
 
 

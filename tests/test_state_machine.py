@@ -48,7 +48,7 @@ from support import (
 )
 
 import dbuffer
-from dbuffer.publish import chaining
+from dbuffer.publish import delta_chain
 from dbuffer.store import buffer, retirement
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
@@ -165,7 +165,7 @@ def publish_changes_and_die(
 def set_short_limits() -> None:
     retirement.KEEP_AT_LEAST_S = 0.0
     # The weights are small, and deltas soon as large; chains are to end, and not with each version.
-    chaining.MAX_CHAIN, chaining.MAX_CHAIN_SHARE = 3, 100.0
+    delta_chain.MAX_CHAIN, delta_chain.MAX_CHAIN_SHARE = 3, 100.0
 
 
 def make_sender(store: Path, options: dict[str, bool]) -> dbuffer.WeightSender:
@@ -211,8 +211,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.patches.enter_context(mock.patch.dict(os.environ, DBUFFER_MOUNT=self.mount))
         for module, name in (
             (retirement, "KEEP_AT_LEAST_S"),
-            (chaining, "MAX_CHAIN"),
-            (chaining, "MAX_CHAIN_SHARE"),
+            (delta_chain, "MAX_CHAIN"),
+            (delta_chain, "MAX_CHAIN_SHARE"),
         ):
             self.patches.enter_context(mock.patch.object(module, name))
         set_short_limits()

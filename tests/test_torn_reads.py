@@ -41,7 +41,7 @@ from support import (
 import dbuffer
 from dbuffer.format import layout
 from dbuffer.io.copier import Copier
-from dbuffer.publish import chaining
+from dbuffer.publish import delta_chain
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem, retirement
 from dbuffer.store.buffer import Held
@@ -190,7 +190,7 @@ def write(connection: Connection, store: Path, layers: Layers) -> None:
     counts: Counter[str] = Counter()
     switch_off_what_is_not_in(layers)
     count_detections(counts)
-    chaining.MAX_CHAIN = 8
+    delta_chain.MAX_CHAIN = 8
     with dbuffer.WeightSender(
         store,
         checksum=layers.checksums or (layers.delta and layers.is_network),

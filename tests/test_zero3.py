@@ -165,7 +165,7 @@ def test_ranks_that_were_restarted_go_on_with_deltas(world, store, monkeypatch, 
 def publish_with_a_full_disk(rank: int, store: Path) -> str:
     """A write that fails on one rank in the middle of the gathers, once."""
     engine = make_engine(0)
-    write = dbuffer.publish.rank_output.SharedFile.write
+    write = dbuffer.publish.shard_writer.SharedFileWriter.write
     left = 2
 
     def fail(self: Any, piece: Any, source: torch.Tensor) -> None:
@@ -178,12 +178,12 @@ def publish_with_a_full_disk(rank: int, store: Path) -> str:
     with ShardedWeightSender(store) as sender:
         sender.send(engine)
         if rank == 1:
-            dbuffer.publish.rank_output.SharedFile.write = fail
+            dbuffer.publish.shard_writer.SharedFileWriter.write = fail
         try:
             with pytest.raises(dbuffer.RankFailedError) as caught:
                 sender.send(engine)
         finally:
-            dbuffer.publish.rank_output.SharedFile.write = write
+            dbuffer.publish.shard_writer.SharedFileWriter.write = write
         assert sender.send(engine).version == 2
     return str(caught.value)
 

@@ -39,7 +39,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.transfer import chunks_of
 from dbuffer.mirror.relay import AcknowledgementRelay
-from dbuffer.publish.chaining import Link, names_in, trimmed
+from dbuffer.publish.delta_chain import Link, names_in, trimmed
 from dbuffer.publish.draft import Draft, Drafts
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import Progress, counter

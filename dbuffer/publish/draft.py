@@ -12,7 +12,7 @@ import torch
 from dbuffer.errors import ClosedError, InvalidWeightsError
 from dbuffer.format.layout import Layout, TensorSpec, align
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
-from dbuffer.io.chain import Chain
+from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import (
@@ -171,7 +171,7 @@ class Draft:
         self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
     ) -> None:
         """Copy another store's version, which has this layout there."""
-        chain, hashed = Chain(held, layout), self._hashed
+        chain, hashed = ChainReader(held, layout), self._hashed
         if self.is_mapped:
             self.checksums = chain.read(self.mapped, copier, on_bytes=on_bytes, hashed=hashed)
         elif held.manifest.anchor is None:

@@ -26,8 +26,8 @@ from dbuffer.format.layout import Layout
 from dbuffer.io.changes import write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.chaining import Chaining
-from dbuffer.publish.deltas import Last
+from dbuffer.publish.delta_chain import DeltaChain
+from dbuffer.publish.delta_publisher import Last
 from dbuffer.publish.draft import Draft, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.sender import LocalSender
@@ -132,7 +132,7 @@ class ResidentModel(LocalSender):
             move_torchrl_aside=move_torchrl_aside,
         )
         super().__init__(copier, writer)
-        self._chaining = Chaining(self._drafts)
+        self._chaining = DeltaChain(self._drafts)
         try:
             self._move_in(source)
         except BaseException:
@@ -264,7 +264,7 @@ class ResidentModel(LocalSender):
         self._home = None
         try:
             upon = None if last is None or found is None else last.tip
-            step = self._chaining.go_on(home.draft, version, upon)
+            step = self._chaining.adopt(home.draft, version, upon)
             if last is not None and found is not None:
                 step.add_delta(found, last.contents, self._copier)
             tip = step.commit(metadata, checksums)

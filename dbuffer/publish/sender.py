@@ -20,7 +20,7 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import file_under
 from dbuffer.io.transfer import OnBytes
-from dbuffer.publish.deltas import Deltas, Published, Wanted
+from dbuffer.publish.delta_publisher import DeltaPublisher, Published, Wanted
 from dbuffer.publish.draft import Drafts, checked_metadata
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.publish.publication import PendingPublication, Publication, StreamsOf, Unchanged
@@ -147,9 +147,9 @@ class WeightSender(LocalSender):
         self._is_behind = False
         """Whether a send has failed: patches of what it would have published fit nothing."""
         self._checksum = self._writer.medium.has_checksums if checksum == "auto" else checksum
-        self._deltas: Deltas | None = None
+        self._deltas: DeltaPublisher | None = None
         if delta:
-            self._deltas = Deltas(self._drafts, self._copier, hashed=self._checksum)
+            self._deltas = DeltaPublisher(self._drafts, self._copier, hashed=self._checksum)
 
     @overload
     def send(

@@ -1,6 +1,6 @@
 """`ShardedWeightSender`: all ranks of a trainer publish together, each what it holds.
 
-Nothing is gathered, nothing is copied twice: see `rank_output` for where it goes, and `shards` for
+Nothing is gathered, nothing is copied twice: see `shard_writer` for where it goes, and `shards` for
 who writes what. Rank 0 is the store's writer; it commits when every rank has said that all that
 it was to write is written, and on a network mount flushed.
 """
@@ -33,13 +33,19 @@ from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import split_evenly
 from dbuffer.publish import shards
-from dbuffer.publish.chaining import Chaining
+from dbuffer.publish.delta_chain import DeltaChain
 from dbuffer.publish.draft import Draft, Drafts, checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.publisher import Publisher
-from dbuffer.publish.rank_output import Claimed, OwnFile, RankOutput, SharedFile, check_parts
+from dbuffer.publish.shard_writer import (
+    ClaimInfo,
+    PartFileWriter,
+    ShardWriter,
+    SharedFileWriter,
+    check_parts,
+)
 from dbuffer.publish.sharded_deltas import NOT_YET, Asked, ShardedDeltas
-from dbuffer.publish.shards import Boxes, Plan
+from dbuffer.publish.shards import Boxes, WriteAssignment
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
 from dbuffer.runtime.translated import TranslatedErrors
@@ -116,9 +122,9 @@ class ShardedWeightSender(Publisher):
         self._footer: Footer | None = None
         self._held: list[Boxes] = []
         self._planned: str | None = None
-        self._plan = Plan((), ())
+        self._plan = WriteAssignment((), ())
         self._deltas: ShardedDeltas | None = None
-        self._output: RankOutput = SharedFile(self.store, owner_only=not allow_shared_store)
+        self._output: ShardWriter = SharedFileWriter(self.store, owner_only=not allow_shared_store)
 
         def take_options() -> None:
             if wrong is not None:
@@ -149,7 +155,7 @@ class ShardedWeightSender(Publisher):
             self._agreement.each("take its options", take_options)
             is_shared, self._checksum = self._agreement.first("open the store", open_store)
             if not is_shared:
-                self._output = OwnFile(self.store, rank=self._agreement.rank)
+                self._output = PartFileWriter(self.store, rank=self._agreement.rank)
             if delta:
                 self._deltas = self._make_deltas()
         except BaseException:
@@ -273,7 +279,7 @@ class ShardedWeightSender(Publisher):
             published, delta_bytes = self._deltas.publish(asked)
             return published, footer.layout, delta_bytes
         claim = ranks.first("claim a buffer", lambda: self._claim(footer, version, metadata))
-        claimed = Claimed(**claim)
+        claimed = ClaimInfo(**claim)
         ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
         if self._plan.gathered:
             ranks.each("gather and write", lambda: self._write_gathered(source))
@@ -284,7 +290,7 @@ class ShardedWeightSender(Publisher):
     def _make_deltas(self) -> ShardedDeltas:
         chaining = None
         if self._drafts is not None:
-            chaining = Chaining(self._drafts)
+            chaining = DeltaChain(self._drafts)
         return ShardedDeltas(
             self._agreement,
             self._output,
@@ -325,12 +331,12 @@ class ShardedWeightSender(Publisher):
         base = bases.pop() if len(bases) == 1 else None
         boxes = [one["boxes"] for one in described]
         if boxes != [None] * ranks.size:
-            self._make_plan(source, boxes)
+            self._assign_writes(source, boxes)
             base = base if base == NOT_YET else None
         return source, base
 
-    def _make_plan(self, source: Source, by_rank: list[list[Any] | None]) -> None:
-        """Plan anew who writes what; ``by_rank``: boxes as JSON has them, None: the same as before.
+    def _assign_writes(self, source: Source, by_rank: list[list[Any] | None]) -> None:
+        """Assign anew who writes what; ``by_rank``: boxes as JSON has them, None: as before.
 
         All ranks know the boxes of all, and come to the same plan.
         """
@@ -339,17 +345,19 @@ class ShardedWeightSender(Publisher):
             known if boxes is None else shards.boxes_of(boxes)
             for boxes, known in zip(by_rank, last, strict=True)
         ]
-        self._plan = shards.make_plan(source.specs, self._held, rows_only=self._output.rows_only)
+        self._plan = shards.assign_writes(
+            source.specs, self._held, rows_only=self._output.rows_only
+        )
         self._planned = self._footer_of(source).layout_xxh3
 
     def _claim(
         self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        """Begin a version, on rank 0, for all ranks to fill: the fields of a `Claimed`."""
+        """Begin a version, on rank 0, for all ranks to fill: the fields of a `ClaimInfo`."""
         drafts = self._lead()
         version, self._metadata = self._asked(version, metadata)
         self._draft = draft = drafts.begin(version, footer, hashed=False)
-        return asdict(Claimed.of(version, draft))
+        return asdict(ClaimInfo.of(version, draft))
 
     def _commit(self, checksums: list[int] | None) -> None:
         """Publish what was begun, on rank 0, now that every rank has written its part.
@@ -384,7 +392,7 @@ class ShardedWeightSender(Publisher):
         self._footer = Footer.like(self._footer, source.specs, source.aliases)
         return self._footer
 
-    def _write_held(self, claimed: Claimed, source: Source, footer: Footer) -> None:
+    def _write_held(self, claimed: ClaimInfo, source: Source, footer: Footer) -> None:
         self._output.begin(claimed, footer)
         boxes = self._plan.boxes[self._agreement.rank]
         if not boxes:

@@ -34,10 +34,10 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
 from dbuffer.publish import shards
-from dbuffer.publish.chaining import UNREADABLE, Chaining, Step, Tip, is_worth_a_delta
-from dbuffer.publish.deltas import without_borrowed
-from dbuffer.publish.rank_output import Claimed, RankOutput, check_parts, join_shares
-from dbuffer.publish.shards import Box, Plan
+from dbuffer.publish.delta_chain import UNREADABLE, ChainHead, DeltaChain, Step, is_worth_a_delta
+from dbuffer.publish.delta_publisher import detached_copy
+from dbuffer.publish.shard_writer import ClaimInfo, ShardWriter, check_parts, join_shares
+from dbuffer.publish.shards import Box, WriteAssignment
 from dbuffer.ranks.agreement import Agreement, Arrays
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.sources import Source
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
     source: Source
     footer: Footer
-    plan: Plan
+    plan: WriteAssignment
     base: int | None
     """As :attr:`ShardedDeltas.base`, agreed by all ranks."""
     claim: Callable[[], tuple[int, dict[str, Any]]]
@@ -70,10 +70,10 @@ class ShardedDeltas:
     def __init__(
         self,
         ranks: Agreement,
-        output: RankOutput,
+        output: ShardWriter,
         copier: Copier,
         store: DoubleBuffer,
-        chaining: Chaining | None,
+        chaining: DeltaChain | None,
         *,
         hashed: bool,
     ) -> None:
@@ -86,7 +86,7 @@ class ShardedDeltas:
         self.base: int | None = NOT_YET
         """Version that the next one can be built upon, as far as this rank knows; None: none."""
         self._share: _Share | None = None
-        self._tip: Tip | None = None
+        self._tip: ChainHead | None = None
         """The version that was published last; on rank 0."""
         self._step: Step | None = None
         """The one that is being published; on rank 0."""
@@ -106,7 +106,7 @@ class ShardedDeltas:
             share = None
         is_upon = share is not None
         claim = ranks.first("claim a buffer", lambda: asdict(self._claim(asked, upon=is_upon)))
-        claimed = Claimed(**claim)
+        claimed = ClaimInfo(**claim)
         told: list[list[Change]] | None = None
         if share is None:
             share = self._taken(asked)
@@ -139,7 +139,7 @@ class ShardedDeltas:
     def _taken_up(self, asked: Asked) -> _Share | None:
         """What the sender before this one has left; None: one rank at least cannot build upon it.
 
-        As it is with `Deltas`: compared with its checksums, and once.
+        As it is with `DeltaPublisher`: compared with its checksums, and once.
         """
         ranks, footer = self._ranks, asked.footer
         encoded = ranks.first("look at the last version", lambda: self._look(footer))
@@ -164,7 +164,9 @@ class ShardedDeltas:
 
     def _look(self, footer: Footer) -> str | None:
         """On rank 0: the manifest of the version that can be built upon, encoded."""
-        found = self._lead().take_up(footer, lambda _held, _chain, tip: tip, hashed=self._hashed)
+        found = self._lead().resume_from_store(
+            footer, lambda _held, _chain, tip: tip, hashed=self._hashed
+        )
         self._tip = found
         return None if found is None else encode(found.manifest).decode()
 
@@ -187,10 +189,10 @@ class ShardedDeltas:
         tip = self._tip
         for rank, hindrance in enumerate(hindered):
             if hindrance is not None:
-                self._lead().say_why_whole(f"rank {rank}: {hindrance}")
+                self._lead().log_full_publish(f"rank {rank}: {hindrance}")
                 return False
         if tip is None or tip.checksums != checksums:
-            self._lead().say_why_whole("it was damaged after it was published")
+            self._lead().log_full_publish("it was damaged after it was published")
             return False
         return True
 
@@ -246,21 +248,21 @@ class ShardedDeltas:
             )
         return share
 
-    def _claim(self, asked: Asked, *, upon: bool) -> Claimed:
+    def _claim(self, asked: Asked, *, upon: bool) -> ClaimInfo:
         """Begin a version, on rank 0, for all ranks to fill."""
         chaining, tip = self._lead(), self._tip
         version, self._metadata = asked.claim()
         if upon and tip is not None:
-            self._step = step = chaining.begin_upon(tip, version)
+            self._step = step = chaining.begin_delta(tip, version)
         else:
             self._step = step = chaining.begin(version, asked.footer)
         # Not where there are checksums: those of a file's bytes are taken as they lie there, and
         # what is not written now may have been damaged since it was.
         before = step.draft.claim.held_before
         is_patched = upon and not self._hashed and tip is not None and tip.follows(before)
-        return Claimed.of(version, step.draft, is_patched=is_patched)
+        return ClaimInfo.of(version, step.draft, is_patched=is_patched)
 
-    def _fill(self, share: _Share, claimed: Claimed, asked: Asked) -> list[int] | None:
+    def _fill(self, share: _Share, claimed: ClaimInfo, asked: Asked) -> list[int] | None:
         """Write the version's file, if it is to have one; the checksums of all tensors."""
         ranks, output = self._ranks, self._output
         if claimed.identity is None:
@@ -298,7 +300,7 @@ class ShardedDeltas:
         self._step = None
         return step.delta_bytes
 
-    def _lead(self) -> Chaining:
+    def _lead(self) -> DeltaChain:
         if self._chaining is None:
             raise ClosedError(f"rank {self._ranks.rank} is not the store's writer")
         return self._chaining
@@ -307,7 +309,7 @@ class ShardedDeltas:
 class _Share:
     """What one rank writes of each version, and a copy of it as it was published last."""
 
-    def __init__(self, footer: Footer, plan: Plan, rank: int) -> None:
+    def __init__(self, footer: Footer, plan: WriteAssignment, rank: int) -> None:
         specs, held = footer.layout.specs, plan.boxes[rank]
         gathered = [index for index, writer in plan.gathered if writer == rank]
         self.boxes = [*held, *(shards.whole_box(index, specs[index].shape) for index in gathered)]
@@ -351,7 +353,7 @@ class _Share:
         }
         return [digest for tensor in sorted(of_tensors) for digest in of_tensors[tensor]]
 
-    def write(self, output: RankOutput, copier: Copier) -> None:
+    def write(self, output: ShardWriter, copier: Copier) -> None:
         """Write all of it."""
         pairs = [
             pair
@@ -410,7 +412,7 @@ class _Boxes:
         write_changes(self._changes, self.copy, copier)
         for change in self._changes:
             self._digests.pop(change.tensor, None)
-        kept = without_borrowed(self._changes, self.copy)
+        kept = detached_copy(self._changes, self.copy)
         self.found = [
             replace(whole, values=change.values)
             for whole, change in zip(self.found, kept, strict=True)

@@ -51,7 +51,7 @@ class Box(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WriteAssignment:
     """Who writes what, the same on all ranks."""
 
     boxes: tuple[tuple[Box, ...], ...]
@@ -126,7 +126,7 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
 
 
 def each_gathered(
-    tensors: HeldTensors, plan: Plan, rank: int, action: Callable[[int, torch.Tensor], T]
+    tensors: HeldTensors, plan: WriteAssignment, rank: int, action: Callable[[int, torch.Tensor], T]
 ) -> list[T]:
     """Gather, one after another, what the plan says, and do ``action`` with what is the rank's.
 
@@ -149,7 +149,9 @@ def each_gathered(
     return done
 
 
-def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes], *, rows_only: bool) -> Plan:
+def assign_writes(
+    specs: Sequence[TensorSpec], held: Sequence[Boxes], *, rows_only: bool
+) -> WriteAssignment:
     """Spread the writing of what each rank has ``held`` over the ranks.
 
     ``rows_only``: gather what does not lie in one row of bytes in the whole tensor.
@@ -186,7 +188,7 @@ def make_plan(specs: Sequence[TensorSpec], held: Sequence[Boxes], *, rows_only: 
         writer = min(range(len(busy_bytes)), key=busy_bytes.__getitem__)
         busy_bytes[writer] += specs[index].num_bytes
         spread.append((index, writer))
-    return Plan(
+    return WriteAssignment(
         boxes=tuple(tuple(sorted(of_rank)) for of_rank in written),
         gathered=tuple(spread),
     )
@@ -202,7 +204,7 @@ def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
     return all(extent == full for extent, full in itertools.islice(pairs, 1, None))
 
 
-def layout_in_parts(layout: Layout, plan: Plan) -> Layout:
+def layout_in_parts(layout: Layout, plan: WriteAssignment) -> Layout:
     """The same tensors, where each rank writes what it is to write into a part of its own."""
     part_bytes = [0] * len(plan.boxes)
     pieces = []

@@ -20,7 +20,7 @@ from dbuffer import errors
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Pointer, host_in_id, is_receiver_id
 from dbuffer.format.places import POINTER_FILE
-from dbuffer.io.chain import Chain
+from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, copy_one
 from dbuffer.io.transfer import OnBytes
@@ -603,7 +603,7 @@ class WeightReceiver(Closing, ProcessBound):
         if since not in manifest.chain:
             return None
         try:
-            chain = Chain(held, tensors.layout)
+            chain = ChainReader(held, tensors.layout)
             chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from dbuffer.errors import ChecksumError, DBufferError, StoreAccessError
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.io.chain import Chain
+from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import (
@@ -179,7 +179,7 @@ class Snapshot(ProcessBound):
             return None
         layout = self._contents.layout
         try:
-            found = Chain(self._held, layout).changed_since(identity, self._copier)
+            found = ChainReader(self._held, layout).changed_since(identity, self._copier)
         except DBufferError as error:  # what unpacks deltas may be missing, too
             logger.warning("%s: reading it whole: %s", self.path, error)
             return None
@@ -257,14 +257,14 @@ def read_whole(
     """Read a version, into ``memory`` if that is of the right size; with checksums, if wanted.
 
     Raises:
-        As :class:`Chain`: its file, too, may be gone or damaged.
+        As :class:`ChainReader`: its file, too, may be gone or damaged.
     """
     layout = held.read_layout()
     num_bytes = layout.checksums_offset
     if memory is None or memory.numel() != num_bytes:
         memory = new_memory(num_bytes)
     tensors = FileTensors(memory, layout)
-    return tensors, Chain(held, layout).read(tensors, copier, hashed=hashed)
+    return tensors, ChainReader(held, layout).read(tensors, copier, hashed=hashed)
 
 
 def wrong_tensors(
@@ -284,7 +284,7 @@ def wrong_tensors(
             "cannot be verified; make the sender with checksum=True"
         )
     known = {} if known is None else known
-    expected = Chain(held, layout).expected(known)
+    expected = ChainReader(held, layout).expected(known)
     if expected is None:
         return ["the table of checksums"]
     wrong = [

@@ -1,4 +1,4 @@
-"""`Chain`: the deltas of a held version, which lead to it from one that somebody has already.
+"""`ChainReader`: the deltas of a held version, which lead to it from one that somebody has already.
 
 Where a version stands on an earlier one's file, they are a part of it; else they spare those who
 follow the rest. Memory that they are applied to is the caller's own: half way through it holds
@@ -52,7 +52,7 @@ class _Opened(NamedTuple):
         return read
 
 
-class Chain:
+class ChainReader:
     """The deltas of a held version, opened one after another; each header is read once.
 
     Raises, in all its methods:

@@ -1,4 +1,4 @@
-"""`Deltas`: what a sender remembers of the last version, so that the next is only what changed.
+"""`DeltaPublisher`: publishes versions by what changed since the last one.
 
 Where buffers are kept whole, the published one is what the next version is compared with; the idle
 one holds the version before it and is brought up to date by the last two deltas. Elsewhere a copy
@@ -20,12 +20,12 @@ import torch
 
 from dbuffer.errors import ChecksumError, VersionError
 from dbuffer.format.layout import Layout
-from dbuffer.io.chain import Chain
+from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Change, Found, find_changes, words_of, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
-from dbuffer.publish.chaining import Chaining, Step, Tip, is_worth_a_delta
+from dbuffer.publish.delta_chain import ChainHead, DeltaChain, Step, is_worth_a_delta
 from dbuffer.publish.draft import Draft, Drafts
 from dbuffer.publish.patches import SparsePatch, changes_of
 from dbuffer.store.buffer import Held
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 class Last:
     """The version that was published last."""
 
-    tip: Tip
+    tip: ChainHead
     contents: FileTensors
     """Its bytes: the published buffer, or a copy of it."""
     changes: list[Change] | None = None
@@ -70,11 +70,11 @@ class Published(NamedTuple):
     """None: it was published whole, with no delta."""
 
 
-class Deltas:
+class DeltaPublisher:
     """Publishes versions by what changed since the one before, where that is worth it."""
 
     def __init__(self, drafts: Drafts, copier: Copier, *, hashed: bool) -> None:
-        self._chaining = Chaining(drafts)
+        self._chaining = DeltaChain(drafts)
         self._drafts = drafts
         self._copier = copier
         self._hashed = hashed
@@ -124,9 +124,9 @@ class Deltas:
         if self._has_begun:
             return None
         self._has_begun = True
-        return self._chaining.take_up(footer, self._read, hashed=self._hashed)
+        return self._chaining.resume_from_store(footer, self._read, hashed=self._hashed)
 
-    def _read(self, held: Held, chain: Chain, tip: Tip) -> Last:
+    def _read(self, held: Held, chain: ChainReader, tip: ChainHead) -> Last:
         footer = tip.footer
         if self._chaining.keeps_buffers_whole:
             contents: FileTensors = self._drafts.map_file(held.path, held.file.number, footer)
@@ -157,7 +157,7 @@ class Deltas:
     def _publish_found(self, last: Last, found: Found, wanted: Wanted) -> Published:
         checksums = last.tip.checksums_after(found.checksums)
         write = self._write_both if self._chaining.keeps_buffers_whole else self._write_delta
-        with self._chaining.begin_upon(last.tip, wanted.version) as step:
+        with self._chaining.begin_delta(last.tip, wanted.version) as step:
             contents, changes = write(step, last, found, checksums)
             wanted.check()
             self._last = Last(step.commit(wanted.metadata, checksums), contents, changes)
@@ -171,7 +171,7 @@ class Deltas:
     ) -> tuple[FileTensors, list[Change] | None]:
         """Write the buffer, then the delta out of it; the version's memory, and what changed."""
         contents = self._fill(step.draft, last, found, checksums)
-        changes = without_borrowed(found.changes, contents)
+        changes = detached_copy(found.changes, contents)
         step.add_delta(replace(found, changes=changes), last.contents, self._copier)
         return contents, changes
 
@@ -229,7 +229,7 @@ class Deltas:
         )
 
 
-def without_borrowed(changes: list[Change], contents: FileTensors) -> list[Change]:
+def detached_copy(changes: list[Change], contents: FileTensors) -> list[Change]:
     """The same, with nothing in them that is the trainer's memory; ``contents`` has it all."""
     return [
         replace(change, values=words_of(contents, change.tensor))

@@ -1,4 +1,4 @@
-"""`Chaining`: what the next version can be built upon, and what its manifest says of that."""
+"""`DeltaChain`: what the next version can be built upon, and what its manifest says of that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Manifest
-from dbuffer.io.chain import Chain
+from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Found
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import EncodedDelta, encode_delta
@@ -30,7 +30,7 @@ from dbuffer.store.buffer import Held
 logger = logging.getLogger(__name__)
 
 MAX_CHAIN = 64
-"""Deltas that a version may name: late readers apply them one after another."""
+"""DeltaPublisher that a version may name: late readers apply them one after another."""
 
 MAX_CHAIN_SHARE = 0.5
 """Bytes of a chain's deltas, of the whole version's. Beyond, an anchor is the cheaper way."""
@@ -58,7 +58,7 @@ class Link(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tip:
+class ChainHead:
     """The version that was published last, at the end of its chain."""
 
     manifest: Manifest
@@ -73,7 +73,7 @@ class Tip:
     """That whose weights file it stands on; its own, where that is whole."""
 
     @classmethod
-    def of(cls, held: Held, chain: Chain, footer: Footer, *, hashed: bool) -> Self:
+    def of(cls, held: Held, chain: ChainReader, footer: Footer, *, hashed: bool) -> Self:
         """A held version, by what it says of itself; ``hashed``: with its checksums."""
         manifest = held.manifest
         checksums = chain.expected({}) if hashed else None
@@ -107,7 +107,7 @@ class Tip:
         return [changed.get(index, known) for index, known in enumerate(self.checksums)]
 
 
-class Chaining:
+class DeltaChain:
     """Begins versions: whole ones, and such as are built upon the last."""
 
     def __init__(self, drafts: Drafts) -> None:
@@ -118,10 +118,10 @@ class Chaining:
         """Whether every version has a file that holds all of it."""
         return self.drafts.writer.medium.keeps_buffers_whole
 
-    def take_up(
+    def resume_from_store(
         self,
         footer: Footer | None,
-        read: Callable[[Held, Chain, Tip], T],
+        read: Callable[[Held, ChainReader, ChainHead], T],
         *,
         hashed: bool,
     ) -> T | None:
@@ -148,13 +148,13 @@ class Chaining:
                     footer = self.drafts.footer_of(layout.specs, layout.aliases)
                 if footer.layout_xxh3 != held.manifest.layout_xxh3:
                     return None
-                chain = Chain(held, footer.layout)
-                return read(held, chain, Tip.of(held, chain, footer, hashed=hashed))
+                chain = ChainReader(held, footer.layout)
+                return read(held, chain, ChainHead.of(held, chain, footer, hashed=hashed))
         except UNREADABLE as error:
-            self.say_why_whole(str(error))
+            self.log_full_publish(str(error))
             return None
 
-    def say_why_whole(self, reason: str) -> None:
+    def log_full_publish(self, reason: str) -> None:
         """Log why nothing is built upon the version that is there."""
         root = self.drafts.writer.root
         logger.warning("%s: publishing a whole version, not upon its last: %s", root, reason)
@@ -172,7 +172,7 @@ class Chaining:
         """A whole version, which begins a chain; ``hashed``: its draft takes the checksums."""
         return Step(self.drafts.begin(version, footer, hashed=hashed), version)
 
-    def begin_upon(self, tip: Tip, version: int) -> Step:
+    def begin_delta(self, tip: ChainHead, version: int) -> Step:
         """A version to which a delta leads from the last one."""
         # Far from their anchor, late readers fare better with a new one.
         is_far = _is_long(tip.since_anchor, tip.footer.layout)
@@ -183,13 +183,13 @@ class Chaining:
         draft = self.drafts.begin(version, tip.footer, hashed=False, with_file=has_file)
         return Step(draft, version, tip, chain)
 
-    def go_on(self, draft: Draft, version: int, tip: Tip | None) -> Step:
+    def adopt(self, draft: Draft, version: int, tip: ChainHead | None) -> Step:
         """The same of a draft that was begun, and filled, before; whole, without a ``tip``."""
         if tip is None:
             return Step(draft, version)
         return Step(draft, version, tip, tip.chain[-1:] if self._is_broken(tip) else tip.chain)
 
-    def _is_broken(self, tip: Tip) -> bool:
+    def _is_broken(self, tip: ChainHead) -> bool:
         """Whether readers cannot have the last version or its deltas: by its files, or one said so.
 
         Nor do they take what others could have written.
@@ -204,7 +204,7 @@ class Chaining:
         files[writer.store.weights_path(tip.buffer, found)] = found.file_bytes
         problem = writer.problem_with(files)
         if problem is not None:
-            self.say_why_whole(problem)
+            self.log_full_publish(problem)
             return True
         if self.keeps_buffers_whole:
             return False
@@ -225,7 +225,7 @@ class Step:
     """A version in the making. Leaving its ``with`` block without a commit abandons it."""
 
     def __init__(
-        self, draft: Draft, version: int, tip: Tip | None = None, chain: Sequence[Link] = ()
+        self, draft: Draft, version: int, tip: ChainHead | None = None, chain: Sequence[Link] = ()
     ) -> None:
         self.draft = draft
         self.delta_bytes: int | None = None
@@ -262,7 +262,7 @@ class Step:
             self._chain = ()
         return encoded
 
-    def commit(self, metadata: dict[str, Any], checksums: list[int] | None) -> Tip:
+    def commit(self, metadata: dict[str, Any], checksums: list[int] | None) -> ChainHead:
         """Publish it. ``checksums``: of all its tensors."""
         draft, tip = self.draft, self._tip
         chain = [*self._chain, Link(draft.claim.identity, self.delta_bytes or 0)]
@@ -272,7 +272,9 @@ class Step:
         chain = trimmed(chain, draft.layout, upon.get("anchor"))
         draft.checksums = checksums
         manifest = draft.commit(metadata, version=self._version, chain=names_in(chain), **upon)
-        return Tip(manifest, draft.claim.buffer, draft.footer, checksums, chain, anchor_version)
+        return ChainHead(
+            manifest, draft.claim.buffer, draft.footer, checksums, chain, anchor_version
+        )
 
     def __enter__(self) -> Self:
         return self

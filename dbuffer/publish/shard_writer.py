@@ -16,7 +16,7 @@ import torch
 
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import Layout, Piece
-from dbuffer.io.chain import Chain
+from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Change, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
@@ -30,7 +30,7 @@ from dbuffer.io.tensors import (
 )
 from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
 from dbuffer.publish.draft import Draft
-from dbuffer.publish.shards import Box, Plan, layout_in_parts
+from dbuffer.publish.shards import Box, WriteAssignment, layout_in_parts
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
@@ -41,7 +41,7 @@ PASS_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
+class ClaimInfo:
     """What the ranks are told of the buffer that rank 0 has claimed."""
 
     version: int
@@ -62,7 +62,7 @@ class Claimed:
         return store / self.buffer / self.file
 
 
-class RankOutput(ABC):
+class ShardWriter(ABC):
     """One rank's side of it. For a version: `begin`, `write` for each box, `finish` or `drop`."""
 
     rows_only: ClassVar[bool]
@@ -71,7 +71,7 @@ class RankOutput(ABC):
     def __init__(self, store: Path) -> None:
         self._store = store
 
-    def footer_of(self, plain: Footer, plan: Plan) -> Footer:  # noqa: ARG002
+    def footer_of(self, plain: Footer, plan: WriteAssignment) -> Footer:  # noqa: ARG002
         """How the weights file ends, when its tensors are written by this plan."""
         return plain
 
@@ -79,7 +79,7 @@ class RankOutput(ABC):
         """Let go of what holds the room of files that will not be written again."""
 
     @abstractmethod
-    def begin(self, claimed: Claimed, footer: Footer) -> None:
+    def begin(self, claimed: ClaimInfo, footer: Footer) -> None:
         """Be ready to write."""
 
     @abstractmethod
@@ -124,7 +124,7 @@ class RankOutput(ABC):
         self.drop()
 
 
-class SharedFile(RankOutput):
+class SharedFileWriter(ShardWriter):
     """One machine: all ranks map the weights file, and copy each piece to its place.
 
     Nobody flushes but rank 0, when it commits: what any process of the machine has written into
@@ -143,7 +143,7 @@ class SharedFile(RankOutput):
         self._mapped = None
         self._kept.keep_only(layout)
 
-    def begin(self, claimed: Claimed, footer: Footer) -> None:
+    def begin(self, claimed: ClaimInfo, footer: Footer) -> None:
         path = claimed.path_in(self._store)
         with filesystem.os_errors("open the buffer that rank 0 has claimed", path):
             # No lock: rank 0 holds it for all.
@@ -215,7 +215,7 @@ class SharedFile(RankOutput):
         return self._mapped
 
 
-class OwnFile(RankOutput):
+class PartFileWriter(ShardWriter):
     """A network mount: each rank writes a part of its own, a new file, and flushes it."""
 
     rows_only = True
@@ -223,21 +223,21 @@ class OwnFile(RankOutput):
     def __init__(self, store: Path, *, rank: int) -> None:
         super().__init__(store)
         self._rank = rank
-        self._footer: tuple[Footer, Plan, Footer] | None = None
+        self._footer: tuple[Footer, WriteAssignment, Footer] | None = None
         self._path = store
         self._file: Descriptor | None = None
         self._layout = Layout((), (), {})
         self._mine: dict[int, Piece] = {}
         self._digests: dict[Piece, list[int]] = {}
 
-    def footer_of(self, plain: Footer, plan: Plan) -> Footer:
+    def footer_of(self, plain: Footer, plan: WriteAssignment) -> Footer:
         known = self._footer
         if known is None or known[0] is not plain or known[1] is not plan:
             known = plain, plan, Footer.of(layout_in_parts(plain.layout, plan))
             self._footer = known
         return known[2]
 
-    def begin(self, claimed: Claimed, footer: Footer) -> None:
+    def begin(self, claimed: ClaimInfo, footer: Footer) -> None:
         self._layout = layout = footer.layout
         self._mine = self._pieces_of(layout)
         self._digests = {}
@@ -271,7 +271,7 @@ class OwnFile(RankOutput):
     ) -> None:
         mine = self._pieces_of(footer.layout)
         pieces = [mine[box.tensor] for box in boxes]
-        Chain(held, footer.layout).read_pieces(pieces, copy, copier)
+        ChainReader(held, footer.layout).read_pieces(pieces, copy, copier)
 
     def checksums_read(
         self, ranks: Agreement, layout: Layout, digests: Callable[[], list[int]]
