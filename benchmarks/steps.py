@@ -97,9 +97,9 @@ def synchronize() -> None:
 def watch_steps(llm: Any) -> Stopwatch:
     """A stopwatch on all that happens while an engine switches, in vLLM's code and in ours."""
     from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
+    from dbuffer.integrations.engine.rank_channel import RankChannel
     from dbuffer.integrations.engine.rank_receiver import RankReceiver
-    from dbuffer.integrations.engine.ranks import Ranks
-    from dbuffer.integrations.vllm.engines import OfflineVllm
+    from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 
     stopwatch = Stopwatch()
     [model] = llm.apply_model(lambda model: model)
@@ -107,7 +107,7 @@ def watch_steps(llm: Any) -> Stopwatch:
     for owner, function, step in (
         (OfflineVllm, "pause", PAUSING),
         (RankReceiver, "_prepare", AGREEING),
-        (Ranks, "gather", AGREEING),
+        (RankChannel, "gather", AGREEING),
         (WeightLoader, "apply", COPYING),
         (WeightLoader, "reload", COPYING),
         (RankReceiver, "_record_engine", ACKNOWLEDGING),

@@ -411,7 +411,7 @@ def test_the_dashboard_shows_each_metric() -> None:
 
 
 def test_every_option_of_an_engine_is_documented() -> None:
-    from dbuffer.integrations.engine.options import EngineOptions
+    from dbuffer.integrations.engine.engine_options import EngineOptions
 
     text = (DOCS / "integrations" / "vllm.md").read_text(encoding="utf-8")
     section = text.split("## Options")[1].split("\n## ")[0]

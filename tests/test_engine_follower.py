@@ -46,7 +46,8 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers
-from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
+from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.follower import UNKNOWN_VERSION, Follower
 from dbuffer.integrations.engine.messages import (
     BeginRequest,
@@ -57,11 +58,10 @@ from dbuffer.integrations.engine.messages import (
     encode_answer,
     encode_request,
 )
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
+from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.states import FollowerState
 from dbuffer.integrations.vllm import FollowStore
 from dbuffer.integrations.vllm.api_servers import LOOK_S, Leadership
@@ -77,7 +77,7 @@ LOGS = {f"{ENGINE}.{module}" for module in ("background", "follower", "reporting
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
 
-class OneRank(Ranks):
+class OneRank(RankChannel):
     """An engine of one process."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class LightEngine(Engine):
     def ask(self, request: RankRequest) -> list[RankAnswer]:
         self._call()
         request = decode_request(json.loads(json.dumps(encode_request(request))))
-        answer = answer_of(lambda: self.endpoint.do(request, self.make_rank))
+        answer = capture_answer(lambda: self.endpoint.do(request, self.make_rank))
         if isinstance(request, UpdateRequest) and self.lost_answer is not None:
             error, self.lost_answer = self.lost_answer, None
             raise error

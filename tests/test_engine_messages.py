@@ -15,7 +15,8 @@ from test_engine_follower import Model, Rank
 import dbuffer
 from dbuffer.errors import EngineBrokenError, EngineUnsupportedError, EngineUpdateError, OptionError
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
+from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.messages import (
     BeginRequest,
     CheckRequest,
@@ -29,14 +30,13 @@ from dbuffer.integrations.engine.messages import (
     encode_request,
     worst_of,
 )
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.ranks import Ranks
 
 OPTIONS = EngineOptions(store="/s", engine_id="e", instance_id="i", timeout_s=5)
 REQUESTS: list[RankRequest] = [
     BeginRequest(options=OPTIONS),
-    BeginRequest(options=OPTIONS, unless_following=True),
+    BeginRequest(options=OPTIONS, if_idle=True),
     UpdateRequest(at_least=3, history="0" * 16, attempt="1" * 16),
     CheckRequest(tensors=(TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "int8", ()))),
     EndRequest(),
@@ -60,7 +60,7 @@ def test_requests_survive_json(request_: RankRequest) -> None:
         {"call": "end", "arguments": {"more": 1}},
         {"call": "another", "arguments": {}},
         {"call": "update", "arguments": {"at_least": 0}},
-        {"call": "begin", "arguments": {"options": {}, "unless_following": False}},
+        {"call": "begin", "arguments": {"options": {}, "if_idle": False}},
     ],
     ids=repr,
 )
@@ -113,7 +113,7 @@ class OneRank:
         )
 
     def ask(self, request: RankRequest) -> RankAnswer:
-        return answer_of(lambda: self.endpoint.do(request, lambda: Rank(self.model)))
+        return capture_answer(lambda: self.endpoint.do(request, lambda: Rank(self.model)))
 
     def begin(self, **more: Any) -> RankReceiver:
         assert self.ask(BeginRequest(options=self.options, **more)) == RankAnswer()
@@ -137,13 +137,13 @@ def test_a_model_keeps_its_endpoint() -> None:
 
 
 def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank: OneRank) -> None:
-    first = rank.begin(unless_following=True)
-    assert rank.begin(unless_following=True) is first
+    first = rank.begin(if_idle=True)
+    assert rank.begin(if_idle=True) is first
     second = rank.begin()
     assert second is not first
     for changed in ({"timeout_s": 6}, {"engine_id": "another"}, {"instance_id": "another"}):
         rank.options = replace(rank.options, **changed)
-        before, second = second, rank.begin(unless_following=True)
+        before, second = second, rank.begin(if_idle=True)
         assert second is not before, "whoever asks would not find it under the name that it has"
 
 
@@ -195,7 +195,7 @@ def test_a_bug_on_one_rank_is_an_answer(rank: OneRank) -> None:
     def fail() -> Any:
         raise ZeroDivisionError("a bug")
 
-    answer = answer_of(lambda: rank.endpoint.do(BeginRequest(options=rank.options), fail))
+    answer = capture_answer(lambda: rank.endpoint.do(BeginRequest(options=rank.options), fail))
     assert answer == RankAnswer(RankOutcome.REFUSED, "ZeroDivisionError: a bug")
 
 
@@ -204,12 +204,12 @@ def test_a_rank_begins_again_where_another_must(
     rank: OneRank, monkeypatch: pytest.MonkeyPatch, others: bool
 ) -> None:
     """A rank that began alone would wait for those that follow already."""
-    first = rank.begin(unless_following=True)
-    gather = Ranks.gather
+    first = rank.begin(if_idle=True)
+    gather = RankChannel.gather
 
-    def gather_with_another(self: Ranks, mine: Any, **more: Any) -> list[Any]:
+    def gather_with_another(self: RankChannel, mine: Any, **more: Any) -> list[Any]:
         found = gather(self, mine, **more)
         return [*found, others] if isinstance(mine, bool) else found
 
-    monkeypatch.setattr(Ranks, "gather", gather_with_another)
-    assert (rank.begin(unless_following=True) is first) == others
+    monkeypatch.setattr(RankChannel, "gather", gather_with_another)
+    assert (rank.begin(if_idle=True) is first) == others

@@ -22,14 +22,14 @@ from worlds import Coordinator, Failure, World
 
 import dbuffer
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of, start_on_all_ranks
+from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer, start_on_all_ranks
+from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
-from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
+from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.store.buffer import DoubleBuffer
 
 preload("dbuffer.integrations.engine.rank_receiver")
@@ -49,8 +49,8 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield world
 
 
-def ranks() -> Ranks:
-    return Ranks(Coordinator(), timeout_s=TIMEOUT_S)
+def ranks() -> RankChannel:
+    return RankChannel(Coordinator(), timeout_s=TIMEOUT_S)
 
 
 def gather(rank: int, answer: Any = None, *, begins: bool = True) -> list[Any]:
@@ -330,7 +330,7 @@ class LoneEngine(Engine):
 
     def __init__(self, instance_id: str) -> None:
         alone = type("Alone", (), {"rank_in_group": 0, "world_size": 1, "cpu_group": None})
-        self.rank = Rank(Ranks(alone), instance_id)
+        self.rank = Rank(RankChannel(alone), instance_id)
         self.endpoint = RankEndpoint()
         self.reported = "start"
 
@@ -341,7 +341,7 @@ class LoneEngine(Engine):
         return EngineFacts(instance_id=self.rank.instance_id, name=NAME, num_ranks=1)
 
     def ask(self, request: RankRequest) -> list[RankAnswer]:
-        return [answer_of(lambda: self.endpoint.do(request, lambda: self.rank))]
+        return [capture_answer(lambda: self.endpoint.do(request, lambda: self.rank))]
 
     def pause(self, mode: str) -> None: ...
 

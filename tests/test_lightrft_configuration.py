@@ -24,7 +24,7 @@ from torch import nn
 from worlds import World
 
 import dbuffer
-from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.lightrft import BroadcastManager, directory, manager
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
 from dbuffer.integrations.lightrft.directory import JobDirectory

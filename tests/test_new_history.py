@@ -18,8 +18,8 @@ from test_engine_follower import WAIT_S, LightEngine, background, lines, metrics
 
 import dbuffer
 from dbuffer.errors import EngineUpdateError, StoreReplacedError
+from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.options import UpdateRequest
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.store.buffer import DoubleBuffer
 

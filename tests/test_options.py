@@ -14,7 +14,7 @@ import torch
 import dbuffer
 from dbuffer.errors import InvalidWeightsError, OptionError
 from dbuffer.integrations.atropos.config import BridgeConfig
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.lightrft.manager import BroadcastManager
 from dbuffer.mirror.mirror import start_mirror
 from dbuffer.receive.stager import Stager

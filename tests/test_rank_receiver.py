@@ -16,10 +16,10 @@ from worlds import Coordinator, World
 
 import dbuffer
 from dbuffer.integrations.engine.endpoint import start_on_all_ranks
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
+from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.ranks import Ranks
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -96,7 +96,7 @@ class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
 class Rank:
     """One rank of an engine that is ours."""
 
-    ranks: Ranks
+    ranks: RankChannel
     module: Model
     on_device: bool = False
     instance_id: str = "instance"
@@ -120,7 +120,7 @@ _engine: list[tuple[Rank, RankReceiver]] = []
 
 
 def start(rank: int, store: Path, staging: str) -> None:
-    mine = Rank(Ranks(Coordinator()), Model(rank))
+    mine = Rank(RankChannel(Coordinator()), Model(rank))
     options = EngineOptions(store=str(store), engine_id="engine", staging=staging)  # type: ignore[arg-type]
     _engine.append((mine, start_on_all_ranks(mine, options)))
 

@@ -22,8 +22,8 @@ from sglang_engines import PYTHON, WHOLE
 
 import dbuffer
 from dbuffer import Exact, NameMap, Pattern, Prefix
+from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.messages import BeginRequest, RankRequest, decode_request
-from dbuffer.integrations.engine.options import UpdateRequest
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
 from dbuffer.integrations.sglang.commands import Command
 

@@ -453,7 +453,7 @@ def observe_busy(llm: Any, follower: Any, seen: dict[str, Any]) -> None:
     seen["before busy"] = greedy(llm)[0]
     engine.add_request("busy", {"prompt_token_ids": PROMPTS[0]}, greedy_parameters())
     engine.step()
-    from dbuffer.integrations.vllm.engines import OfflineVllm
+    from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 
     seen["busy"] = error_of(lambda: OfflineVllm(llm).pause("keep"))
     while engine.has_unfinished_requests():

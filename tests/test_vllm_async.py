@@ -38,6 +38,7 @@ from vllm_engines import (
 )
 
 import dbuffer
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.messages import (
     BeginRequest,
     EndRequest,
@@ -45,7 +46,6 @@ from dbuffer.integrations.engine.messages import (
     decode_answer,
     encode_request,
 )
-from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.vllm.config import CALL
 
 pytestmark = [*NEEDS_VLLM, ANSWERS_TELL_VERSIONS]

@@ -95,8 +95,8 @@ def call_and_kill(directory: Path) -> dict[str, Any]:
 
 def lose_weights(llm: Any, follower: Any) -> dict[str, Any]:
     """Let it sleep and wake, and load past dbuffer; sync after each."""
-    from dbuffer.integrations.engine.options import UpdateRequest
-    from dbuffer.integrations.vllm.engines import OfflineVllm
+    from dbuffer.integrations.engine.engine_options import UpdateRequest
+    from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 
     seen: dict[str, Any] = {}
     engine = OfflineVllm(llm)
@@ -134,7 +134,7 @@ def tokens(llm: Any) -> list[int]:
 
 
 def kill_in_calls(llm: Any) -> dict[str, Any]:
-    from dbuffer.integrations.vllm.engines import OfflineVllm
+    from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 
     engine = OfflineVllm(llm)
     [core] = llm.llm_engine.engine_core.resources.engine_manager.processes

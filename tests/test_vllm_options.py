@@ -20,7 +20,7 @@ import pytest
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
 from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm import plugin
 from dbuffer.integrations.vllm.config import BACKEND, default_engine_id, engine_settings, options_of
 from dbuffer.integrations.vllm.facts import (
@@ -412,7 +412,7 @@ print(*sorted({"vllm", "httpx", "prometheus_client", "torchrl"} & set(sys.module
 
 @pytest.mark.parametrize(
     "modules",
-    [["", ".config", ".plugin"], [".engines", ".following"]],
+    [["", ".config", ".plugin"], [".vllm_engine", ".follow_vllm"]],
     ids=["in-every-process", "in-a-followers"],
 )
 def test_importing_needs_no_vllm(modules: list[str], tmp_path: Path) -> None:

@@ -191,14 +191,14 @@ def digests(rank: int) -> dict[str, str]:
 
 
 def follow(rank: int, store: Path) -> str:
+    from dbuffer.integrations.engine.engine_options import EngineOptions
     from dbuffer.integrations.engine.messages import BeginRequest
-    from dbuffer.integrations.engine.options import EngineOptions
 
     return ask(BeginRequest(options=EngineOptions.parse({"store": str(store)})))
 
 
 def update(rank: int) -> str:
-    from dbuffer.integrations.engine.options import UpdateRequest
+    from dbuffer.integrations.engine.engine_options import UpdateRequest
 
     return ask(UpdateRequest())
 
@@ -222,7 +222,7 @@ def follow_with_balancing(rank: int, store: Path) -> str:
 
 def ask(request: Any) -> str:
     """What is wrong with it; "" if it was done."""
-    from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
+    from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
     from dbuffer.integrations.vllm.rank import WorkerRank
 
     config, model = _here["config"], _here["model"]
@@ -230,4 +230,4 @@ def ask(request: Any) -> str:
     def rank() -> WorkerRank:
         return WorkerRank(config, model, torch.device("cpu"))
 
-    return answer_of(lambda: RankEndpoint.of(model).do(request, rank)).problem
+    return capture_answer(lambda: RankEndpoint.of(model).do(request, rank)).problem

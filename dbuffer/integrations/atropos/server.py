@@ -22,7 +22,7 @@ from dbuffer.errors import (
     VersionTimeoutError,
 )
 from dbuffer.integrations.engine.background import BackgroundFollower
-from dbuffer.integrations.vllm.following import follow
+from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer
 

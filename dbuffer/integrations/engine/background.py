@@ -21,7 +21,7 @@ from dbuffer.runtime.trouble import Trouble
 logger = logging.getLogger(__name__)
 
 
-class InBackground(Closing, ABC):
+class BackgroundFollowing(Closing, ABC):
     """What follows until it is closed: an engine, or all replicas of one."""
 
     @property
@@ -70,7 +70,7 @@ class InBackground(Closing, ABC):
         await self.aclose()
 
 
-class BackgroundFollower(InBackground):
+class BackgroundFollower(BackgroundFollowing):
     """Follows in a thread of its own, until it is closed. Made by :func:`follow`.
 
     Whatever fails is logged and counted, the engine serves on with what it has, and the next
@@ -135,7 +135,7 @@ class BackgroundFollower(InBackground):
                 self._condition.notify_all()
 
 
-class ReplicaFollowers(InBackground):
+class ReplicaFollowers(BackgroundFollowing):
     """Follows with each replica of an engine by itself, so that the others serve on meanwhile.
 
     One that cannot switch serves on with what it has, and is tried again; what it answers tells

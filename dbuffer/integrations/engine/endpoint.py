@@ -10,15 +10,20 @@ from typing import Any
 
 from dbuffer import errors
 from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_rank import (
+    ENDPOINT_ATTR,
+    EngineRank,
+    ModelState,
+    WeightsState,
+)
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
-from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, Serving, WeightsState
 from dbuffer.integrations.engine.shape_check import no_places
 
 logger = logging.getLogger(__name__)
 
 
-def answer_of(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
+def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
     """What a call answers, or what tells of the error that it raised; nothing is raised."""
     try:
         return call()
@@ -43,10 +48,10 @@ class RankEndpoint:
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:
         """That of a model, which keeps it for as long as it lives."""
-        endpoint = getattr(model, KEPT_AS, None)
+        endpoint = getattr(model, ENDPOINT_ATTR, None)
         if endpoint is None:
             endpoint = cls()
-            setattr(model, KEPT_AS, endpoint)
+            setattr(model, ENDPOINT_ATTR, endpoint)
             endpoint.watch_loads(model)
         return endpoint
 
@@ -121,7 +126,7 @@ class RankEndpoint:
     def begin(self, make_rank: Callable[[], EngineRank], request: messages.BeginRequest) -> None:
         """Follow a store, on all ranks or on none."""
         rank = make_rank()
-        if request.unless_following:
+        if request.if_idle:
             # Together: a rank that began alone would wait for those that need not.
             try:
                 is_following = self._is_following(rank, request.options)
@@ -180,7 +185,7 @@ def start_on_all_ranks(
     """
     engine_id = rank.engine_id(options)
     if before is None:
-        serving = Serving(rank.make_model(None), weights=weights)
+        serving = ModelState(rank.make_model(None), weights=weights)
     else:
         serving = before.serving(options.store)
         serving = serving._replace(model=rank.make_model(serving.model))

@@ -20,6 +20,8 @@ from dataclasses import replace
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_rank import AppliedVersion
 from dbuffer.integrations.engine.messages import (
     AwakeRequest,
     BeginRequest,
@@ -27,7 +29,6 @@ from dbuffer.integrations.engine.messages import (
     ForgetRequest,
     specs_of,
 )
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.protocol import (
     UNKNOWN_VERSION,
     Engine,
@@ -35,7 +36,6 @@ from dbuffer.integrations.engine.protocol import (
     PauseMode,
 )
 from dbuffer.integrations.engine.reporting import Failure, FollowerReport, Switch
-from dbuffer.integrations.engine.serving import Served
 from dbuffer.integrations.engine.states import FollowerEvent, FollowerState
 from dbuffer.integrations.engine.store_view import StoreView
 from dbuffer.runtime import options as checks
@@ -71,7 +71,7 @@ class Follower(Closing):
         self._pause_mode: PauseMode = pause
         self._state = FollowerState.NEW
         self._view: StoreView | None = None
-        self._served: Served | None = None
+        self._served: AppliedVersion | None = None
         self._failure: Failure | None = None
         self.identity = secrets.token_hex(8)
         """By which another process recognises this follower."""
@@ -133,9 +133,9 @@ class Follower(Closing):
         _followers[_key_of(facts)] = self
         view = self._look_anew(facts, options)
         # Ranks that follow since the engine's start need not begin again, unless they were lost.
-        unless_following = is_first and options == facts.configured
+        if_idle = is_first and options == facts.configured
         with self._paused_if(facts.begins_paused and not was_paused):
-            self._begin(view, unless_following=unless_following)
+            self._begin(view, if_idle=if_idle)
         view.note_ranks()
         self._served = _served_by(view.engine_record())
         if self.applied is not None:
@@ -183,12 +183,12 @@ class Follower(Closing):
         self._view = StoreView(facts, options, engine_id, FollowerReport(engine_id))
         return self._view
 
-    def _begin(self, view: StoreView, *, unless_following: bool) -> None:
+    def _begin(self, view: StoreView, *, if_idle: bool) -> None:
         # The ranks know themselves of which replica they are.
         shared = view.engine_id.removesuffix(view.facts.replica)
         options = replace(view.options, engine_id=shared, instance_id=view.facts.instance_id)
         with self._in_our_terms("follow the store"):
-            self._engine.do(BeginRequest(options=options, unless_following=unless_following))
+            self._engine.do(BeginRequest(options=options, if_idle=if_idle))
 
     @contextlib.contextmanager
     def _paused_if(self, must_pause: bool) -> Iterator[None]:
@@ -263,7 +263,7 @@ class Follower(Closing):
         """
         if timeout_s is not None:
             checks.seconds("timeout_s", timeout_s)
-        goal: Served | None = None
+        goal: AppliedVersion | None = None
         switch: Switch | None = None
         try:
             try:
@@ -307,7 +307,7 @@ class Follower(Closing):
     def _switch_when_ready(
         self,
         view: StoreView,
-        goal: Served,
+        goal: AppliedVersion,
         timeout_s: float | None,
         stop_event: threading.Event | None,
     ) -> Switch:
@@ -319,7 +319,7 @@ class Follower(Closing):
         with self._in_our_terms(f"switch to version {goal.version}"):
             return self._switch(view, goal, time.monotonic() - started)
 
-    def _switch(self, view: StoreView, goal: Served, wait_s: float) -> Switch:
+    def _switch(self, view: StoreView, goal: AppliedVersion, wait_s: float) -> Switch:
         # A pause that somebody else began is theirs to end.
         if not self._engine.is_paused():
             self._note(FollowerEvent.PAUSED)
@@ -349,7 +349,7 @@ class Follower(Closing):
             view.newer_than(self._served)
         return switch
 
-    def _load(self, view: StoreView, goal: Served) -> tuple[ReceiverRecord, float]:
+    def _load(self, view: StoreView, goal: AppliedVersion) -> tuple[ReceiverRecord, float]:
         """Load, on all ranks; what the engine says it has, and how long that took, in seconds."""
         started = time.monotonic()
         attempt = secrets.token_hex(8)
@@ -512,8 +512,8 @@ def _engine_id(facts: EngineFacts, options: EngineOptions) -> str:
     return (options.engine_id or facts.name) + facts.replica
 
 
-def _served_by(record: ReceiverRecord | None) -> Served | None:
+def _served_by(record: ReceiverRecord | None) -> AppliedVersion | None:
     """What an engine says it has; None: what it was started with."""
     if record is None or record.applied_version is None:
         return None
-    return Served(record.applied_version, record.history)
+    return AppliedVersion(record.applied_version, record.history)

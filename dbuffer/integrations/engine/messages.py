@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from dbuffer import errors
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class BeginRequest:
     """Follow a store, after whatever was followed before."""
 
     options: EngineOptions
-    unless_following: bool = False
+    if_idle: bool = False
     """Nothing is done where a rank follows this store already, with the same options."""
 
 
@@ -78,8 +78,8 @@ def decode_request(values: Any) -> RankRequest:
     """
     try:
         match values["call"], values["arguments"]:
-            case "begin", {"options": options, "unless_following": bool(unless)}:
-                return BeginRequest(options=EngineOptions.parse(options), unless_following=unless)
+            case "begin", {"options": options, "if_idle": bool(unless)}:
+                return BeginRequest(options=EngineOptions.parse(options), if_idle=unless)
             case "update", arguments:
                 return UpdateRequest.parse(arguments)
             case "check", {"tensors": tensors}:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.options import PAUSE_MODES, EngineOptions
+from dbuffer.integrations.engine.engine_options import PAUSE_MODES, EngineOptions
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests in flight: they are kept and go on with the new weights, their caches

@@ -28,13 +28,18 @@ from dbuffer.errors import (
     WeightsMismatchError,
 )
 from dbuffer.format.layout import Layout
-from dbuffer.integrations.engine.options import EngineNames, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_rank import (
+    AppliedVersion,
+    EngineRank,
+    ModelState,
+    WeightsState,
+)
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch, Tensors
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
-from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
-from dbuffer.integrations.engine.serving import EngineRank, Served, Serving, WeightsState
+from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.shape_check import no_places
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import Snapshot
@@ -66,7 +71,7 @@ class RankReceiver:
     """
 
     def __init__(
-        self, rank: EngineRank, options: EngineOptions, serving: Serving, engine_id: str
+        self, rank: EngineRank, options: EngineOptions, serving: ModelState, engine_id: str
     ) -> None:
         self.ranks = rank.ranks
         self.ranks.timeout_s = RANK_TIMEOUT_S + options.timeout_s
@@ -129,14 +134,14 @@ class RankReceiver:
         self._record.set(instance=names.instance, is_made_up=self.instance_id in engine_id)
         self._record_engine()
 
-    def serving(self, store: str) -> Serving:
+    def serving(self, store: str) -> ModelState:
         """What the model has, as far as a receiver of ``store`` can go on with it.
 
         Whether that store was begun anew since shows when it is read again.
         """
         is_known = store == self.options.store and not self._weights.is_unknown
         served = self._served if is_known else None
-        return Serving(self._model, served, self._broken, self._loaded_names, self._weights)
+        return ModelState(self._model, served, self._broken, self._loaded_names, self._weights)
 
     # Loads that are not dbuffer's
 
@@ -487,7 +492,7 @@ class RankReceiver:
         if any(failures):
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
-        self._served = Served(staged.version, staged.history)
+        self._served = AppliedVersion(staged.version, staged.history)
         self._failure = None, None
         self._weights.is_unknown = False
         self._is_whole_again()
@@ -516,7 +521,7 @@ class RankReceiver:
             why = self._describe(f"go back to version {self._applied}", failures)
         logger.error("%s; loading version %s once more", why, staged.version)
         failures = self._on_all_ranks(
-            lambda: self._load_again(Served(staged.version, staged.history))
+            lambda: self._load_again(AppliedVersion(staged.version, staged.history))
         )
         if not any(failures):
             return staged
@@ -529,7 +534,7 @@ class RankReceiver:
         self._record_engine()
         return self._broken
 
-    def _load_again(self, wanted: Served | None) -> None:
+    def _load_again(self, wanted: AppliedVersion | None) -> None:
         if wanted is None or self.options.partial:
             # A partial version does not tell what a later one has overwritten in addition.
             self._model.load_checkpoint()

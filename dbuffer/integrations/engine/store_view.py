@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import BUFFERS
-from dbuffer.integrations.engine.options import EngineNames, EngineOptions
+from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions
+from dbuffer.integrations.engine.engine_rank import AppliedVersion
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.reporting import FollowerReport
-from dbuffer.integrations.engine.serving import Served
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store.buffer import DoubleBuffer, are_apart
 
@@ -78,7 +78,7 @@ class StoreView:
     def _record(self, receiver_id: str) -> ReceiverRecord | None:
         return self._names.record(self._store, receiver_id)
 
-    def acknowledgement(self, goal: Served) -> ReceiverRecord:
+    def acknowledgement(self, goal: AppliedVersion) -> ReceiverRecord:
         """The engine's own record, which must tell of this version or a later one."""
         record = self.engine_record()
         if record is not None and record.problem is not None:
@@ -121,30 +121,32 @@ class StoreView:
         held = [pointer.history for pointer in pointers if pointer is not None]
         return not held or not all(are_apart(each, history) for each in held)
 
-    def newer_than(self, served: Served | None, at_least: int | None = None) -> Served | None:
+    def newer_than(
+        self, served: AppliedVersion | None, at_least: int | None = None
+    ) -> AppliedVersion | None:
         """The newest version, or ``at_least``, if the engine does not have it."""
         if self._store.exists():
             self._store.check()
         elif served is None:
-            return None if at_least is None else Served(at_least, None)
+            return None if at_least is None else AppliedVersion(at_least, None)
         # What is known to be published may be on its way to a local store.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         pointer = store.newest_pointer()
         newest, history = (pointer.version, pointer.history) if pointer else (0, None)
         has = 0 if served is None else served.version
         if served is not None and served.is_of_another_run(history):
-            self._admit_new_history(served, Served(newest, history))
+            self._admit_new_history(served, AppliedVersion(newest, history))
             has = 0  # of what is there now
         elif newest < has:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {has} to {newest}: it was emptied or replaced"
             )
         wanted = max(newest, at_least or 0)
-        goal = Served(wanted, history) if wanted > has else None
+        goal = AppliedVersion(wanted, history) if wanted > has else None
         self._measure_lag(served, goal, num_behind=wanted - has)
         return goal
 
-    def _admit_new_history(self, served: Served, found: Served) -> None:
+    def _admit_new_history(self, served: AppliedVersion, found: AppliedVersion) -> None:
         what = (
             f"{self.options.store} was emptied or replaced, and begun anew: {self.engine_id} has "
             f"version {served.version} of the run before, and the newest is version "
@@ -159,7 +161,9 @@ class StoreView:
             self._logged_history = found.history
             logger.warning("%s, and it follows those now", what)
 
-    def _measure_lag(self, served: Served | None, goal: Served | None, *, num_behind: int) -> None:
+    def _measure_lag(
+        self, served: AppliedVersion | None, goal: AppliedVersion | None, *, num_behind: int
+    ) -> None:
         applied = 0 if served is None else served.version
         self.report.lag(
             available=applied if goal is None else goal.version,
@@ -168,7 +172,7 @@ class StoreView:
             age_s=0.0 if goal is None else self._age_s(goal),
         )
 
-    def _age_s(self, goal: Served) -> float:
+    def _age_s(self, goal: AppliedVersion) -> float:
         manifests = [self._store.manifest(buffer) for buffer in BUFFERS]
         published = [
             found.published_at
@@ -194,8 +198,8 @@ class StoreView:
 
     def wait_ready(
         self,
-        goal: Served,
-        served: Served | None,
+        goal: AppliedVersion,
+        served: AppliedVersion | None,
         timeout_s: float,
         stop_event: threading.Event | None,
         *,
@@ -248,12 +252,12 @@ class StoreView:
             time.sleep(_READY_CHECK_S)
 
 
-def _is_ready(record: ReceiverRecord | None, goal: Served) -> bool:
+def _is_ready(record: ReceiverRecord | None, goal: AppliedVersion) -> bool:
     return record is not None and record.has_staged(goal.version, goal.history)
 
 
 def _require_unhindered(
-    goal: Served,
+    goal: AppliedVersion,
     records: dict[str, ReceiverRecord | None],
     began: dict[str, ReceiverRecord | None],
     serves_on: str,
@@ -265,7 +269,9 @@ def _require_unhindered(
             )
 
 
-def _is_hindered(record: ReceiverRecord, goal: Served, began: ReceiverRecord | None) -> bool:
+def _is_hindered(
+    record: ReceiverRecord, goal: AppliedVersion, began: ReceiverRecord | None
+) -> bool:
     """Whether a rank says that it cannot have this version, now.
 
     What was wrong with the store itself when the wait ``began`` may be over, until said again.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from dbuffer.errors import DBufferError
 
 if TYPE_CHECKING:
+    from dbuffer.integrations.engine.engine_options import EngineOptions
     from dbuffer.integrations.engine.follower import Follower
-    from dbuffer.integrations.engine.options import EngineOptions
     from dbuffer.integrations.vllm.launched import LaunchedFollower
 
 EngineFollower: TypeAlias = "Follower | LaunchedFollower"
@@ -46,17 +46,17 @@ def start_follower(
 
     follower: EngineFollower
     if engine_type == "sglang":
-        from dbuffer.integrations.sglang.engines import sglang_engine_of
+        from dbuffer.integrations.sglang.sglang_engine import sglang_engine_of
 
         follower = Follower(sglang_engine_of(engine, api_key=api_key), options)
     else:
-        from dbuffer.integrations.vllm import engines, launched
+        from dbuffer.integrations.vllm import launched, vllm_engine
 
-        if engines.is_one_of_several(engine):
+        if vllm_engine.is_one_of_several(engine):
             follower = launched.LaunchedFollower(engine, options)
         else:
             # Not `follow` of vLLM: that lets servers switch in the background, at any time.
-            follower = Follower(engines.vllm_engine_of(engine, api_key=api_key), options)
+            follower = Follower(vllm_engine.vllm_engine_of(engine, api_key=api_key), options)
     follower.start()
     return follower
 

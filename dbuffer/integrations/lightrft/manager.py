@@ -193,7 +193,7 @@ class BroadcastManager(Closing):
             self._opened.callback(self._directory.remove)
 
     def _follow(self) -> None:
-        from dbuffer.integrations.engine.options import EngineOptions
+        from dbuffer.integrations.engine.engine_options import EngineOptions
 
         engine_type = self._configuration.engine_type
         options = EngineOptions(

@@ -1,12 +1,12 @@
 """A dbuffer store as SGLang's source of weights: offline and as a server, any TP size.
 
-* :func:`follow`, for an ``sglang.Engine`` or a server's URL (:mod:`.following`);
+* :func:`follow`, for an ``sglang.Engine`` or a server's URL (:mod:`.follow_sglang`);
 * :func:`load_from_store`, the ``custom_weight_loader`` through which the engine's own processes
   receive (:mod:`.loader`).
 
 In SGLang's schedulers, `rank`, `model` and `shape_check` are below the loader, and `foreign_loads`
-notices what else writes weights; `engines` is where an engine is driven, and `commands` what SGLang
-carries between them.
+notices what else writes weights; `sglang_engine` drives an engine, and `commands` is what SGLang
+carries between the two.
 
 Nothing of it, and nothing of SGLang, is imported before it is asked for.
 """
@@ -20,9 +20,13 @@ from dbuffer.runtime.lazy import lazily
 if TYPE_CHECKING:
     from dbuffer.integrations.engine.background import BackgroundFollower as BackgroundFollower
     from dbuffer.integrations.engine.follower import Follower as Follower
-    from dbuffer.integrations.engine.options import EngineOptions as EngineOptions
-    from dbuffer.integrations.sglang.engines import LOADER as LOADER, OfflineSglang, SglangServer
-    from dbuffer.integrations.sglang.following import follow as follow
+    from dbuffer.integrations.engine.engine_options import EngineOptions as EngineOptions
+    from dbuffer.integrations.sglang.sglang_engine import (
+        LOADER as LOADER,
+        OfflineSglang,
+        SglangServer,
+    )
+    from dbuffer.integrations.sglang.follow_sglang import follow as follow
     from dbuffer.integrations.sglang.loader import load_from_store as load_from_store
 
     OfflineEngine, ServerEngine = OfflineSglang, SglangServer
@@ -31,12 +35,12 @@ else:
         __name__,
         {
             "BackgroundFollower": "dbuffer.integrations.engine.background",
-            "EngineOptions": "dbuffer.integrations.engine.options",
+            "EngineOptions": "dbuffer.integrations.engine.engine_options",
             "Follower": "dbuffer.integrations.engine.follower",
-            "LOADER": ".engines",
-            "OfflineEngine": ".engines:OfflineSglang",
-            "ServerEngine": ".engines:SglangServer",
-            "follow": ".following",
+            "LOADER": ".sglang_engine",
+            "OfflineEngine": ".sglang_engine:OfflineSglang",
+            "ServerEngine": ".sglang_engine:SglangServer",
+            "follow": ".follow_sglang",
             "load_from_store": ".loader",
         },
     )

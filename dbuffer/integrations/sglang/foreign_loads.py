@@ -17,7 +17,7 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.runtime_context import get_exec
 
 from dbuffer.integrations.engine.endpoint import RankEndpoint
-from dbuffer.integrations.sglang.engines import LOADER
+from dbuffer.integrations.sglang.sglang_engine import LOADER
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
-from dbuffer.integrations.engine.options import EngineNames, EngineOptions
+from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions
 from dbuffer.integrations.sglang import foreign_loads
 from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.rank import SchedulerRank, all_ranks
@@ -37,7 +37,9 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
         return
     foreign_loads.watch()
     endpoint = RankEndpoint.of(model)
-    answer = answer_of(lambda: endpoint.do(request, lambda: SchedulerRank(model, command.names)))
+    answer = capture_answer(
+        lambda: endpoint.do(request, lambda: SchedulerRank(model, command.names))
+    )
     if answer.outcome is messages.RankOutcome.DONE:
         return
     logger.error("%s: %s", type(request).__name__, answer.problem)

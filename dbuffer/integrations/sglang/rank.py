@@ -7,18 +7,18 @@ from typing import Any
 from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import EngineUnsupportedError
-from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.engine.ranks import Ranks
-from dbuffer.integrations.engine.serving import EngineRank, ServingModel
+from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.integrations.engine.engine_rank import EngineRank, ServingModel
+from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.sglang.model import SglangModel
 from dbuffer.integrations.sglang.shape_check import sglang_shape_check
 from dbuffer.weights.names import NameMap
 
 
-def all_ranks() -> Ranks:
+def all_ranks() -> RankChannel:
     """All ranks of this tensor-parallel engine, each in a scheduler process of its own."""
-    return Ranks(get_parallel().tp_group)
+    return RankChannel(get_parallel().tp_group)
 
 
 class SchedulerRank(EngineRank):

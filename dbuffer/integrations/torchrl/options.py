@@ -11,7 +11,7 @@ import torch
 
 from dbuffer.errors import OptionError
 from dbuffer.format.delta import require_compression
-from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.sender import WeightSender
 from dbuffer.receive.receiver import WeightReceiver

@@ -38,7 +38,7 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferWeightSender,
     engine_in,
 )
-from dbuffer.integrations.vllm.engines import AsyncVllm, is_async
+from dbuffer.integrations.vllm.vllm_engine import AsyncVllm, is_async
 from dbuffer.io.tensors import DTYPE_NAMES
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks

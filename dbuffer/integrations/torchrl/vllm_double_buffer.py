@@ -22,14 +22,14 @@ from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import NotReadyError, OptionError, StoreReplacedError
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.torchrl.addresses import Stores
 from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, find_model
 from dbuffer.integrations.torchrl.extraction import Extracted, extract_for_vllm
 from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
-from dbuffer.integrations.vllm.engines import vllm_engine_of
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
+from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
 

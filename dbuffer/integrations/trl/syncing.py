@@ -14,7 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from dbuffer.errors import AcknowledgementTimeoutError, OptionError
-from dbuffer.integrations.engine.background import InBackground
+from dbuffer.integrations.engine.background import BackgroundFollowing
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import DEFAULT_RANK_TIMEOUT_S, ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
@@ -235,7 +235,7 @@ class WeightSync:
                 timeout_s=self._timeout_s,
                 unused_tensors=self._unused_tensors,
             )
-            assert not isinstance(follower, InBackground)  # noqa: S101 - it is an LLM
+            assert not isinstance(follower, BackgroundFollowing)  # noqa: S101 - it is an LLM
             self._opened.callback(follower.close)
             # Else its ranks would look at a store that may be gone.
             self._opened.callback(follower.stop_workers)

@@ -3,14 +3,14 @@
 * ``backend="dbuffer"`` in vLLM's own weight transfer configuration (:mod:`.backend`), and the
   trainer's half of it (:mod:`.trainer`);
 * :class:`WorkerExtension`, through which workers are reached (:mod:`.extension`);
-* :func:`follow`, for an ``LLM``, an ``AsyncLLM`` or a server's URL (:mod:`.following`);
+* :func:`follow`, for an ``LLM``, an ``AsyncLLM`` or a server's URL (:mod:`.follow_vllm`);
 * :class:`FollowStore`, a middleware that makes a server follow by itself (:mod:`.middleware`);
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
 In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
 `rank`, `model` and `shape_check` below it; `foreign_loads` notices what else writes weights.
-`engines`, `facts`, `ray_follower` and `launched` (where torchrun started the ranks) are where an
-engine is driven; `config` is what vLLM's configuration says of dbuffer.
+`vllm_engine`, `facts`, `ray_follower` and `launched` (where torchrun started the ranks) drive an
+engine; `config` reads dbuffer's part of vLLM's configuration.
 
 vLLM imports this package in every one of its processes, before it is ready itself; so nothing of
 it, and nothing of vLLM, is imported before it is asked for.
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
         ReplicaFollowers as ReplicaFollowers,
     )
     from dbuffer.integrations.engine.follower import Follower as Follower
-    from dbuffer.integrations.engine.options import EngineOptions as EngineOptions
+    from dbuffer.integrations.engine.engine_options import EngineOptions as EngineOptions
     from dbuffer.integrations.vllm.adapters import adapter_request as adapter_request
     from dbuffer.integrations.vllm.extension import WorkerExtension as WorkerExtension
-    from dbuffer.integrations.vllm.following import follow as follow
+    from dbuffer.integrations.vllm.follow_vllm import follow as follow
     from dbuffer.integrations.vllm.middleware import FollowStore as FollowStore
     from dbuffer.integrations.vllm.trainer import DBufferTrainerInitInfo as DBufferTrainerInitInfo
 else:
@@ -40,12 +40,12 @@ else:
         {
             "BackgroundFollower": "dbuffer.integrations.engine.background",
             "DBufferTrainerInitInfo": ".trainer",
-            "EngineOptions": "dbuffer.integrations.engine.options",
+            "EngineOptions": "dbuffer.integrations.engine.engine_options",
             "FollowStore": ".middleware",
             "Follower": "dbuffer.integrations.engine.follower",
             "ReplicaFollowers": "dbuffer.integrations.engine.background",
             "WorkerExtension": ".extension",
             "adapter_request": ".adapters",
-            "follow": ".following",
+            "follow": ".follow_vllm",
         },
     )

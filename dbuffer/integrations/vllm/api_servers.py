@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from dbuffer.errors import DBufferError
-from dbuffer.integrations.engine.background import InBackground
+from dbuffer.integrations.engine.background import BackgroundFollowing
 
 logger = logging.getLogger(__name__)
 
@@ -69,18 +69,18 @@ class Leadership:
 class SharedFollowing:
     """Follows while this API server leads, and stands by before that. Made by :meth:`begin`."""
 
-    def __init__(self, leadership: Leadership, follow: Callable[[], InBackground]) -> None:
+    def __init__(self, leadership: Leadership, follow: Callable[[], BackgroundFollowing]) -> None:
         self._leadership = leadership
         self._follow = follow
-        self._following: InBackground | None = None
+        self._following: BackgroundFollowing | None = None
         self._standing_by: asyncio.Task[None] | None = None
 
     @classmethod
     async def begin(
         cls,
         leadership: Leadership,
-        follow: Callable[[], InBackground],
-        follow_until_ready: Callable[[], Awaitable[InBackground]],
+        follow: Callable[[], BackgroundFollowing],
+        follow_until_ready: Callable[[], Awaitable[BackgroundFollowing]],
     ) -> Self:
         """Wait until the engine serves what is there, by this API server's doing or another's.
 

@@ -14,17 +14,17 @@ from vllm.distributed.weight_transfer.base import (
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.endpoint import RankEndpoint
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.messages import BeginRequest
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
-from dbuffer.integrations.vllm.config import options_of
-from dbuffer.integrations.vllm.handing_over import (
+from dbuffer.integrations.vllm.callback_loading import (
     ApplyPatches,
-    HandingOver,
+    CallbackLoader,
     LoadWeights,
     calling_worker,
     leave_layers_alone,
 )
-from dbuffer.integrations.vllm.rank import WorkerRank, WorkerRanks
+from dbuffer.integrations.vllm.config import options_of
+from dbuffer.integrations.vllm.rank import WorkerChannel, WorkerRank
 from dbuffer.integrations.vllm.sparse_patches import (
     trainer_send_sparse_weights,
     trainer_send_weights,
@@ -120,7 +120,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     trainer_send_weights = staticmethod(trainer_send_weights)
     trainer_send_sparse_weights = staticmethod(trainer_send_sparse_weights)
 
-    _handing_over: HandingOver | None = None
+    _callback_loader: CallbackLoader | None = None
     """Hands tensors to the caller's callbacks; None where vLLM's worker is known."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -137,14 +137,14 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.model = given.arguments["model"]
         worker = calling_worker(self.parallel_config)
         if worker is None:
-            self._handing_over = HandingOver(self.parallel_config)
+            self._callback_loader = CallbackLoader(self.parallel_config)
         else:
             leave_layers_alone(worker)
             self._follow_in_worker(worker.vllm_config, worker.device)
 
     def _follow_in_worker(self, vllm_config: Any, device: Any) -> None:
         self._vllm_config, self._device = vllm_config, device
-        self._ranks = WorkerRanks(vllm_config)
+        self._ranks = WorkerChannel(vllm_config)
         self._endpoint = RankEndpoint.of(self.model)
         options = options_of(vllm_config.additional_config)
         if options is not None:
@@ -154,7 +154,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> DBufferInitInfo | None:
         """Check ``init_info``; None on ranks that must not raise."""
-        if self._handing_over is not None:
+        if self._callback_loader is not None:
             return DBufferInitInfo.parse(init_dict)
         with self._ranks.raising_once():
             return DBufferInitInfo.parse(init_dict)
@@ -170,8 +170,8 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def init_transfer_engine(self, init_info: DBufferInitInfo | None) -> None:
         if init_info is None:
             return
-        if self._handing_over is not None:
-            self._handing_over.begin(init_info)
+        if self._callback_loader is not None:
+            self._callback_loader.begin(init_info)
             return
         with self._ranks.raising_once():
             self._begin(init_info)
@@ -193,12 +193,12 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self, update_info: DBufferUpdateInfo, load_weights: LoadWeights | None = None
     ) -> None:
         """Switch to a version; ``load_weights`` is called where no worker of vLLM's is known."""
-        if self._handing_over is None:
+        if self._callback_loader is None:
             self._update(update_info)
         elif load_weights is None:
             raise OptionError("there is nothing to load the weights with: pass load_weights")
         else:
-            self._handing_over.load(update_info, load_weights)
+            self._callback_loader.load(update_info, load_weights)
 
     def receive_sparse_weights(
         self, update_info: DBufferUpdateInfo, apply_patches: ApplyPatches
@@ -209,14 +209,14 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         of vLLM's is known. Otherwise it is not: a version in a store is whole, and its names are a
         checkpoint's.
         """
-        if self._handing_over is None:
+        if self._callback_loader is None:
             self._update(update_info)
         else:
-            self._handing_over.patch(update_info, apply_patches)
+            self._callback_loader.patch(update_info, apply_patches)
 
     def shutdown(self) -> None:
-        if self._handing_over is not None:
-            self._handing_over.end()
+        if self._callback_loader is not None:
+            self._callback_loader.end()
         else:
             self._endpoint.end()
 

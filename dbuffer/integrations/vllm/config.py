@@ -7,7 +7,7 @@ from typing import Any
 
 from dbuffer.errors import OptionError
 from dbuffer.format.manifest import host_in_id
-from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.engine_options import EngineOptions
 
 BACKEND = "dbuffer"
 """The name in vLLM's registries, and the key in ``additional_config``."""

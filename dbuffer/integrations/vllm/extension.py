@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from dbuffer.integrations.engine.endpoint import RankEndpoint, answer_of
+from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
+from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.messages import (
     RankAnswer,
     RankRequest,
     decode_request,
     encode_answer,
 )
-from dbuffer.integrations.engine.options import UpdateRequest
 from dbuffer.integrations.vllm.rank import WorkerRank
 
 
@@ -25,7 +25,7 @@ class WorkerExtension:
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, str]:
         """Do what a follower asks for; see :mod:`dbuffer.integrations.engine.messages`."""
         # Nothing may be raised here: vLLM would read the other ranks' answers one call late.
-        return encode_answer(answer_of(lambda: _do(self, decode_request(request))))
+        return encode_answer(capture_answer(lambda: _do(self, decode_request(request))))
 
 
 def _do(worker: Any, request: RankRequest) -> RankAnswer:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from dbuffer import errors
 from dbuffer.errors import DBufferError, EngineUpdateError
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import (
     EndRequest,
@@ -25,12 +26,11 @@ from dbuffer.integrations.engine.messages import (
     encode_answer,
     encode_request,
 )
-from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import PauseMode
-from dbuffer.integrations.engine.ranks import RANK_TIMEOUT_S
+from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.reporting import Switch
-from dbuffer.integrations.vllm.engines import OfflineVllm
-from dbuffer.integrations.vllm.rank import WorkerRanks
+from dbuffer.integrations.vllm.rank import WorkerChannel
+from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from dbuffer.ranks.agreement import Agreement
 
 _NEXT = "hear what to do"
@@ -81,7 +81,7 @@ class LaunchedFollower:
 
     def __init__(self, llm: Any, options: EngineOptions | None) -> None:
         self._mine = OfflineVllm(llm)
-        ranks = WorkerRanks(llm.llm_engine.vllm_config)
+        ranks = WorkerChannel(llm.llm_engine.vllm_config)
         timeout_s = RANK_TIMEOUT_S + (options.timeout_s if options is not None else 0.0)
         self._agreement = Agreement(ranks.process_group, timeout_s=timeout_s)
         self._leader: Follower | None = None

@@ -23,12 +23,12 @@ from dbuffer.errors import (
     OptionError,
     VersionTimeoutError,
 )
-from dbuffer.integrations.engine.background import InBackground
-from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.background import BackgroundFollowing
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.vllm.api_servers import Leadership, SharedFollowing
 from dbuffer.integrations.vllm.config import engine_settings, options_of, shares_engine
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
-from dbuffer.integrations.vllm.following import follow
+from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _refusal(error: Exception) -> str:
     return f"this server does not start, because it cannot follow: {' '.join(reason.split())}"
 
 
-async def _end(following: InBackground | SharedFollowing) -> None:
+async def _end(following: BackgroundFollowing | SharedFollowing) -> None:
     """Stop following. What goes wrong must not keep the server from its end."""
     try:
         await following.aclose()
@@ -94,7 +94,7 @@ async def _end(following: InBackground | SharedFollowing) -> None:
         logger.warning("this server did not stop following properly: %s", error)
 
 
-async def _start(scope: Scope) -> InBackground | SharedFollowing:
+async def _start(scope: Scope) -> BackgroundFollowing | SharedFollowing:
     """Begin to follow, and wait until the engine serves what is there."""
     engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if engine is None:
@@ -106,13 +106,13 @@ async def _start(scope: Scope) -> InBackground | SharedFollowing:
             'FollowStore needs a store: --additional-config \'{"dbuffer": {"store": directory}}\''
         )
 
-    def begin() -> InBackground:
+    def begin() -> BackgroundFollowing:
         pause = engine_settings(config.additional_config).get("pause", "keep")
         follower = follow(engine, pause=pause)
-        assert isinstance(follower, InBackground)  # noqa: S101 - an AsyncLLM is followed so
+        assert isinstance(follower, BackgroundFollowing)  # noqa: S101 - an AsyncLLM is followed so
         return follower
 
-    async def begin_until_ready() -> InBackground:
+    async def begin_until_ready() -> BackgroundFollowing:
         follower = begin()
         try:
             await follower.wait_started_async()
@@ -129,7 +129,7 @@ async def _start(scope: Scope) -> InBackground | SharedFollowing:
     return await begin_until_ready()
 
 
-async def _wait_for_weights(follower: InBackground, options: EngineOptions) -> None:
+async def _wait_for_weights(follower: BackgroundFollowing, options: EngineOptions) -> None:
     """Wait for the first version: weights of ``--load-format dummy`` are nobody's."""
     logger.info(
         "%s has a dummy's weights: waiting %g s (timeout_s) for a version in %s",

@@ -9,9 +9,9 @@ from typing import Any
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
 from dbuffer.errors import DBufferError, EngineUnsupportedError
-from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.engine.ranks import Ranks
-from dbuffer.integrations.engine.serving import KEPT_AS, EngineRank, ServingModel
+from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ServingModel
+from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.integrations.vllm.config import (
     WRAPPER,
@@ -28,7 +28,7 @@ class WorkerRank(EngineRank):
     """One rank of a vLLM engine."""
 
     # The last is what vLLM knows of adapters and of the requests that asked for them.
-    not_weights = ("kv_cache", KEPT_AS, "lora_manager")
+    not_weights = ("kv_cache", ENDPOINT_ATTR, "lora_manager")
     wrapper = WRAPPER
 
     def __init__(self, vllm_config: Any, model: Any, device: Any) -> None:
@@ -37,7 +37,7 @@ class WorkerRank(EngineRank):
         self._device = device
         self.on_device = device.type != "cpu"
         self.packing = None if self.on_device else CpuPacking()
-        self.ranks = WorkerRanks(vllm_config)
+        self.ranks = WorkerChannel(vllm_config)
         self.instance_id = vllm_config.instance_id
         self.is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         if is_launched(vllm_config.parallel_config):  # each process has made up its own
@@ -60,7 +60,7 @@ class WorkerRank(EngineRank):
         return vllm_shape_check(self._vllm_config, self.module, partial=partial)
 
 
-class WorkerRanks(Ranks):
+class WorkerChannel(RankChannel):
     """All workers of a vLLM engine, of all replicas that step together."""
 
     def __init__(self, vllm_config: Any) -> None:

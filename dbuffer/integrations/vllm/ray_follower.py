@@ -18,11 +18,11 @@ from dbuffer.errors import (
     EngineUnsupportedError,
     VersionTimeoutError,
 )
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import Engine
 from dbuffer.integrations.engine.reporting import Switch
-from dbuffer.integrations.vllm.engines import vllm_engine_of
+from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.runtime import options as checks
 
 _ASK_AGAIN_S = 0.02

@@ -11,8 +11,8 @@ from dbuffer.tools.commands import shared
 from dbuffer.weights.names import NameMap
 
 if TYPE_CHECKING:
+    from dbuffer.integrations.engine.engine_options import EngineOptions
     from dbuffer.integrations.engine.follower import Follower
-    from dbuffer.integrations.engine.options import EngineOptions
     from dbuffer.integrations.engine.server import EngineServer
 
 
@@ -42,11 +42,11 @@ class Server(NamedTuple):
 
     def _engine(self) -> EngineServer:
         if self.is_sglang:
-            from dbuffer.integrations.sglang.engines import SglangServer
+            from dbuffer.integrations.sglang.sglang_engine import SglangServer
 
             names = None if self.rename is None else NameMap.read(self.rename)
             return SglangServer(self.url, names, api_key=self.api_key)
-        from dbuffer.integrations.vllm.engines import VllmServer
+        from dbuffer.integrations.vllm.vllm_engine import VllmServer
 
         return VllmServer(self.url, api_key=self.api_key)
 
@@ -67,7 +67,7 @@ def follow_server(
         EngineUnsupportedError, OptionError: it cannot follow, which trying again does not change.
     """
     from dbuffer.integrations.engine.background import follow_for_ever
-    from dbuffer.integrations.engine.options import EngineOptions
+    from dbuffer.integrations.engine.engine_options import EngineOptions
     from dbuffer.integrations.engine.reporting import Switch
 
     last = time.monotonic()

@@ -16,7 +16,7 @@ from typing import Any
 from dbuffer.errors import EngineBusyError, EngineUnsupportedError, EngineUpdateError
 from dbuffer.format.manifest import host_in_id
 from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.options import EngineNames, UpdateRequest
+from dbuffer.integrations.engine.engine_options import EngineNames, UpdateRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.sglang.commands import Command

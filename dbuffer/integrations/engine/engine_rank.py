@@ -9,18 +9,18 @@ from typing import NamedTuple, Protocol
 import torch
 
 from dbuffer.errors import EngineBusyError
-from dbuffer.integrations.engine.options import EngineOptions
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.ranks import Ranks
+from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.store.buffer import are_apart
 from dbuffer.weights.targets import LoadedNames
 
-KEPT_AS = "_dbuffer_endpoint"
+ENDPOINT_ATTR = "_dbuffer_endpoint"
 """The attribute of a model under which it keeps what a follower reaches."""
 
 
-class Served(NamedTuple):
+class AppliedVersion(NamedTuple):
     """A version of a store: the one that an engine has, or one to switch it to."""
 
     version: int
@@ -75,7 +75,7 @@ class ServingModel(Protocol):
 class EngineRank:
     """What a receiver needs to know of the rank that it is in; each engine has one of its own."""
 
-    ranks: Ranks
+    ranks: RankChannel
     """All ranks of the engine."""
     module: torch.nn.Module
     """The model that serves."""
@@ -83,7 +83,7 @@ class EngineRank:
     """Its weights are not in main memory."""
     is_stage: bool = False
     """It holds some of the model's layers only: other ranks hold the rest."""
-    not_weights: Collection[str] = (KEPT_AS,)
+    not_weights: Collection[str] = (ENDPOINT_ATTR,)
     """Attributes of its layers that change while it serves: its caches, and what is ours."""
     wrapper: str | None = None
     """What its layers are called in those that wrap them; None: none is wrapped."""
@@ -109,11 +109,11 @@ class EngineRank:
         raise NotImplementedError
 
 
-class Serving(NamedTuple):
+class ModelState(NamedTuple):
     """What one rank's model has; passed on from one receiver to the next."""
 
     model: ServingModel
-    served: Served | None = None
+    served: AppliedVersion | None = None
     """Out of the store; None: what the engine was started with."""
     broken: str | None = None
     """Why it refuses to serve."""

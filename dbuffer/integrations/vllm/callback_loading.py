@@ -1,4 +1,4 @@
-"""`HandingOver`: versions for whatever loads them, where nothing of the engine is known but that.
+"""`CallbackLoader`: loads versions through a function of the caller, outside of vLLM's workers.
 
 vLLM 0.23 and 0.24 make a weight transfer's engine of a model and its parallel configuration, and
 give each update a function that loads. In their own workers more is known: :func:`calling_worker`.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dbuffer.errors import EngineUnsupportedError, EngineUpdateError, VersionError
-from dbuffer.integrations.engine.options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
@@ -55,7 +55,7 @@ def leave_layers_alone(worker: Any) -> None:
     worker.start_weight_update = start_weight_update
 
 
-class HandingOver:
+class CallbackLoader:
     """Reads a store for one process. What is loaded is not checked against a model."""
 
     def __init__(self, parallel_config: Any) -> None:

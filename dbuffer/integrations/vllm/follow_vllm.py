@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers, begin
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.options import EngineOptions
 from dbuffer.integrations.engine.protocol import PauseMode
-from dbuffer.integrations.vllm.engines import (
+from dbuffer.integrations.vllm.facts import replicas_of
+from dbuffer.integrations.vllm.vllm_engine import (
     AsyncReplica,
     AsyncVllm,
     OfflineVllm,
@@ -18,7 +19,6 @@ from dbuffer.integrations.vllm.engines import (
     is_one_of_several,
     vllm_engine_of,
 )
-from dbuffer.integrations.vllm.facts import replicas_of
 from dbuffer.runtime import options as checks
 
 if TYPE_CHECKING:

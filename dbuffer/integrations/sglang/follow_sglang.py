@@ -7,9 +7,9 @@ from typing import Any, Literal, Protocol, overload
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.background import BackgroundFollower, begin
+from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.options import EngineOptions
-from dbuffer.integrations.sglang.engines import OfflineSglang, sglang_engine_of
+from dbuffer.integrations.sglang.sglang_engine import OfflineSglang, sglang_engine_of
 from dbuffer.runtime import options as checks
 from dbuffer.weights.names import NameMap
 

@@ -1,4 +1,4 @@
-"""`Ranks`: the ranks of one engine, telling each other how it went.
+"""`RankChannel`: the ranks of one engine, telling each other how it went.
 
 They have connections of their own for that, with a time-out of their own: in those of the engine a
 rank that is stopped, and not dead, would hang all others for half an hour, and nobody would know
@@ -45,7 +45,7 @@ _LEAVE = b""
 """Message of a rank that closes its connections; no other is empty."""
 
 
-class Ranks:
+class RankChannel:
     """All ranks of an engine. A gather is a step that all of them take, or none can go on.
 
     ``group`` is a ``GroupCoordinator`` of vLLM's, or of SGLang's, which was vLLM's once.
@@ -73,7 +73,7 @@ class Ranks:
         """
         if self.size == 1:
             return [answer]
-        return _Line.of(self).exchange(answer, self.timeout_s, begins=begins)
+        return _Connections.of(self).exchange(answer, self.timeout_s, begins=begins)
 
 
 class _Message(NamedTuple):
@@ -92,10 +92,10 @@ class _Message(NamedTuple):
         return cls(tuple(step), answer)
 
 
-class _Line:
+class _Connections:
     """The connections of this process to the other ranks, for as long as their process group."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankChannel) -> None:
         self._rank = ranks.rank
         self._group = connect(
             ranks.process_group, ranks.rank, ranks.size, ranks.timeout_s, purpose="engine"
@@ -103,23 +103,23 @@ class _Line:
         self._step = (0, 0)
         self._processes: list[Process] = []
         others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-        self._told = [_Told(self._group, rank) for rank in others]
-        self._heard = {rank: _Heard(self._group, rank) for rank in others}
+        self._told = [_Sender(self._group, rank) for rank in others]
+        self._heard = {rank: _Listener(self._group, rank) for rank in others}
         here = dataclasses.astuple(Process.here())
         processes = self.exchange(here, ranks.timeout_s, begins=False)
         self._processes = [Process(*fields) for fields in processes]
 
     @classmethod
-    def of(cls, ranks: Ranks) -> _Line:
+    def of(cls, ranks: RankChannel) -> _Connections:
         """That of these ranks, which is made by all of them together."""
         store = _get_default_store()
         key = (store, *distributed.get_process_group_ranks(ranks.process_group))
-        if key not in _lines:
+        if key not in _connections:
             # Where torch.distributed was begun anew, all ranks make new connections.
-            for old in [old for old in _lines if old[0] is not store]:
-                _lines.pop(old).close()
-            _lines[key] = cls(ranks)
-        return _lines[key]
+            for old in [old for old in _connections if old[0] is not store]:
+                _connections.pop(old).close()
+            _connections[key] = cls(ranks)
+        return _connections[key]
 
     def close(self) -> None:
         """Take leave of the other ranks: what listens to this one there ends, as it does here."""
@@ -164,7 +164,7 @@ class _Line:
         return f"rank {rank} (process {process.pid} on {process.host}) {problem}{why}"
 
 
-class _Told:
+class _Sender:
     """What one rank is told, by a thread that waits until it takes that.
 
     A wait that is given up breaks all connections, and a rank that is stopped takes nothing before
@@ -197,7 +197,7 @@ class _Told:
                 return
 
 
-class _Heard:
+class _Listener:
     """What one rank has said. A thread listens, so that waiting for it breaks no connection."""
 
     def __init__(self, group: Any, rank: int) -> None:
@@ -253,4 +253,4 @@ def _receive(group: Any, rank: int, num_bytes: int) -> bytes:
 
 _FOR_EVER = datetime.timedelta(days=3650)
 
-_lines: dict[tuple[Any, ...], _Line] = {}
+_connections: dict[tuple[Any, ...], _Connections] = {}
