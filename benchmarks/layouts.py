@@ -18,6 +18,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
 from dbuffer.io.copier import Copier
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Stager
 
@@ -123,8 +124,7 @@ class PlannedReceiver:
         self._copier = Copier()
         self._loads = WeightLoader(self.model, self._copier, check=self._check)
         self._stager = Stager(
-            str(store),
-            receiver_id=f"engine.rank-{rank}",
+            WeightReceiver(store, receiver_id=f"engine.rank-{rank}"),
             prepare=self._prepare,
             copy=True,
             pin_memory=device.type == "cuda",

@@ -407,7 +407,7 @@ def test_a_descriptor_is_handed_on_and_not_its_number(tmp_path: Path) -> None:
 def fork_a_stager(connection: Connection, store: Path) -> None:
     with WeightSender(store) as sender:
         sender.send({"a": torch.ones(1)})
-        stager = Stager(str(store), receiver_id="stager")
+        stager = Stager(WeightReceiver(store, receiver_id="stager"))
         stager.take(timeout_s=TIMEOUT_S)
 
         def use_in_child() -> None:

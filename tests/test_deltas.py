@@ -1188,7 +1188,7 @@ def test_a_stager_says_what_it_cannot_have_and_has_the_next(store: Path) -> None
     with make_sender(store) as sender:
         path = damaged_chain(store, sender, "flipped")
         with contextlib.closing(
-            Stager(str(store), receiver_id="rank", poll_interval_s=0.05)
+            Stager(dbuffer.WeightReceiver(store, receiver_id="rank", poll_interval_s=0.05))
         ) as stager:
             record = wait_for_record(store, lambda record: record.problem is not None)
             assert path.name in str(record.problem)

@@ -75,7 +75,7 @@ def test_the_version_before_the_first_of_the_next_format_is_still_there(store: P
         sender.send(filled(4))
         with dbuffer.WeightReceiver(store) as receiver, receiver.open(version=3) as snapshot:
             assert are_filled(dict(snapshot.tensors), 3)
-        stager = Stager(str(store), receiver_id="rank")
+        stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank"))
         try:
             assert are_filled(dict(stager.take(timeout_s=10).tensors), 4)
             stager.release()

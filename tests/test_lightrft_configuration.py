@@ -303,7 +303,9 @@ class StandIn:
     """What follows in an engine's place: a real stager, as each of an engine's ranks has one."""
 
     def __init__(self, engine: Any, api_key: str | None, options: EngineOptions) -> None:
-        self._stager = Stager(options.store, receiver_id=f"stand-in-{os.getpid()}")
+        self._stager = Stager(
+            dbuffer.WeightReceiver(options.store, receiver_id=f"stand-in-{os.getpid()}")
+        )
 
     def sync(self, *, at_least: int | None = None, timeout_s: float | None = None) -> None:
         self._stager.take(at_least=at_least, timeout_s=TIMEOUT_S)

@@ -1059,7 +1059,7 @@ def test_a_writer_that_was_cut_off_learns_of_its_successor_and_removes_nothing(
 
 
 def test_the_stager_stages_across_a_network(store: Path, sender: dbuffer.WeightSender) -> None:
-    stager = Stager(str(store), receiver_id="rank-0", poll_interval_s=0.05)
+    stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank-0", poll_interval_s=0.05))
     try:
         for version in range(1, 8):
             publish(sender, version)
@@ -1078,7 +1078,7 @@ def test_the_stager_stages_across_a_network(store: Path, sender: dbuffer.WeightS
 
 @pytest.mark.usefixtures("hasty")
 def test_the_stager_keeps_no_file_from_going(store: Path, sender: dbuffer.WeightSender) -> None:
-    stager = Stager(str(store), receiver_id="rank-0", poll_interval_s=0.05)
+    stager = Stager(dbuffer.WeightReceiver(store, receiver_id="rank-0", poll_interval_s=0.05))
     try:
         publish(sender, 1)
         staged = stager.take(1, timeout_s=30)
@@ -1099,7 +1099,10 @@ def test_the_stager_survives_a_file_that_goes(
     publish(sender, 1)
     faults.fail("preadv", errno.ESTALE, is_weights, times=2)
     faults.fail("pread", errno.ESTALE, is_weights)
-    stager = Stager(str(store), receiver_id="rank-0", poll_interval_s=0.05, num_threads=1)
+    receiver = dbuffer.WeightReceiver(
+        store, receiver_id="rank-0", poll_interval_s=0.05, num_threads=1
+    )
+    stager = Stager(receiver)
     try:
         assert SMALL.version_of(stager.take(1, timeout_s=30).tensors) == 1
         stager.release(applied=1)

@@ -758,7 +758,11 @@ class TestKeptLayouts:
     def reader(how, store, stack):
         if how == "stage":
             stager = stack.enter_context(
-                contextlib.closing(Stager(str(store), receiver_id="stager", poll_interval_s=0.05))
+                contextlib.closing(
+                    Stager(
+                        dbuffer.WeightReceiver(store, receiver_id="stager", poll_interval_s=0.05)
+                    )
+                )
             )
 
             def stage(version):

@@ -333,7 +333,8 @@ def watch_for_pickles(connection: Connection, store: Path) -> None:
     hold(store)
     with dbuffer.Mirror(store, local).start() as mirror:
         mirror.wait_until_current(10)
-    stager = dbuffer.receive.stager.Stager(str(local), receiver_id="rank", verify=False)
+    receiver = dbuffer.WeightReceiver(local, receiver_id="rank", verify=False)
+    stager = dbuffer.receive.stager.Stager(receiver)
     stager.take(timeout_s=10)
     stager.close()
     list(DoubleBuffer(store).receivers())

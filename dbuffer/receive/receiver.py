@@ -114,7 +114,7 @@ class WeightReceiver(Closing, ProcessBound):
         options.choice("verify", verify, (True, False, "auto"))
         self.receiver_id = receiver_id
         self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
-        self._poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
+        self.poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
         self._verify = verify
         self._copier = Copier(num_threads)
         self._watcher = Watcher(self._store.root / POINTER_FILE)
@@ -137,8 +137,17 @@ class WeightReceiver(Closing, ProcessBound):
         return self._store.root
 
     @property
+    def maps_files(self) -> bool:
+        """Whether the store's files are mapped, and not read over a network."""
+        return self._store.medium.maps_files
+
+    def newest(self) -> Pointer | None:
+        """Return the pointer to the newest version of any history; None: nothing is there."""
+        return self._store.newest_pointer() if self._store.exists() else None
+
+    @property
     def seen_version(self) -> int:
-        """The newest version that it has come upon, whether or not it could be read; 0: none."""
+        """Newest version that it has seen published, whether or not it could be read; 0: none."""
         return 0 if self._seen is None else self._seen.version
 
     @contextlib.contextmanager
@@ -252,12 +261,20 @@ class WeightReceiver(Closing, ProcessBound):
         except _NO_FAILURES:
             raise
         except Exception as error:
-            of_this_run = {} if self.history is None else {"history": self.history}
-            self.record.write_problem(error, version, **of_this_run)
+            self.note_problem(error, version)
             raise
         record = self.record.current
         if version is None and record.problem is not None and record.problem_version is None:
-            self.record.write(problem=None)
+            self.note_problem(None, None)
+
+    def note_problem(self, error: Exception | None, version: int | None) -> None:
+        """Record why a version, or with None the store, cannot be used; no error: it is over."""
+        if error is None:
+            self.record.write(problem=None, problem_version=None)
+            return
+        self.record.count(failures=1)
+        of_this_run = {} if self.history is None else {"history": self.history}
+        self.record.write_problem(error, version, **of_this_run)
 
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[Held | None]:
@@ -372,7 +389,7 @@ class WeightReceiver(Closing, ProcessBound):
             version = self._newest()
             if version is not None and (newer_than is None or version > newer_than):
                 return version
-            wait_s = self._poll_interval_s
+            wait_s = self.poll_interval_s
             if deadline is not None:
                 wait_s = min(wait_s, deadline - time.monotonic())
                 if wait_s <= 0:

@@ -1,6 +1,6 @@
-"""`Trouble`: retries of what keeps failing, less and less often, and logged even less often.
+"""`Trouble`: delays between retries, with backoff, and a log with a longer backoff.
 
-`log_once` is for what is no failure, and stays as it is.
+`log_once` is for conditions that are no failures, and last.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from dbuffer.errors import DBufferError, EngineUnreachableError
 
 _RETRY_MIN_S = 0.5
 _RETRY_MAX_S = 30.0
-_RETRY_AWAY_MAX_S = 1.0
-"""For a server that is away: once it is back, it must not serve old weights for long."""
+_RETRY_SHORT_MAX_S = 1.0
+"""Upper bound where a retry costs little: once a store or a server is back, it is used soon."""
 
 _LOG_MIN_S = 60.0
 _LOG_MAX_S = 3600.0
 
 
 class Trouble:
-    """One incident after the other, of something that is tried until it works.
+    """Incidents of one operation that is retried until it works, one after the other.
 
-    An incident is logged when it begins, when it becomes one of another kind, after a minute, after
-    two more, and so on up to every hour; and once more when it is over.
+    An incident is logged when it begins, when its error becomes one of another type, after a
+    minute, after two more, and so on up to every hour; and once more when it is over.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -39,28 +39,41 @@ class Trouble:
         self._log_s = _LOG_MIN_S
         self._log_at = 0.0
 
-    def note(self, error: Exception) -> float:
-        """Record a failure; the seconds to wait before the next try."""
+    def note(
+        self,
+        error: Exception,
+        what: str | None = None,
+        *,
+        is_short: bool = False,
+        is_lasting: bool = False,
+    ) -> float:
+        """Record a failure of ``what``; return the seconds to wait before the next attempt.
+
+        ``is_short``: a retry costs little, so the wait stays short. ``is_lasting``: the caller
+        does not retry the same thing, and the log says so.
+        """
         now = time.monotonic()
         if self._since is None:
             self._begin()
             self._since = now
         self._num_failures += 1
+        problem = self._describe(error) if what is None else f"{what}: {self._describe(error)}"
         if type(error) not in self._kinds:
             self._log_at = now + self._log_s
-            self._log(error, "trying again until it works")
+            then = "waiting for a newer version" if is_lasting else "trying again until it works"
+            self._log(error, f"{problem}; {then}")
         elif now >= self._log_at:
             self._log_s = min(2 * self._log_s, _LOG_MAX_S)
             self._log_at = now + self._log_s
-            self._log(error, f"still failing after {now - self._since:.0f} s")
+            self._log(error, f"{problem}; still failing after {now - self._since:.0f} s")
         self._kinds.add(type(error))
         wait_s = self._retry_s
-        is_away = isinstance(error, EngineUnreachableError)
-        self._retry_s = min(2 * wait_s, _RETRY_AWAY_MAX_S if is_away else _RETRY_MAX_S)
+        is_short = is_short or isinstance(error, EngineUnreachableError)
+        self._retry_s = min(2 * wait_s, _RETRY_SHORT_MAX_S if is_short else _RETRY_MAX_S)
         return wait_s
 
     def end(self, what: str) -> bool:
-        """Record a success of ``what``; True, after logging it, if there was trouble before."""
+        """Record a success of ``what``; return whether there was trouble, which is over now."""
         if self._since is None:
             return False
         duration_s = time.monotonic() - self._since
@@ -70,15 +83,20 @@ class Trouble:
         self._since = None
         return True
 
-    def _log(self, error: Exception, more: str) -> None:
+    def _describe(self, error: Exception) -> str:
+        return str(error) if _is_known(error) else f"{type(error).__name__}: {error}"
+
+    def _log(self, error: Exception, message: str) -> None:
         # A server that is not there yet is no error.
         level = logging.WARNING if isinstance(error, EngineUnreachableError) else logging.ERROR
-        is_known = isinstance(error, DBufferError | OSError)
-        what = error if is_known else f"{type(error).__name__}: {error}"
-        self._logger.log(level, "%s; %s", what, more, exc_info=None if is_known else error)
+        self._logger.log(level, "%s", message, exc_info=None if _is_known(error) else error)
+
+
+def _is_known(error: Exception) -> bool:
+    return isinstance(error, DBufferError | OSError)
 
 
 @functools.lru_cache(maxsize=256)
 def log_once(logger: logging.Logger, message: str, *arguments: object) -> None:
-    """Warn of something, unless this process has done so already."""
+    """Log a warning, unless this process has logged it already."""
     logger.warning(message, *arguments)

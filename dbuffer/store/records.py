@@ -183,6 +183,14 @@ class RecordFile:
         with self._lock:
             self._record = dataclasses.replace(self._record, **changes)
 
+    def count(self, **amounts: float) -> None:
+        """Add to the record's stats; :meth:`write` makes them seen."""
+        with self._lock:
+            stats = dict(self._record.stats)
+            for name, amount in amounts.items():
+                stats[name] = stats.get(name, 0) + amount
+            self._record = dataclasses.replace(self._record, stats=stats)
+
     def write(self, **changes: Any) -> None:
         """Change fields and replace the file; where there is no store yet, a later write does."""
         self.set(**changes)

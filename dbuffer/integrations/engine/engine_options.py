@@ -16,7 +16,7 @@ from dbuffer.errors import OptionError
 from dbuffer.format.layout import digest
 from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, ReceiverRecord, is_history, is_receiver_id
 from dbuffer.mirror.mirror import Mirror, start_mirror
-from dbuffer.receive.stager import NEW_HISTORIES, NewHistory
+from dbuffer.receive.follow_loop import NEW_HISTORIES, NewHistory
 from dbuffer.runtime import options as checks
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import Spare

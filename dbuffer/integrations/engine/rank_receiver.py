@@ -9,6 +9,7 @@ version before; if that fails too, all refuse to serve.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import TypeVar
 import torch
 
 from dbuffer.errors import (
+    DBufferError,
     EngineBrokenError,
     EngineBusyError,
     EngineUpdateError,
@@ -42,6 +44,7 @@ from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.shape_check import no_places
 from dbuffer.io.copier import Copier
+from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
 from dbuffer.runtime.messages import listed
@@ -112,20 +115,22 @@ class RankReceiver:
         name = names.of_rank(self.ranks.rank)
         # Before anything is read: it puts away what an earlier run may have left there.
         self._mirror = options.start_mirror()
-        self._stager = Stager(
+        receiver = WeightReceiver(
             options.read_store,
             receiver_id=name,
-            part_of=self.engine_id,
-            instance=names.instance,
-            spare=names.spare(name),
-            check=self._check,
-            prepare=self._prepare_switch,
-            copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
-            pin_memory=rank.on_device and options.staging != "map",
             poll_interval_s=options.poll_interval_s,
             verify=options.verify,
             num_threads=options.num_threads,
             allow_shared_store=options.allow_shared_store,
+        )
+        receiver.record.spare = names.spare(name)
+        receiver.record.set(part_of=self.engine_id, instance=names.instance, is_made_up=True)
+        self._stager = Stager(
+            receiver,
+            check=self._check,
+            prepare=self._prepare_switch,
+            copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
+            pin_memory=rank.on_device and options.staging != "map",
             new_history=options.new_history,
         )
         self._advise_a_local_copy()
@@ -189,7 +194,11 @@ class RankReceiver:
             problems = self._on_all_ranks(lambda: mirror.wait_until_current(timeout_s))
             if any(problems):
                 raise EngineUpdateError(f"the newest weights did not come: {by_rank(problems)}")
-        newest = max(version or 0 for version in self.ranks.gather(self._stager.newest_or_none()))
+        newest = 0
+        with contextlib.suppress(DBufferError, OSError):
+            pointer = self._stager.newest()
+            newest = 0 if pointer is None else pointer.version
+        newest = max(self.ranks.gather(newest))
         if newest:
             self.update(UpdateRequest(at_least=newest))
 
@@ -454,7 +463,7 @@ class RankReceiver:
             time.sleep(_LOOK_S)
 
     def _has_already(self, request: UpdateRequest) -> bool:
-        newest = self._stager.newest_pointer()
+        newest = self._stager.newest()
         version, history = (newest.version, newest.history) if newest else (None, None)
         wanted = request.version or request.at_least or version
         if wanted is None:

@@ -265,7 +265,8 @@ def _require_unhindered(
     for rank, record in records.items():
         if record is not None and _is_hindered(record, goal, began[rank]):
             raise errors.EngineUpdateError(
-                f"{record.receiver} cannot get ready: {record.problem}; {serves_on}"
+                f"{record.receiver} cannot get version {goal.version} ready: {record.problem}; "
+                f"{serves_on}"
             )
 
 

@@ -1,0 +1,241 @@
+"""`FollowLoop`: how everything that follows a store waits, retries, logs and starts over.
+
+A follower makes one attempt after the other until it is told to stop::
+
+    loop = FollowLoop(receiver, "copying", logger, new_history="follow", stop=stop)
+    newer_than = None
+    while not stop.is_set():
+        with loop.attempt():
+            version = loop.wait(newer_than)
+            if version is not None:
+                ...  # stage, copy, load or print it
+                loop.succeeded()
+                newer_than = version
+        if loop.outcome is Outcome.STARTED_OVER:
+            newer_than = None
+
+The block of an attempt lets only the final errors out. All others are logged once, noted as the
+receiver's problem, and retried with backoff.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, Self
+
+from dbuffer import errors
+from dbuffer.runtime.trouble import Trouble
+
+NewHistory = Literal["follow", "refuse"]
+"""Policy for a store that is emptied or replaced, and started over, while it is followed."""
+
+NEW_HISTORIES = ("follow", "refuse")
+
+
+class Followed(Protocol):
+    """Source of versions: a `WeightReceiver`, or an object that has one."""
+
+    @property
+    def store(self) -> Path: ...
+
+    @property
+    def seen_version(self) -> int: ...
+
+    def wait_for_version(
+        self,
+        newer_than: int | None = None,
+        timeout_s: float | None = 60.0,
+        stop_event: threading.Event | None = None,
+    ) -> int | None: ...
+
+    def start_over(self) -> None: ...
+
+    def note_problem(self, error: Exception | None, version: int | None) -> None:
+        """Report why a version, or with None the store, cannot be used; no error: it is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An attempt that failed."""
+
+    error: Exception
+    version: int | None
+    """Version that could not be used; None: the store could not be read."""
+    retry_at: float | None
+    """Time of the next attempt. None: only a newer version is attempted."""
+
+
+class Outcome(enum.Enum):
+    """Outcome of an attempt."""
+
+    ENDED = enum.auto()
+    """It succeeded, or the wait for a version was interrupted."""
+    FAILED = enum.auto()
+    """`FollowLoop.failure` says why; the next attempt backs off."""
+    OVERTAKEN = enum.auto()
+    """A writer took the version's buffer; the next attempt looks for a newer version at once."""
+    STARTED_OVER = enum.auto()
+    """The store holds another history, and the receiver follows that one from now on."""
+
+
+class FollowLoop:
+    """Policy and state of one follower's attempts. It serves one thread.
+
+    Args:
+        receiver: waits for versions, and starts over.
+        doing: present participle for the log: ``"staging"``.
+        logger: the follower's logger.
+        new_history: ``"follow"``: start over with what the store holds now, and log it.
+            ``"refuse"``: that is a failure like others.
+        final: errors that end following. They leave the block of an attempt.
+        stop: ends waits; an error of an attempt that it ended is ignored.
+    """
+
+    def __init__(
+        self,
+        receiver: Followed,
+        doing: str,
+        logger: logging.Logger,
+        *,
+        new_history: NewHistory = "refuse",
+        final: tuple[type[Exception], ...] = (),
+        stop: threading.Event | None = None,
+    ) -> None:
+        self._receiver = receiver
+        self._doing = doing
+        self._logger = logger
+        self._new_history = new_history
+        self._final = final
+        self._stop = stop or threading.Event()
+        self._trouble = Trouble(logger)
+        self._is_due = False
+        self._version: int | None = None
+        self._is_exact = False
+        self.outcome = Outcome.ENDED
+        """Outcome of the last attempt."""
+        self.failure: Failure | None = None
+        """Last failure, until an attempt succeeds."""
+
+    def attempt(self) -> Self:
+        """Begin an attempt, for a ``with`` block."""
+        self._version, self._is_exact = None, False
+        self.outcome = Outcome.ENDED
+        return self
+
+    def wait(
+        self,
+        newer_than: int | None,
+        *,
+        exactly: int | None = None,
+        timeout_s: float | None = None,
+        interrupt: threading.Event | None = None,
+    ) -> int | None:
+        """Wait for a version to use; None: the time is over, or the wait was interrupted.
+
+        A version that failed before is returned again only after a while.
+
+        Args:
+            newer_than: only a version above this one. None: any.
+            exactly: this version, when it or a later one was published.
+            timeout_s: how long to wait. None: without end.
+            interrupt: ends the wait. Default: the loop's stop event.
+        """
+        if exactly is not None:
+            newer_than, self._is_exact = exactly - 1, True
+        version = self._wait(newer_than, timeout_s, interrupt or self._stop)
+        self._version = version if version is None or exactly is None else exactly
+        return self._version
+
+    def succeeded(self) -> None:
+        """Note that the version was used, which ends any failure."""
+        if self._trouble.end(f"{self._doing} {self._receiver.store}"):
+            self._receiver.note_problem(None, None)
+        self.failure = None
+
+    def retry_now(self) -> None:
+        """Let the next attempt be made without backoff. Any thread may call it."""
+        self._is_due = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, self._final):
+            return False
+        if self._stop.is_set():
+            return True
+        if isinstance(error, errors.SnapshotEvictedError):
+            self.outcome = Outcome.OVERTAKEN
+            self._logger.warning("%s was overtaken, starting over: %s", self._doing, error)
+        elif isinstance(error, errors.StoreReplacedError) and self._new_history == "follow":
+            self.outcome = Outcome.STARTED_OVER
+            self._logger.warning("%s (%s it)", error, self._doing)
+            self.succeeded()
+            self._receiver.start_over()
+        else:
+            self.outcome = Outcome.FAILED
+            self._fail(error)
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        version = self._version
+        if version is not None and not self._is_exact:
+            version = max(version, self._receiver.seen_version)  # by which it was overtaken
+        is_lasting = isinstance(error, errors.WeightsMismatchError)
+        of = "" if version is None else f"version {version} of "
+        what = f"{self._doing} {of}{self._receiver.store}"
+        wait_s = self._trouble.note(error, what, is_short=version is None, is_lasting=is_lasting)
+        # Its frames hold on to the mapping of a file that may be long gone.
+        traceback.clear_frames(error.__traceback__)
+        self.failure = Failure(error, version, None if is_lasting else time.monotonic() + wait_s)
+        # A record that another receiver has taken is that one's to write.
+        with contextlib.suppress(errors.ReceiverActiveError):
+            self._receiver.note_problem(error, version)
+
+    def _wait(
+        self, newer_than: int | None, timeout_s: float | None, interrupt: threading.Event
+    ) -> int | None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        is_due, self._is_due = self._is_due, False
+        if self.failure is not None:
+            left_s = _time_until(0.0 if is_due else self.failure.retry_at, deadline)
+            version = self._wait_to_retry(self.failure, newer_than, left_s, interrupt)
+            if version is not None or interrupt.is_set():
+                return version
+        return self._receiver.wait_for_version(newer_than, _time_until(deadline), interrupt)
+
+    def _wait_to_retry(
+        self,
+        failure: Failure,
+        newer_than: int | None,
+        left_s: float | None,
+        interrupt: threading.Event,
+    ) -> int | None:
+        """Wait out the backoff; end early, and return it, if a newer version than failed comes."""
+        if failure.version is not None:
+            above = max(failure.version, newer_than or 0)
+            return self._receiver.wait_for_version(above, left_s, interrupt)
+        if not interrupt.wait(left_s):
+            # There may be nothing new: a look shows whether the store can be read again.
+            self._receiver.wait_for_version(None, 0.0)
+            self.succeeded()
+        return None
+
+
+def _time_until(*times: float | None) -> float | None:
+    """Return the seconds until the first of these times; None: all of them are None."""
+    ends = [end for end in times if end is not None]
+    return max(0.0, min(ends) - time.monotonic()) if ends else None
