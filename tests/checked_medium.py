@@ -58,8 +58,8 @@ class CheckedMedium(Medium):
     def now(self) -> float:
         return time.time()
 
-    def shows_life(self, record: Path, *, is_locked: bool) -> bool:
-        return LocalMedium(self.root, self.filesystem).shows_life(record, is_locked=is_locked)
+    def shows_life(self, record: Path) -> bool:
+        return LocalMedium(self.root, self.filesystem).shows_life(record)
 
     def lock_to_read(self, file: Descriptor) -> bool:
         assert file.is_open
@@ -95,13 +95,13 @@ class _UnlinkedFiles(WeightsFiles):
         _fail_if_told("reuse")
         return None
 
-    def put_away(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
+    def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
         marked = DoubleBuffer(self.records.root).manifest(buffer)
         assert marked is not None
         assert marked.state == "writing", "the mark comes first"
         assert self.records.root / buffer / marked.file in keep
-        _fail_if_told("put_away")
-        self.clear_away(buffer, keep=keep)
+        _fail_if_told("retire")
+        self.sweep(buffer, keep=keep)
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
         _fail_if_told("make")
@@ -111,7 +111,7 @@ class _UnlinkedFiles(WeightsFiles):
         if num_bytes:
             filesystem.allocate(file.number, num_bytes, path)
 
-    def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
+    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
         for path in self.all_in(directory):
             if path not in keep:
                 self.let_go(path)

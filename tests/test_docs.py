@@ -303,26 +303,8 @@ def test_the_design_page_names_every_field_of_a_record(heading: str, kind: Any) 
     assert sorted(named) == sorted(["format", *(item.name for item in dataclasses.fields(kind))])
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_what_the_design_page_says_of_earlier_formats(number: int) -> None:
-    text = (DOCS / "design.md").read_text(encoding="utf-8").split(f"**Format {number}**")[1]
-    named = set(re.findall(r"`([a-z_]+)`", text.split("**Format")[0]))
-    kinds = (records.Pointer, records.Manifest, records.WriterRecord, records.ReceiverRecord)
-    came_next = (name for kind in kinds for name, at in kind.SINCE.items() if at == number + 1)
-    assert named == set(came_next)
-
-
-def test_the_plain_reader_reads_format_1_and_parts(
-    shm_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plain_reader_reads_parts(shm_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_newest = run_page(DOCS / "design.md", shm_path)["read_newest"]
-
-    version, metadata, tensors = read_newest(ROOT / "tests" / "stores" / "format-1")
-    assert (version, metadata) == (3, {"step": 30})
-    assert {name: tensor.unique().tolist() for name, tensor in tensors.items()} == {
-        "weight": [3.0],
-        "bias": [3.0],
-    }
 
     remote, local = shm_path / "parts", shm_path / "mirrored"
     monkeypatch.setenv("DBUFFER_MOUNT", "network")

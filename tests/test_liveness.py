@@ -490,7 +490,7 @@ def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(
             child.receive()
         publish(sender, 2)
         assert names() == {made_up, "named"}, "who waits for a version counts those that ended"
-        monkeypatch.setattr("dbuffer.store.writer.FORGET_MADE_UP_AFTER_S", 0.0)
+        monkeypatch.setattr("dbuffer.store.writer.FORGET_EPHEMERAL_AFTER_S", 0.0)
         with dbuffer.WeightReceiver(store) as living:
             assert living.load_into(SMALL.empty()) == 2
             publish(sender, 3)

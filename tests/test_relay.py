@@ -123,7 +123,7 @@ def test_the_last_word_of_a_reader_comes_before_its_end(
     ):
         assert reader.receive() == "come"
         until("it is carried", lambda: record_of(remote, "rank"))
-        assert record_of(remote, "rank").carried == "living"
+        assert record_of(remote, "rank").relay_state == "living"
         read = threading.Event()
         may_go_on = threading.Event()
         receivers = relay._local.receivers
@@ -143,7 +143,7 @@ def test_the_last_word_of_a_reader_comes_before_its_end(
             sender.wait_applied(2, receivers=["rank"], timeout_s=_LAST_WORD_S + 0.5)
         may_go_on.set()
         sender.wait_applied(2, receivers=["rank"], timeout_s=5)
-        until("its end is told", lambda: record_of(remote, "rank").carried == "ended")
+        until("its end is told", lambda: record_of(remote, "rank").relay_state == "ended")
         assert record_of(remote, "rank").applied_version == 2
         with pytest.raises(dbuffer.ReceiverFailedError, match=r"has ended, at version 2"):
             sender.wait_applied(3, receivers=["rank"], timeout_s=5)

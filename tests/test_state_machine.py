@@ -673,7 +673,7 @@ class CheckedStoreMachine(StoreMachine):
     mount = CheckedMedium.name
     rewrites = False
 
-    @rule(given=given, method=st.sampled_from(["reuse", "put_away", "make", "note_published"]))
+    @rule(given=given, method=st.sampled_from(["reuse", "retire", "make", "note_published"]))
     def publish_where_the_medium_fails(self, given: Given, method: str) -> None:
         tensors = tensors_of(*given)
         self.note_claim()

@@ -266,7 +266,7 @@ class Layout:
     @classmethod
     def decode(cls, data: bytes, end: int) -> Layout:
         """Read :meth:`encode`'s bytes, strictly; every tensor must lie below ``end``."""
-        values, _ = parse_object(data, "layout")
+        values = parse_object(data, "layout")
         parts, pieces = values.pop("parts", []), values.pop("pieces", [])
         tensors, aliases = values.pop("tensors", None), values.pop("aliases", None)
         if values or not isinstance(tensors, list) or not _is_text_map(aliases):

@@ -17,14 +17,8 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 from dbuffer.errors import StoreCorruptError, StoreFormatError
 from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
 
-FORMAT = 3
-"""Version of the on-disk format. Raised when an older reader would misread a newer store.
-
-2: pointer and manifests name the store's history, records their owner's boot and PID namespace.
-3: manifests name deltas, and may build upon a weights file of an earlier version.
-"""
-
-READABLE_FORMATS = (1, 2, FORMAT)
+FORMAT = 1
+"""Version of the on-disk format, and the only one that is read."""
 
 MAX_RECORD_BYTES = 1 << 20
 """No record is larger. Bounds what a damaged or hostile store can make a reader load."""
@@ -59,8 +53,6 @@ class Record:
     """What all records share: a field ``format`` and a check of every field's type."""
 
     NAME: ClassVar[str]
-    SINCE: ClassVar[dict[str, int]] = {}
-    """The format in which a field came, if not in the first; before, it has its default."""
     PATTERNS: ClassVar[dict[str, re.Pattern[str]]] = {}
     """What the texts in some fields look like."""
     TYPES: ClassVar[dict[str, tuple[type, ...]]]
@@ -91,7 +83,6 @@ class Pointer(Record):
     """``CURRENT``: which buffer holds the newest version."""
 
     NAME: ClassVar = "version pointer"
-    SINCE: ClassVar = {"history": 2}
     PATTERNS: ClassVar = {"run": _RUN, "history": _RUN}
 
     version: int
@@ -101,9 +92,8 @@ class Pointer(Record):
     """That of the buffer's manifest; a manifest with another one was rewritten since."""
     run: str
     """Identity of the writer's run."""
-    history: str | None = None
-    """That of :class:`WriterRecord`: versions are comparable within one history only. None: the
-    pointer was written in format 1."""
+    history: str
+    """That of :class:`WriterRecord`: versions are comparable within one history only."""
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -116,7 +106,6 @@ class Manifest(Record):
     """``A/manifest.json``: what a buffer holds, or that it is being rewritten."""
 
     NAME: ClassVar = "manifest"
-    SINCE: ClassVar = {"history": 2, "anchor": 3, "anchor_buffer": 3, "chain": 3}
     PATTERNS: ClassVar = {
         "run": _RUN,
         "history": _RUN,
@@ -134,7 +123,7 @@ class Manifest(Record):
     run: str
     file: str
     """Name of the weights file, in the same directory, or in that of :attr:`anchor_buffer`."""
-    history: str | None = None
+    history: str
     """As the pointer's: a reader that finds no pointer goes by the manifests."""
     file_bytes: int = 0
     num_tensors: int = 0
@@ -220,7 +209,6 @@ class WriterRecord(Record):
     """``writer.json``: who has the store open for writing, or had it last."""
 
     NAME: ClassVar = "writer record"
-    SINCE: ClassVar = dict.fromkeys(("boot", "pid_namespace", "started"), 2)
     PATTERNS: ClassVar = {"run": _RUN, "history": _RUN, "boot": _BOOT}
 
     epoch: int
@@ -242,9 +230,6 @@ class ReceiverRecord(Record):
     """``receivers/ID.json``: what one receiver has applied, and what it holds now."""
 
     NAME: ClassVar = "receiver record"
-    SINCE: ClassVar = dict.fromkeys(
-        ["history", "state", "attempt", "boot", "pid_namespace", "started", "owner", "instance"], 2
-    ) | {"is_made_up": 2, "unreadable_version": 3, "carried": 3}
     PATTERNS: ClassVar = {
         "receiver": _RECEIVER_ID,
         "part_of": _RECEIVER_ID,
@@ -271,12 +256,11 @@ class ReceiverRecord(Record):
     """Which one; None: the store itself is the problem."""
     unreadable_version: int | None = None
     """One that stands on an anchor and deltas, and could not be read. The next is to be whole."""
-    in_session: bool = False
-    """Not used any more; part of every record since format 1."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts and durations since it started."""
     history: str | None = None
-    """That of the versions applied and staged: their numbers say nothing of another one's."""
+    """That of the versions applied and staged: their numbers say nothing of another one's. None:
+    there is no such version yet."""
     state: Literal["serving", "broken"] | None = None
     """For an engine: it serves ``applied_version`` on all ranks; or some are half loaded, and it
     refuses to serve. None: nothing is said of that."""
@@ -290,25 +274,25 @@ class ReceiverRecord(Record):
     """Which of a process's receivers goes by this name; None: none does any more."""
     instance: str | None = None
     """For an engine and its ranks: a digest of what tells this start of it from all others."""
-    is_made_up: bool = False
+    is_ephemeral: bool = False
     """Nobody comes back for it: its name was made up, or it is that of one rank."""
-    carried: Literal["living", "ended"] | None = None
-    """Of a mirror's reader, what the mirror that carries this knows of it. With ``ended``, all the
-    rest is its last word. None: nobody carries it."""
+    relay_state: Literal["living", "ended"] | None = None
+    """State of the receiver, where a mirror relays this record. With ``ended``, all other fields
+    are final. None: the receiver writes this record itself."""
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if self.state not in (None, "serving", "broken"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
-        if self.carried not in (None, "living", "ended"):
-            raise StoreCorruptError(f"{self.NAME}: carried as {self.carried!r:.80}")
+        if self.relay_state not in (None, "living", "ended"):
+            raise StoreCorruptError(f"{self.NAME}: field 'relay_state' is {self.relay_state!r:.80}")
         if not all(type(value) in (int, float) for value in self.stats.values()):
             raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 
     def has_applied(self, version: int, history: str | None) -> bool:
         """Whether it has applied ``version`` of this history, or a later one; 0: it has come.
 
-        Without a history, which format 1 has not, the number decides.
+        With history None, which is not known yet where there is no store, the number decides.
         """
         applied = self.applied_version if history in (None, self.history) else None
         return (applied or 0) >= version
@@ -317,7 +301,7 @@ class ReceiverRecord(Record):
         staged = self.staged_version if history in (None, self.history) else None
         return (staged or 0) >= version
 
-    def cannot_read(self, versions: range, history: str | None) -> bool:
+    def cannot_read(self, versions: range, history: str) -> bool:
         """Whether it needs one that is whole, to go on from any of these."""
         return self.unreadable_version in versions and self.history in (None, history)
 
@@ -359,15 +343,14 @@ def decode(kind: type[RecordT], data: bytes) -> RecordT:
         StoreFormatError: it was written in a format that this version does not know.
         StoreCorruptError: it is not such a record.
     """
-    values, found = parse_object(data, kind.NAME)
-    names = {name for name in kind.TYPES if kind.SINCE.get(name, 1) <= found}
-    if wrong := names ^ values.keys():
+    values = parse_object(data, kind.NAME)
+    if wrong := kind.TYPES.keys() ^ values.keys():
         raise StoreCorruptError(f"{kind.NAME}: missing or unknown fields {sorted(wrong)!r:.200}")
     return kind(**values)
 
 
-def parse_object(data: bytes, name: str) -> tuple[dict[str, Any], int]:
-    """Parse a JSON object that carries our ``format``: the rest of it, and that."""
+def parse_object(data: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object of this format, and return it without its ``format``."""
     try:
         values = json.loads(data)
     # ValueError covers bad UTF-8 and huge integers too; RecursionError, a tower of brackets.
@@ -376,9 +359,9 @@ def parse_object(data: bytes, name: str) -> tuple[dict[str, Any], int]:
     if not isinstance(values, dict):
         raise StoreCorruptError(f"{name}: not a JSON object")
     found = values.pop("format", None)
-    if type(found) is not int or found not in READABLE_FORMATS:
+    if type(found) is not int or found != FORMAT:
         raise StoreFormatError(
-            f"{name}: format {found!r:.40}, and this dbuffer reads formats {READABLE_FORMATS}; "
+            f"{name}: format {found!r:.40}, and this dbuffer reads format {FORMAT}; "
             "use the same version of dbuffer at both ends"
         )
-    return values, found
+    return values

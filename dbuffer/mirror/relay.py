@@ -89,7 +89,7 @@ class AcknowledgementRelay:
         if time.monotonic() - self._touched_at > HEARTBEAT_S:
             self._touched_at = time.monotonic()
             for name, record in self._relayed.items():
-                if record.carried == "living":
+                if record.relay_state == "living":
                     self._kept[name].sign.touch()
 
     def _write(self, name: str, record: ReceiverRecord) -> None:
@@ -104,7 +104,7 @@ class AcknowledgementRelay:
             del self._kept[name]
             self._put(name, record)
         self._relayed[name] = record
-        if record.carried == "ended":
+        if record.relay_state == "ended":
             self._kept[name].sign.close()
 
     def _put(self, name: str, record: ReceiverRecord) -> None:
@@ -117,4 +117,4 @@ class AcknowledgementRelay:
 def _carried(record: ReceiverRecord, ended: Collection[Process]) -> ReceiverRecord:
     """What concerns the sender. A version that is held is held in the mirror, and nowhere else."""
     life: Literal["living", "ended"] = "ended" if Process.of(record) in ended else "living"
-    return dataclasses.replace(record, held_version=None, stats={}, carried=life)
+    return dataclasses.replace(record, held_version=None, stats={}, relay_state=life)

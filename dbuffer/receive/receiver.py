@@ -105,7 +105,7 @@ class WeightReceiver(Closing, ProcessBound):
         num_threads: int | None = None,
         allow_shared_store: bool = False,
     ) -> None:
-        is_made_up = receiver_id is None
+        is_ephemeral = receiver_id is None
         if receiver_id is None:
             receiver_id = f"receiver-{host_in_id()}-{os.getpid()}-{secrets.token_hex(4)}"
         if not (isinstance(receiver_id, str) and is_receiver_id(receiver_id)):
@@ -121,7 +121,7 @@ class WeightReceiver(Closing, ProcessBound):
         self._pid = os.getpid()
         self._is_closed = False
         self.record = RecordFile(self._store.root, receiver_id)
-        self.record.set(is_made_up=is_made_up)
+        self.record.set(is_ephemeral=is_ephemeral)
         self._seen: Pointer | None = None
         self._loaded: int | None = None
         self._kept = KeptMappings()

@@ -84,7 +84,7 @@ class Snapshot(ProcessBound):
         return self._held.manifest.identity
 
     @property
-    def history(self) -> str | None:
+    def history(self) -> str:
         """Which run of versions it is of: only within one do their numbers go up."""
         return self._held.manifest.history
 

@@ -29,7 +29,6 @@ from dbuffer.receive.follow_loop import Failure, FollowLoop, NewHistory, Outcome
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
-from dbuffer.store.buffer import are_apart
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class Staged:
     """A version that is ready."""
 
     version: int
-    history: str | None
+    history: str
     """Identity of the run of versions that it belongs to."""
     layout: Layout
     tensors: Mapping[str, torch.Tensor] | None
@@ -115,7 +114,7 @@ class _Request:
     is_whole: bool
 
     def is_met_by(self, staged: Staged) -> bool:
-        if are_apart(self.history, staged.history) or (self.is_whole and staged.tensors is None):
+        if self.history not in (None, staged.history) or (self.is_whole and staged.tensors is None):
             return False
         return self.concerns(staged.version)
 
@@ -375,7 +374,7 @@ class Stager:
         if newest is not None:
             history = history or newest.history
             at_least = at_least or newest.version
-            if are_apart(newest.history, history):
+            if newest.history != history:
                 raise errors.StoreReplacedError(
                     f"{self.store} was started over, and version {version or at_least} of the "
                     "run before is no longer in it"

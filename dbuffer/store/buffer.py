@@ -244,7 +244,7 @@ class DoubleBuffer:
         return "" if other is None else f", which holds {other}"
 
     def _require_successor(self, seen: Pointer, found: Pointer | None) -> None:
-        if found is not None and is_replaced(seen, found):
+        if found is not None and different_history(seen, found):
             raise errors.StoreReplacedError(
                 f"{self.root} was emptied or replaced: it held version {seen.version}, and what it "
                 f"holds now, version {found.version}, is of another run; make a new receiver to "
@@ -402,15 +402,15 @@ class DoubleBuffer:
         process = Process.of(record)
         if isinstance(record, WriterRecord):
             return not process.has_ended()
-        if record.carried == "ended":
+        if record.relay_state == "ended":
             return False
         if process.can_be_seen:
             if not process.has_ended():
                 return True
-            if record.carried is None:
+            if record.relay_state is None:
                 return False
         path = self.record_path(record.receiver)
-        return self.medium.shows_life(path, is_locked=bool(record.boot))
+        return self.medium.shows_life(path)
 
     def readers(self) -> list[ReceiverRecord]:
         held = [record for record in self.receivers() if record.held_version is not None]
@@ -467,14 +467,17 @@ class DoubleBuffer:
     def hold_version(
         self, version: int, history: str | None, announce: Announce | None = None
     ) -> Held | None:
-        """Hold this version for reading; None if neither buffer holds it (any more, or yet)."""
+        """Hold this version for reading; None if neither buffer holds it (any more, or yet).
+
+        With history None, that of a reader that has seen no version yet, any history's counts.
+        """
         self.check()
 
         def is_it(manifest: Manifest | None) -> bool:
             return (
                 manifest is not None
                 and manifest.version == version
-                and not are_apart(manifest.history, history)
+                and history in (None, manifest.history)
             )
 
         for buffer in places.BUFFERS:
@@ -591,18 +594,13 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
     )
 
 
-def are_apart(history: str | None, other: str | None) -> bool:
-    """Whether these are two runs of versions for certain; format 1 does not say which it is."""
-    return None not in (history, other) and history != other
-
-
-def is_replaced(seen: Pointer, found: Pointer) -> bool:
+def different_history(seen: Pointer, found: Pointer) -> bool:
     """Whether a store was started over between two looks at its pointer.
 
-    Numbers do not tell: every run begins at version 1. Nor do histories where one was published in
-    format 1, which had none; but one version is never published twice.
+    Version numbers do not show it: every history begins at version 1. A copy of the store that was
+    put back and written to has the same history; but no version is published twice.
     """
-    if are_apart(seen.history, found.history):
+    if seen.history != found.history:
         return True
     is_same = (seen.run, seen.generation) == (found.run, found.generation)
     return seen.version == found.version and not is_same

@@ -19,7 +19,6 @@ from dbuffer.errors import StoreCorruptError
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, OpenFiles
-from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S
 from dbuffer.store.medium import Medium, RecordOwner, Records, WeightsFiles
 
 logger = logging.getLogger(__name__)
@@ -61,11 +60,9 @@ class LocalMedium(Medium):
     def now(self) -> float:
         return time.time()
 
-    def shows_life(self, record: Path, *, is_locked: bool) -> bool:
-        """By its lock; one written in format 1, which had none, by its time."""
-        if is_locked:
-            return filesystem.is_locked(record)
-        return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
+    def shows_life(self, record: Path) -> bool:
+        """Whether the record is locked."""
+        return filesystem.is_locked(record)
 
     def lock_to_read(self, file: Descriptor) -> bool:
         return filesystem.try_lock(file.number, exclusive=False)
@@ -207,7 +204,7 @@ class _RewrittenFiles(WeightsFiles):
             if record.held_version == version
         )
 
-    def put_away(
+    def retire(
         self,
         buffer: str,
         old: Manifest | None,  # noqa: ARG002
@@ -215,7 +212,7 @@ class _RewrittenFiles(WeightsFiles):
         keep: Collection[Path],
     ) -> None:
         """Unlink them, which leaves the bytes to those who still map them."""
-        self.clear_away(buffer, keep=keep)
+        self.sweep(buffer, keep=keep)
 
     def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
         # Locked before anybody knows its name.
@@ -223,7 +220,7 @@ class _RewrittenFiles(WeightsFiles):
         if num_bytes:
             filesystem.allocate(file.number, num_bytes, path)
 
-    def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
+    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
         """Remove it: nobody looks for what no manifest names."""
         # What somebody else has removed is held open, and with it its room.
         opened = [path for path in self.open if path.parent == self.records.root / directory]

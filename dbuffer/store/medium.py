@@ -69,11 +69,8 @@ class Medium(ABC):
         """Seconds since the epoch, by the clock that files' times are of."""
 
     @abstractmethod
-    def shows_life(self, record: Path, *, is_locked: bool) -> bool:
-        """Whether the owner of a receiver's record, of another container or host, may live.
-
-        ``is_locked``: its owner locks the file while it lives, on a medium that has locks.
-        """
+    def shows_life(self, record: Path) -> bool:
+        """Whether the owner of a receiver's record, of another container or host, may live."""
 
     @abstractmethod
     def lock_to_read(self, file: Descriptor) -> bool:
@@ -168,7 +165,7 @@ class WeightsFiles(ABC):
         return None
 
     @abstractmethod
-    def put_away(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
+    def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
         """See to what ``old`` named, and the buffer's other files, but for those to ``keep``."""
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
@@ -193,7 +190,7 @@ class WeightsFiles(ABC):
         """Refuse a file for which there is no room."""
 
     @abstractmethod
-    def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
+    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
         """See to what no manifest names in a buffer, or among the deltas."""
 
     @abstractmethod

@@ -59,7 +59,7 @@ class NetworkMedium(Medium):
                 self._ahead_s = filesystem.clock_ahead_s(self.root / places.SCRATCH_DIRECTORY)
         return time.time() + self._ahead_s
 
-    def shows_life(self, record: Path, *, is_locked: bool) -> bool:  # noqa: ARG002
+    def shows_life(self, record: Path) -> bool:
         return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
 
     def lock_to_read(self, file: Descriptor) -> bool:  # noqa: ARG002
@@ -142,7 +142,7 @@ class _NewFiles(WeightsFiles):
             records.readers, reader_timeout_s, self.let_go, self._named_versions
         )
 
-    def put_away(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
+    def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
         if old is not None:
             for path in self.named_by(buffer, old):
                 if path in keep:
@@ -153,7 +153,7 @@ class _NewFiles(WeightsFiles):
                 else:
                     self._retired.add(path, self._versions_of(path, old))
         # And what a publish left that failed between its mark and this.
-        self.clear_away(buffer, keep=keep)
+        self.sweep(buffer, keep=keep)
         self._retired.remove_unneeded()
 
     def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:  # noqa: ARG002
@@ -166,7 +166,7 @@ class _NewFiles(WeightsFiles):
         first = self.made_for.get(path, old.version if is_its_own else None)
         return None if first is None else range(first, old.version + 1)
 
-    def clear_away(self, directory: str, *, keep: Collection[Path]) -> None:
+    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
         found = self.all_in(directory)
         left = [path for path in found if path not in keep and not self._retired.knows(path)]
         if left:

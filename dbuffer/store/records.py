@@ -222,7 +222,7 @@ class RecordFile:
             if self.spare is None:
                 raise
             logger.warning("%s; this one goes by %s", error, self.spare.receiver)
-            changes = self.spare._asdict() | {"is_made_up": True}
+            changes = self.spare._asdict() | {"is_ephemeral": True}
             self._record = dataclasses.replace(self._record, **changes)
             self.spare = None
             self._kept = KeptFile(self._store, self._record.receiver)

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 FORGET_RECEIVERS_AFTER_S = 7 * 24 * 3600.0
 """Records of dead receivers that somebody gave a name go so long after their last word."""
 
-FORGET_MADE_UP_AFTER_S = 60.0
+FORGET_EPHEMERAL_AFTER_S = 60.0
 """And those with made-up names, under which nobody comes back. Not at once: who waits for a version
 counts those that have applied it and ended."""
 
@@ -225,9 +225,9 @@ class BufferWriter:
         path = self.root / buffer / name
         keep = kept | {path}
         if file is None:
-            self._files.put_away(buffer, old, keep=keep)
+            self._files.retire(buffer, old, keep=keep)
         if self._has_deltas:
-            self._files.clear_away(places.DELTAS_DIRECTORY, keep=keep)
+            self._files.sweep(places.DELTAS_DIRECTORY, keep=keep)
         if file is None and with_file:
             file = self._files.make(path, file_bytes)
             self._files.note_version(path, version)
@@ -400,7 +400,7 @@ class BufferWriter:
         for directory in (
             (*places.BUFFERS, places.DELTAS_DIRECTORY) if self._has_deltas else places.BUFFERS
         ):
-            self._files.clear_away(directory, keep=keep)
+            self._files.sweep(directory, keep=keep)
         self._forget_dead_receivers()
         return record
 
@@ -471,7 +471,7 @@ class BufferWriter:
         self._forgot_at = time.monotonic()
         now = self.store.medium.now()
         for record in self.store.receivers():
-            keep_s = FORGET_MADE_UP_AFTER_S if record.is_made_up else FORGET_RECEIVERS_AFTER_S
+            keep_s = FORGET_EPHEMERAL_AFTER_S if record.is_ephemeral else FORGET_RECEIVERS_AFTER_S
             path = self.store.record_path(record.receiver)
             with contextlib.suppress(StoreNotFoundError):
                 if now - record.updated_at > keep_s and not self.store.may_live(record):

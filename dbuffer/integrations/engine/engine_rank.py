@@ -13,7 +13,6 @@ from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
-from dbuffer.store.buffer import are_apart
 from dbuffer.weights.targets import LoadedNames
 
 ENDPOINT_ATTR = "_dbuffer_endpoint"
@@ -25,11 +24,11 @@ class AppliedVersion(NamedTuple):
 
     version: int
     history: str | None
-    """Which run of versions it belongs to; None: not known, or published in format 1."""
+    """Which run of versions it belongs to; None: there is no store yet that would say."""
 
     def is_of_another_run(self, history: str | None) -> bool:
         """Whether versions of this history say nothing about this one."""
-        return are_apart(self.history, history)
+        return None not in (self.history, history) and self.history != history
 
 
 @dataclass(slots=True)

@@ -124,7 +124,7 @@ class RankReceiver:
             allow_shared_store=options.allow_shared_store,
         )
         receiver.record.spare = names.spare(name)
-        receiver.record.set(part_of=self.engine_id, instance=names.instance, is_made_up=True)
+        receiver.record.set(part_of=self.engine_id, instance=names.instance, is_ephemeral=True)
         self._stager = Stager(
             receiver,
             check=self._check,
@@ -136,7 +136,7 @@ class RankReceiver:
         self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id, spare=names.spare(engine_id))
-        self._record.set(instance=names.instance, is_made_up=self.instance_id in engine_id)
+        self._record.set(instance=names.instance, is_ephemeral=self.instance_id in engine_id)
         self._record_engine()
 
     def serving(self, store: str) -> ModelState:

@@ -19,7 +19,7 @@ from dbuffer.integrations.engine.engine_rank import AppliedVersion
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.reporting import FollowerReport
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.store.buffer import DoubleBuffer, are_apart
+from dbuffer.store.buffer import DoubleBuffer
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class StoreView:
             with contextlib.suppress(errors.DBufferError, OSError):
                 pointers.append(store.newest_pointer())
         held = [pointer.history for pointer in pointers if pointer is not None]
-        return not held or not all(are_apart(each, history) for each in held)
+        return history is None or not held or history in held
 
     def newer_than(
         self, served: AppliedVersion | None, at_least: int | None = None

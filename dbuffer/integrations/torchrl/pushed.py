@@ -77,7 +77,7 @@ class Pushed:
     def _register(self, store: Path) -> None:
         self._store = DoubleBuffer(store, allow_shared_store=self._allow_shared_store)
         self._record = RecordFile(store, self._name)
-        self._record.set(is_made_up=True)
+        self._record.set(is_ephemeral=True)
 
     def do(self, call: Callable[[], Any]) -> Any:
         """Let the thread make a call that needs the engine; what it returned, or raised."""
