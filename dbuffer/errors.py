@@ -19,17 +19,11 @@ class StoreNotFoundError(DBufferError, FileNotFoundError):
     """
 
 
-class StoreInsecureError(DBufferError, PermissionError):
-    """The store belongs to another user, or others can write to it.
-
-    Run ``chmod go-w`` on the path that the message names, or pass ``allow_shared_store=True``.
-    """
-
-
 class StoreAccessError(DBufferError, OSError):
-    """The filesystem refused a read, a write, a flush or a lock that the store needs.
+    """The filesystem refused access, or the store is not safe: others can write to it.
 
-    Look at the mount: read-only, permissions, a broken disk. The last version stays published.
+    Look at the mount: read-only, permissions, a broken disk. For a shared directory, run
+    ``chmod go-w`` on the path that the message names, or pass ``allow_shared_store=True``.
     """
 
 
@@ -41,39 +35,17 @@ class StoreFullError(StoreAccessError):
 
 
 class StoreCorruptError(DBufferError, ValueError):
-    """A file of the store is damaged or inconsistent. Nothing of it was used.
+    """A file of the store is damaged or inconsistent, or cannot be verified. It was not used.
 
-    Publish again: that replaces the damaged buffer.
-    """
-
-
-class StoreFormatError(StoreCorruptError):
-    """The store was written in a format that this version of dbuffer does not read.
-
-    Use the same version of dbuffer at both ends.
-    """
-
-
-class StoreMismatchError(DBufferError, ValueError):
-    """A directory that was to become a store holds a checkpoint, or other weights.
-
-    Give another directory, or remove this one. Of TorchRL's own double buffer the weights can be
-    moved aside: ``move_torchrl_aside=True``.
-    """
-
-
-class ChecksumError(StoreCorruptError):
-    """Bytes differ from those published, or there are no checksums to verify them with.
-
-    Publish again; the message names the tensors. Without checksums: make the sender with
+    Publish again: that replaces the damaged buffer. Without checksums: make the sender with
     ``checksum=True``.
     """
 
 
-class WriterActiveError(DBufferError, BlockingIOError):
-    """Another sender has this store open; a store has one sender at a time.
+class StoreBusyError(DBufferError, BlockingIOError):
+    """Another sender has this store open, or another follower or receiver has this name.
 
-    Close the other sender, whose process the message names, or use another directory.
+    Close that one, whose process the message names, or use another directory or name.
     """
 
 
@@ -92,33 +64,25 @@ class VersionError(DBufferError, ValueError):
     """
 
 
-class VersionTimeoutError(DBufferError, TimeoutError):
-    """No version, or none newer than the one asked for, was published in time.
+class WaitTimeoutError(DBufferError, TimeoutError):
+    """No version was published, or too few receivers acknowledged one, in time.
 
-    Check that the trainer runs, and publishes into this very directory.
+    Check that the trainer publishes into this very directory. For receivers, the message says which
+    version each of them has applied; look at the logs of the slow ones, or raise ``timeout_s``.
     """
 
 
 class VersionRegressedError(DBufferError, RuntimeError):
-    """The store went back to a lower version, or became empty, under a receiver.
+    """The store went back to a lower version, became empty, or was replaced, under a receiver.
 
-    It was emptied or restored from a copy: make a new receiver.
+    Call ``start_over()`` on the receiver if that was meant. :attr:`history` is None where the
+    store was emptied, or restored from a copy.
     """
 
-
-class StoreReplacedError(VersionRegressedError):
-    """The store was emptied or replaced, then recreated: its versions are another run's.
-
-    Call ``start_over()`` on the receiver if that was meant.
-    """
-
-
-class AcknowledgementTimeoutError(DBufferError, TimeoutError):
-    """Too few receivers acknowledged a version in time.
-
-    The message says which version each receiver has applied; look at the slow ones' logs, or
-    raise ``timeout_s``.
-    """
+    def __init__(self, message: str, history: str | None = None) -> None:
+        super().__init__(message)
+        self.history = history
+        """History of the store that took the place of the one before; None: no other is known."""
 
 
 class ReceiverFailedError(DBufferError, RuntimeError):
@@ -128,46 +92,26 @@ class ReceiverFailedError(DBufferError, RuntimeError):
     """
 
 
-class ReceiverActiveError(DBufferError, BlockingIOError):
-    """Another living receiver has this name; a record in a store has one owner.
-
-    Close that one, whose process the message names, or choose another ``receiver_id``.
-    """
-
-
 class OptionError(DBufferError, ValueError):
-    """An option has an invalid value.
+    """An option has an invalid value, or one that does not fit the place where it is used.
 
     The message says which values are valid.
     """
 
 
-class TargetTypeError(DBufferError, TypeError):
-    """The target of a load is of a type that cannot hold weights.
-
-    Load into a module, a dictionary of tensors or a function.
-    """
-
-
 class InvalidWeightsError(DBufferError, ValueError):
-    """The weights or the metadata cannot be published. Nothing was written.
+    """The weights or the metadata cannot be published, or were modified meanwhile.
 
-    The message names the tensor, or the entry of the metadata, and what is wrong with it.
+    Nothing was published. The message names the tensor, or the entry of the metadata, and the
+    reason. With ``send(wait=False)``: call ``wait()`` on its result before ``optimizer.step()``,
+    or ``sender.guard(optimizer)`` once.
     """
 
 
-class WeightsChangedError(DBufferError, RuntimeError):
-    """Weights were changed while ``send(wait=False)`` was publishing them. Nothing was published.
+class UnsupportedError(DBufferError, NotImplementedError):
+    """A trainer, an engine, a model or a store is of a kind that dbuffer does not support.
 
-    Call ``wait()`` on what it returned before ``optimizer.step()``, or ``sender.guard(optimizer)``
-    once.
-    """
-
-
-class ResidencyError(DBufferError, NotImplementedError):
-    """A model's parameters cannot live in a store's buffers. The model was not touched.
-
-    Publish with a :class:`WeightSender`; the message says what stands in the way.
+    Nothing was touched. The message names the obstacle, and what to use instead.
     """
 
 
@@ -201,13 +145,6 @@ class RankTimeoutError(RankFailedError, TimeoutError):
     """
 
 
-class TrainerUnsupportedError(DBufferError, NotImplementedError):
-    """A trainer shards its weights in a way that is not supported. Nothing was published.
-
-    The message says which kind it is; FSDP2 and DeepSpeed are supported.
-    """
-
-
 class ClosedError(DBufferError, ValueError):
     """A sender or receiver was used after ``close()``, or in a forked child.
 
@@ -229,31 +166,10 @@ class NotReadyError(DBufferError, RuntimeError):
     """
 
 
-class BridgeSetupError(OptionError, RuntimeError):
-    """Atropos' bridge lacks what it needs to begin: its nodes, its parameter mapping.
-
-    Run in the SLURM job, or provide the mapping file that the message names.
-    """
-
-
-class BridgeStateError(ClosedError, RuntimeError):
-    """Atropos' bridge was used before ``initialize()``, or has nothing to publish.
-
-    Call ``initialize()``, and give it a model or tensors.
-    """
-
-
 class EngineBusyError(DBufferError, RuntimeError):
     """The engine has requests in flight, or sleeps. Its weights were not touched.
 
     Let the ``LLM`` finish its requests, or wake it, then ``sync()``.
-    """
-
-
-class EngineUnsupportedError(DBufferError, NotImplementedError):
-    """The engine was not started in a way that lets it take weights from a store.
-
-    Start it as the message says (backend, extension or loader), with dbuffer installed beside it.
     """
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dbuffer.errors import ChecksumError
+from dbuffer.errors import StoreCorruptError
 from dbuffer.format import delta
 from dbuffer.format.delta import DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec, digest
@@ -129,11 +129,11 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
     """Compare the changed tensors with the checksums that the delta gives for them.
 
     Raises:
-        ChecksumError: a tensor differs, or the delta has no checksums.
+        StoreCorruptError: a tensor differs, or the delta has no checksums.
     """
     wanted = header.checksums
     if wanted is None:
-        raise ChecksumError("the delta has no checksums: make the sender with checksum=True")
+        raise StoreCorruptError("the delta has no checksums: make the sender with checksum=True")
     blocks = [block for block in contents.layout.blocks if block.tensor in wanted]
     digests = [0] * len(blocks)
 
@@ -146,7 +146,7 @@ def verify_result(header: DeltaHeader, contents: FileTensors, copier: Copier) ->
     found = dict(zip(tensors, join_blocks(blocks, digests), strict=True))
     if wrong := [index for index, checksum in wanted.items() if found[index] != checksum]:
         names = ", ".join(repr(contents.layout.specs[index].name) for index in wrong[:3])
-        raise ChecksumError(
+        raise StoreCorruptError(
             f"{len(wrong)} tensors are not what delta {header.record.identity} leads to, "
             f"{names:.300} among them; publish again"
         )

@@ -184,7 +184,7 @@ def test_settings_come_from_a_training_config(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("name", ["single_copy", "use_cuda_ipc"])
 def test_shared_gpu_memory_is_refused_with_what_to_do(name: str) -> None:
     given = SimpleNamespace(model_name="m", device="cpu", **{name: True})
-    with pytest.raises(dbuffer.EngineUnsupportedError, match="notify_update"):
+    with pytest.raises(dbuffer.UnsupportedError, match="notify_update"):
         BridgeConfig.from_training_config(given)
     with pytest.raises(NotImplementedError, match="no GPU memory"):
         BridgeConfig(use_cuda_ipc=True)
@@ -418,7 +418,7 @@ def test_bridge_can_be_opened_again_and_versions_go_on(store: Path) -> None:
     for version in (1, 2):
         bridge.initialize()
         bridge.initialize()
-        with pytest.raises(dbuffer.WriterActiveError):
+        with pytest.raises(dbuffer.StoreBusyError):
             VLLMWeightBridge(config_for(), store=store).initialize()
         attached(bridge)
         bridge.broadcast_weights_to_inference()
@@ -503,7 +503,7 @@ def test_server_that_follows_nothing_is_not_waited_for_ever(
                 bridge.notify_update()
             assert str(store) in str(caught.value)
             assert server.url in str(caught.value)
-            with pytest.raises(dbuffer.AcknowledgementTimeoutError, match=server.url):
+            with pytest.raises(dbuffer.WaitTimeoutError, match=server.url):
                 bridge.barrier()
         assert len(stored(store)) == 4, "it is published all the same"
 
@@ -590,7 +590,7 @@ def train_under_slurm(connection: Connection, log_dir: Path) -> None:
                     bridge.barrier()
                 else:
                     bridge.notify_update()
-            except dbuffer.AcknowledgementTimeoutError as error:
+            except dbuffer.WaitTimeoutError as error:
                 connection.send(str(error))
             else:
                 connection.send(value)
@@ -685,7 +685,7 @@ def test_all_ranks_publish_and_hear_of_it_together(
         told = tmp_path / "meeting", store, server.url, timeout_s, delta
         ranks = [stack.enter_context(Child(rank, number, *told)) for number in (0, 1)]
         for value in (1, 2):
-            expected = value if follows else "AcknowledgementTimeoutError"
+            expected = value if follows else "WaitTimeoutError"
             assert [child.receive() for child in ranks] == [expected] * 2
         assert [child.receive() for child in ranks] == [False, False]
         assert [child.wait() for child in ranks] == [0, 0]
@@ -825,7 +825,7 @@ def test_mapping_that_is_named_and_does_not_come_is_named(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PATH_VARIABLE, str(tmp_path / "names.json"))
-    with pytest.raises(dbuffer.BridgeSetupError, match=r"names\.json was not written"):
+    with pytest.raises(dbuffer.NotReadyError, match=r"names\.json was not written"):
         VLLMWeightBridge(config_for(timeout_seconds=SOON_S), store=store).initialize()
 
 
@@ -842,7 +842,7 @@ def test_local_mode_goes_on_without_a_mapping_and_says_so(
         bridge.broadcast_weights_to_inference()
         # One that comes now, and would have changed something, stops the next update.
         write_mapping(tmp_path, {"0.weight": to("first.w")})
-        with pytest.raises(dbuffer.BridgeSetupError, match="was written after initialize"):
+        with pytest.raises(dbuffer.NotReadyError, match="was written after initialize"):
             bridge.broadcast_weights_to_inference()
         assert bridge._update_count == 1
         bridge.cleanup()
@@ -869,7 +869,7 @@ def test_mapping_that_is_filled_after_it_was_read_stops_the_next_update(
         attached(bridge)
         bridge.broadcast_weights_to_inference()
         write_mapping(tmp_path, {"0.weight": to("first.w")})
-        with pytest.raises(dbuffer.BridgeSetupError, match="was written after initialize"):
+        with pytest.raises(dbuffer.NotReadyError, match="was written after initialize"):
             bridge.broadcast_weights_to_inference()
         bridge.cleanup()
         bridge.initialize()

@@ -132,5 +132,5 @@ def test_too_few_nodes_are_refused(job: Callable[..., None]) -> None:
 
 def test_a_process_outside_of_a_job_is_told_so(job: Callable[..., None]) -> None:
     job()
-    with pytest.raises(ValueError, match="SLURM_JOB_NODELIST is not set"):
+    with pytest.raises(RuntimeError, match="SLURM_JOB_NODELIST is not set"):
         inference_nodes(1)

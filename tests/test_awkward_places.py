@@ -113,11 +113,11 @@ def test_emptied_store_never_takes_a_receiver_back(store: Path) -> None:
         with dbuffer.WeightSender(store) as sender:
             sender.send(SMALL.weights(1))
             for use in (receiver.load_into, lambda _: receiver.wait_for_version(timeout_s=5)):
-                with pytest.raises(dbuffer.StoreReplacedError, match=r"version 7, .* version 1"):
+                with pytest.raises(dbuffer.VersionRegressedError, match=r"version 7, .* version 1"):
                     use(target)
             assert SMALL.version_of(target) == 7
             sender.send(SMALL.weights(8), version=8)
-            with pytest.raises(dbuffer.StoreReplacedError):
+            with pytest.raises(dbuffer.VersionRegressedError):
                 receiver.load_into(target)
             receiver.start_over()
             assert receiver.load_into(target) == 8
@@ -129,7 +129,7 @@ def test_receiver_that_came_before_the_store(store: Path) -> None:
         assert receiver.load_into(target) is None
         assert receiver.wait_for_version(timeout_s=0.01) is None
         with (
-            pytest.raises(dbuffer.VersionTimeoutError, match=str(store)),
+            pytest.raises(dbuffer.WaitTimeoutError, match=str(store)),
             receiver.open(timeout_s=0.01),
         ):
             pass
@@ -168,7 +168,7 @@ def test_any_path_will_do(shm_path: Path, name: str) -> None:
             with receiver.open(newer_than=version - 1, timeout_s=5) as snapshot:
                 assert SMALL.version_of(snapshot.tensors) == version
         sender.wait_applied(3, timeout_s=1)
-        with pytest.raises(dbuffer.WriterActiveError):
+        with pytest.raises(dbuffer.StoreBusyError):
             dbuffer.WeightSender(store)
 
 

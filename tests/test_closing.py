@@ -20,7 +20,7 @@ from support import TIMEOUT_S, Child, assert_tidy, newest
 from worlds import World
 
 from dbuffer import LazyTensor, ResidentModel, ShardedWeightSender, WeightReceiver, WeightSender
-from dbuffer.errors import ClosedError, WriterActiveError
+from dbuffer.errors import ClosedError, StoreBusyError
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.draft import Draft
@@ -182,7 +182,7 @@ def test_a_send_inside_a_send_is_refused(store: Path) -> None:
     outcomes: list[Any] = []
 
     def make() -> torch.Tensor:
-        with pytest.raises(WriterActiveError) as caught:
+        with pytest.raises(StoreBusyError) as caught:
             sender.send({"other": torch.ones(1)})
         outcomes.append(caught.value)
         return torch.ones(4)

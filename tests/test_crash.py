@@ -654,7 +654,7 @@ def publish_and_stop_in_it(connection: Connection, store: Path) -> None:
 def test_a_killed_sender_frees_the_store(store: Path) -> None:
     with Child(publish_and_stop_in_it, store) as child:
         child.wait_until_stopped()
-        with pytest.raises(dbuffer.WriterActiveError, match=f"{child.pid}"):
+        with pytest.raises(dbuffer.StoreBusyError, match=f"{child.pid}"):
             dbuffer.WeightSender(store)
         child.signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL

@@ -54,7 +54,7 @@ def test_damaged_record(template: Path, record: str, data: st.DataObject) -> Non
         assert_read_or_refused(store, verify=data.draw(st.booleans()))
         try:
             assert_repaired_by_publishing(store)
-        except dbuffer.StoreFormatError as error:
+        except dbuffer.UnsupportedError as error:
             # A store of another format is not ours to repair.
             assert str(store / record) in str(error)
 
@@ -171,11 +171,11 @@ def test_a_store_of_another_format_is_left_alone(
     values = json.loads((damaged / record).read_bytes()) | {"format": format_number, "new": 1}
     (damaged / record).write_text(json.dumps(values))
     before = contents(damaged)
-    with pytest.raises(dbuffer.StoreFormatError, match=f"{record}.*format {format_number}"):
+    with pytest.raises(dbuffer.UnsupportedError, match=f"{record}.*format {format_number}"):
         publish_once(damaged)
     assert contents(damaged) == before
     if record in ("CURRENT", f"{NEWEST}/manifest.json"):
-        with pytest.raises(dbuffer.StoreFormatError, match=f"{record}.*format {format_number}"):
+        with pytest.raises(dbuffer.UnsupportedError, match=f"{record}.*format {format_number}"):
             read(damaged, verify=False)
 
 

@@ -42,9 +42,9 @@ def test_flipped_bit_in_a_tensor_is_refused_and_the_tensor_named(
         flip_bit(path, place)
         with dbuffer.WeightReceiver(store, verify=True) as receiver:
             name = SMALL.names[place // (8 * 2048)]
-            with pytest.raises(dbuffer.ChecksumError, match=f"{path}.*: {name};"):
+            with pytest.raises(dbuffer.StoreCorruptError, match=f"{path}.*: {name};"):
                 receiver.load_into(target)
-            with pytest.raises(dbuffer.ChecksumError, match=name), receiver.open():
+            with pytest.raises(dbuffer.StoreCorruptError, match=name), receiver.open():
                 pass
         assert not any(tensor.any() for tensor in target.values()), "the target was touched"
 
@@ -124,7 +124,7 @@ def test_flipped_bit_is_seen_by_a_receiver_that_has_loaded_before(damaged: Path)
             assert receiver.load_into(target) == version
             sender.send(SMALL.weights(version + 1))
         flip_bit(weights_file(damaged, "A")[0], 12345)
-        with pytest.raises(dbuffer.ChecksumError, match=SMALL.names[0]):
+        with pytest.raises(dbuffer.StoreCorruptError, match=SMALL.names[0]):
             receiver.load_into(target)
         assert SMALL.version_of(target) == 5
         sender.send(SMALL.weights(7))
@@ -134,7 +134,7 @@ def test_flipped_bit_is_seen_by_a_receiver_that_has_loaded_before(damaged: Path)
 def test_verify_refuses_what_was_published_without_checksums(store: Path) -> None:
     with dbuffer.WeightSender(store, checksum=False) as sender:
         sender.send(SMALL.weights(1))
-    with pytest.raises(dbuffer.ChecksumError, match="checksum=True"):
+    with pytest.raises(dbuffer.StoreCorruptError, match="checksum=True"):
         read(store, verify=True)
     assert read(store, verify=False) == 1
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import bits, is_soak
 
-from dbuffer.errors import ChecksumError, DBufferError, InvalidWeightsError, StoreCorruptError
+from dbuffer.errors import DBufferError, InvalidWeightsError, StoreCorruptError
 from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, Piece, TensorSpec
 from dbuffer.io import changes as io_changes
@@ -122,7 +122,7 @@ def test_round_trip_of_mixed_tensors_in_small_chunks(
         assert all(expected[index] == found for index, found in step.header.checksums.items())
     else:
         assert step.header.checksums is None
-        with pytest.raises(ChecksumError, match="has no checksums"):
+        with pytest.raises(StoreCorruptError, match="has no checksums"):
             verify_result(step.header, contents, copier)
 
 
@@ -384,7 +384,7 @@ class TestApply:
         contents = step.contents()
         contents.views[1].view(torch.int16)[0] += 1
         apply_delta(step.header, step.encoded.chunks.__getitem__, contents, copier)
-        with pytest.raises(ChecksumError, match=r"1 tensors .*'t1'"):
+        with pytest.raises(StoreCorruptError, match=r"1 tensors .*'t1'"):
             verify_result(step.header, contents, copier)
 
     def test_with_one_thread(self):

@@ -14,7 +14,7 @@ import zstandard
 from deltas import Guarded, Step, changed, decoded, make_step, random_tensor, verify_result
 from support import is_soak
 
-from dbuffer.errors import ChecksumError, StoreCorruptError, StoreFormatError
+from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format import delta
 from dbuffer.format.delta import Chunk, DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec
@@ -140,7 +140,7 @@ def try_to_apply(step: Step, header: bytes, chunks: list[bytes], copier: Copier)
         read = decoded(header, step)
         apply_delta(read, chunks.__getitem__, contents, copier)
         verify_result(read, contents, copier)
-    except StoreCorruptError as error:
+    except (StoreCorruptError, UnsupportedError) as error:
         contents.assert_guarded()
         if read is None:
             assert torch.equal(contents.data, step.contents().data)
@@ -288,21 +288,20 @@ class TestPrefix:
         [
             (b"", StoreCorruptError),
             (bytes(23), StoreCorruptError),
-            (bytes(24), StoreFormatError),
-            (delta._PREFIX.pack(delta.MAGIC, 2, 100, 0), StoreFormatError),
+            (bytes(24), StoreCorruptError),
+            (delta._PREFIX.pack(delta.MAGIC, 2, 100, 0), UnsupportedError),
             (delta._PREFIX.pack(delta.MAGIC, 1, 0, 0), StoreCorruptError),
             (delta._PREFIX.pack(delta.MAGIC, 1, delta.MAX_HEADER_BYTES + 1, 0), StoreCorruptError),
         ],
     )
     def test_that_is_wrong_is_refused(self, prefix, error):
-        with pytest.raises(StoreCorruptError) as raised:
+        with pytest.raises(error):
             delta.decode_prefix(prefix)
-        assert type(raised.value) is error
 
 
 class TestHeader:
     def test_with_another_digest(self, steps):
-        with pytest.raises(ChecksumError):
+        with pytest.raises(StoreCorruptError):
             delta.decode_header(b"{}\n", "0" * 16, steps[0].layout, steps[0].layout_xxh3)
 
     def test_for_another_layout(self, steps):
@@ -384,7 +383,7 @@ class TestStreams:
                 continue
             chunks = list(step.encoded.chunks)
             chunks[number] = bytes(len(chunks[number]))
-            with pytest.raises(ChecksumError):
+            with pytest.raises(StoreCorruptError):
                 changed_positions(step.header, chunks.__getitem__, copier)
             header = decoded(with_chunk(step, number, chunks[number]), step)
             with pytest.raises(StoreCorruptError):

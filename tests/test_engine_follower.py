@@ -37,12 +37,12 @@ from dbuffer.errors import (
     EngineBusyError,
     EngineEndedError,
     EngineUnreachableError,
-    EngineUnsupportedError,
     EngineUpdateError,
     OptionError,
-    ReceiverActiveError,
     StoreAccessError,
+    StoreBusyError,
     StoreFullError,
+    UnsupportedError,
 )
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers
@@ -400,7 +400,7 @@ def test_dead_engine_of_this_process_ends_following_and_is_told_once(
     with following(sender, store, engine_id) as (engine, follower):
         engine.error = lambda: EngineEndedError("the engine is dead")
         sender.send(SMALL.weights(2))
-        with pytest.raises(dbuffer.VersionTimeoutError, match="the engine is dead"):
+        with pytest.raises(dbuffer.WaitTimeoutError, match="the engine is dead"):
             follower.wait_applied(2, WAIT_S)
     assert lines(caplog) == [f"{engine_id} is followed no longer: the engine is dead"]
     assert metrics(engine_id)["following"] == 0
@@ -657,7 +657,7 @@ def test_second_follower_of_an_engine_and_a_store_is_refused(
     with serving_version_1(sender, store) as (engine, follower):
         second = Follower(engine, options(store))
         for begin in (second.require_followable, second.sync):
-            with pytest.raises(ReceiverActiveError, match="another follower in this process"):
+            with pytest.raises(StoreBusyError, match="another follower in this process"):
                 begin()
         sender.send(SMALL.weights(2))
         assert follower.sync() is not None
@@ -871,8 +871,8 @@ def test_what_no_waiting_mends_is_raised_at_once(store: Path) -> None:
     engine = LightEngine()
     with pytest.raises(OptionError, match="no store given"):
         Follower(engine).require_followable()
-    engine.error = lambda: EngineUnsupportedError("no loader")
-    with pytest.raises(EngineUnsupportedError):
+    engine.error = lambda: UnsupportedError("no loader")
+    with pytest.raises(UnsupportedError):
         Follower(engine, options(store)).require_followable()
     engine.error = away
     Follower(engine, options(store)).require_followable()
@@ -882,7 +882,7 @@ def test_what_no_waiting_mends_is_raised_at_once(store: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "error", "message"),
     [
-        (404, EngineUnsupportedError, "has no /server_info: .*; give its address without /v1"),
+        (404, UnsupportedError, "has no /server_info: .*; give its address without /v1"),
         (401, OptionError, r"refuses /server_info with this API key \(401\)"),
     ],
 )
@@ -1210,7 +1210,7 @@ def test_replicas_have_a_version_when_all_of_them_do(
     mend = fail_to_take(engines[1])
     sender.send(SMALL.weights(2))
     follower.replicas[0].wait_applied(2, WAIT_S)
-    with pytest.raises(dbuffer.VersionTimeoutError, match=r"several\.dp-1 has version 1.*2 within"):
+    with pytest.raises(dbuffer.WaitTimeoutError, match=r"several\.dp-1 has version 1.*2 within"):
         follower.wait_applied(2, 0.2)
     assert follower.applied == 1
     assert [engine.label for engine in engines] == ["2", "1"]
@@ -1233,8 +1233,8 @@ def fail_to_take(engine: LightEngine) -> Callable[[], None]:
 
 def test_replicas_that_cannot_be_followed_are_refused_before_one_is(store: Path) -> None:
     engines = [Replica(""), Replica(".dp-1")]
-    engines[1].error = lambda: EngineUnsupportedError("not this one")
-    with pytest.raises(EngineUnsupportedError, match="not this one"):
+    engines[1].error = lambda: UnsupportedError("not this one")
+    with pytest.raises(UnsupportedError, match="not this one"):
         ReplicaFollowers([Follower(engine, options(store)) for engine in engines])
     assert not [thread for thread in threading.enumerate() if thread.name == "dbuffer-follower"]
 

@@ -13,7 +13,7 @@ from support import SMALL
 from test_engine_follower import Model, Rank
 
 import dbuffer
-from dbuffer.errors import EngineBrokenError, EngineUnsupportedError, EngineUpdateError, OptionError
+from dbuffer.errors import EngineBrokenError, EngineUpdateError, OptionError, UnsupportedError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
@@ -83,7 +83,7 @@ def test_what_is_no_answer_is_an_error(values: Any) -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [OptionError("a"), EngineUnsupportedError("b"), EngineUpdateError("c"), EngineBrokenError("d")],
+    [OptionError("a"), UnsupportedError("b"), EngineUpdateError("c"), EngineBrokenError("d")],
     ids=repr,
 )
 def test_an_outcome_is_raised_as_the_error_that_it_was(error: dbuffer.DBufferError) -> None:
@@ -158,7 +158,7 @@ def test_an_update_before_the_beginning_is_refused(rank: OneRank) -> None:
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (EngineUnsupportedError("for good"), RankOutcome.UNSUPPORTED),
+        (UnsupportedError("for good"), RankOutcome.UNSUPPORTED),
         (dbuffer.StoreAccessError("for a moment"), RankOutcome.REFUSED),
     ],
     ids=repr,

@@ -80,7 +80,7 @@ def test_an_evicted_version_is_not_acknowledged(store: Path) -> None:
         publish(sender, 2, 3)
         with pytest.raises(dbuffer.SnapshotEvictedError):
             leave.close()
-        with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+        with pytest.raises(dbuffer.WaitTimeoutError):
             sender.wait_applied(1, timeout_s=0)
 
 

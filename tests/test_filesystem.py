@@ -19,7 +19,6 @@ from dbuffer.errors import (
     StoreAccessError,
     StoreCorruptError,
     StoreFullError,
-    StoreInsecureError,
     StoreNotFoundError,
 )
 from dbuffer.store import filesystem
@@ -342,7 +341,7 @@ class TestTrust:
     @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777, 0o720, 0o702])
     def test_others_may(self, tmp_path, mode):
         tmp_path.chmod(mode)
-        with pytest.raises(StoreInsecureError, match="chmod go-w"):
+        with pytest.raises(StoreAccessError, match="chmod go-w"):
             filesystem.check_trust(tmp_path)
 
     def test_someone_elses(self, tmp_path, monkeypatch):
@@ -350,7 +349,7 @@ class TestTrust:
             os.chown(tmp_path, 12345, 12345)
         else:
             monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-        with pytest.raises(StoreInsecureError, match="belongs to user"):
+        with pytest.raises(StoreAccessError, match="belongs to user"):
             filesystem.check_trust(tmp_path)
 
     def test_none(self, tmp_path):
@@ -359,7 +358,7 @@ class TestTrust:
 
     def test_no_directory(self, tmp_path):
         (tmp_path / "file").touch()
-        with pytest.raises(StoreInsecureError, match="not a directory"):
+        with pytest.raises(StoreAccessError, match="not a directory"):
             filesystem.check_trust(tmp_path / "file")
 
 

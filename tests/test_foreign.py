@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import distributed, nn
 
 import dbuffer
-from dbuffer.errors import StoreMismatchError, VersionTimeoutError
+from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.publish.resident import ResidentModel
 from dbuffer.store.foreign import ASIDE_DIRECTORY, other_weights
@@ -68,7 +68,7 @@ def reside(directory: Path, **more: Any) -> None:
     try:
         with ResidentModel(module, directory, **more) as model:
             model.publish()
-    except StoreMismatchError:
+    except OptionError:
         assert module.a.data_ptr() == before, "a refused model is not touched"
         raise
 
@@ -90,9 +90,7 @@ def test_no_sender_writes_beside_torchrls_weights(
 ) -> None:
     """Receivers of TorchRL's own scheme would go on serving the old ones."""
     before = files_in(torchrls)
-    with pytest.raises(
-        StoreMismatchError, match=r"TorchRL's own double buffer.*move_torchrl_aside"
-    ):
+    with pytest.raises(OptionError, match=r"TorchRL's own double buffer.*move_torchrl_aside"):
         publish(torchrls)
     assert files_in(torchrls) == before
     publish(torchrls, move_torchrl_aside=True)
@@ -106,7 +104,7 @@ def test_no_sender_writes_beside_torchrls_weights(
 def test_weights_that_torchrl_writes_later_are_moved_beside_the_first(torchrls: Path) -> None:
     send(torchrls, move_torchrl_aside=True)
     write_as_torchrl(torchrls)
-    with pytest.raises(StoreMismatchError):
+    with pytest.raises(OptionError):
         send(torchrls)
     send(torchrls, move_torchrl_aside=True)
     for number in ("1", "2"):
@@ -125,7 +123,7 @@ def test_no_sender_writes_into_a_checkpoint(
     directory.mkdir(mode=0o700)
     (directory / name).write_bytes(b"weights")
     for more in ({}, {"move_torchrl_aside": True}):
-        with pytest.raises(StoreMismatchError, match=rf"holds a checkpoint \({name}\)"):
+        with pytest.raises(OptionError, match=rf"holds a checkpoint \({name}\)"):
             publish(directory, **more)
     assert files_in(directory) == {name: b"weights"}
 
@@ -139,7 +137,7 @@ def test_readers_say_what_is_there(
         (record,) = caplog.records
         assert "holds weights of TorchRL's own double buffer" in record.message
         with (
-            pytest.raises(VersionTimeoutError, match="which holds weights of TorchRL's own"),
+            pytest.raises(WaitTimeoutError, match="which holds weights of TorchRL's own"),
             receiver.open(timeout_s=0),
         ):
             pass
@@ -153,10 +151,10 @@ def test_the_command_line_moves_them_aside(
 ) -> None:
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     publish = ["publish", str(tmp_path / "model.safetensors"), str(torchrls)]
-    assert cli.run(publish) == 1
+    assert cli.run(publish) == 2
     assert "holds weights of TorchRL's own" in capsys.readouterr().err
     assert cli.run([*publish, "--move-torchrl-aside"]) == 0
     write_as_torchrl(tmp_path / "mirror")
     copy = ["mirror", str(torchrls), str(tmp_path / "mirror"), "--count", "1"]
-    assert cli.run(copy) == 1
+    assert cli.run(copy) == 2
     assert cli.run([*copy, "--move-torchrl-aside"]) == 0

@@ -235,7 +235,7 @@ def fail(rank: int, place: Path, engines: list[Any]) -> str:
     ("engines", "kind"),
     [
         ([None, None], "OptionError"),
-        ([None, 5], "EngineUnsupportedError"),
+        ([None, 5], "UnsupportedError"),
         (["http://127.0.0.1:1"] * 2, "EngineUnreachableError"),
     ],
 )

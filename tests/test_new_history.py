@@ -17,7 +17,7 @@ from support import SMALL
 from test_engine_follower import WAIT_S, LightEngine, background, lines, metrics, options, until
 
 import dbuffer
-from dbuffer.errors import EngineUpdateError, StoreReplacedError
+from dbuffer.errors import EngineUpdateError, VersionRegressedError
 from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.mirror.mirror import Mirror
@@ -92,20 +92,20 @@ def test_an_engine_that_is_told_to_refuse_it_serves_on(
     with background(engine, store, engine_id, new_history="refuse") as follower:
         follower.wait_applied(5, WAIT_S)
         begin(store, version, NEW)
-        until("it is noticed", lambda: isinstance(follower.error, StoreReplacedError))
+        until("it is noticed", lambda: isinstance(follower.error, VersionRegressedError))
         with dbuffer.WeightSender(store) as sender:
             for value in range(NEW + 1, NEW + 6):  # numbers pass the old one's
                 sender.send(SMALL.weights(value))
-            with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+            with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(version, receivers=1, timeout_s=1)
-        with pytest.raises(dbuffer.VersionTimeoutError, match="begun anew"):
+        with pytest.raises(dbuffer.WaitTimeoutError, match="begun anew"):
             follower.wait_applied(version, 0.1)
         assert (engine.version, engine.label) == (OLD, "5")
         assert metrics(engine_id)["following"] == 0
     assert sum("begun anew" in line for line in lines(caplog)) == 1
     # Until it is told otherwise; and following it again in the same way is not that.
     with Follower(engine, options(store, engine_id, new_history="refuse")) as again:
-        with pytest.raises((StoreReplacedError, EngineUpdateError), match="begun anew"):
+        with pytest.raises((VersionRegressedError, EngineUpdateError), match="begun anew"):
             again.sync()
         assert engine.version == OLD
     with Follower(engine, options(store, engine_id)) as told:
@@ -144,7 +144,7 @@ def test_a_version_that_went_with_the_store_is_not_waited_for(
             until("it is staged", lambda: version in [each.staged_version for each in records()])
 
         engine.num_looks, engine.when_waiting = 0, begin_anew
-        with pytest.raises(StoreReplacedError, match="before version 7 of it was ready"):
+        with pytest.raises(VersionRegressedError, match="before version 7 of it was ready"):
             follower.sync(at_least=7)
         assert engine.version == OLD
         switch = follower.sync()
@@ -159,7 +159,7 @@ def test_a_rank_refuses_by_itself(store: Path, engine: Engine, engine_id: str) -
         follower.sync()
         begin(store, 6, NEW)
         for request in (UpdateRequest(), UpdateRequest(version=6), UpdateRequest(at_least=6)):
-            with pytest.raises(EngineUpdateError, match="StoreReplacedError"):
+            with pytest.raises(EngineUpdateError, match="VersionRegressedError"):
                 engine.receiver.update(request)
             assert engine.version == OLD
 

@@ -310,7 +310,7 @@ class TestSaving:
             assert save_adapter(receiver, tmp_path).version == 3
 
     def test_nothing_published(self, receiver: Any, tmp_path: Path) -> None:
-        with pytest.raises(dbuffer.VersionTimeoutError):
+        with pytest.raises(dbuffer.WaitTimeoutError):
             save_adapter(receiver, tmp_path, timeout_s=0.01)
 
 

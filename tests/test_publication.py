@@ -29,13 +29,12 @@ from dbuffer import (
     OptionError,
     PendingPublication,
     Publication,
+    StoreBusyError,
     StoreFullError,
     VersionError,
-    VersionTimeoutError,
+    WaitTimeoutError,
     WeightReceiver,
-    WeightsChangedError,
     WeightSender,
-    WriterActiveError,
 )
 from dbuffer.integrations import sender_metrics
 from dbuffer.publish import publication as publication_module
@@ -103,7 +102,7 @@ def test_it_returns_before_the_version_is_published(
 
 def test_it_says_when_it_takes_too_long(gate: Gate, sender: WeightSender) -> None:
     pending = sender.send(WEIGHTS, wait=False)
-    with pytest.raises(VersionTimeoutError, match=r"not published within 0\.01 s"):
+    with pytest.raises(WaitTimeoutError, match=r"not published within 0\.01 s"):
         pending.wait(0.01)
     gate.may_go_on.set()
     assert pending.wait().version == 1
@@ -139,7 +138,7 @@ def test_weights_that_are_changed_meanwhile_are_not_published(
     assert gate.is_there.wait(60)
     change(model)
     gate.may_go_on.set()
-    with pytest.raises(WeightsChangedError, match=r"(weight|bias).* changed while"):
+    with pytest.raises(InvalidWeightsError, match=r"(weight|bias).* changed while"):
         pending.wait()
     assert newest(store) == 1
     assert all(torch.equal(received(store)[name], before[name]) for name in before)
@@ -168,7 +167,7 @@ def test_a_guarded_optimizer_waits_with_its_step(
     pending = sender.send(model, wait=False)
     optimizer.step()  # which nobody guards any more
     gate.may_go_on.set()
-    with pytest.raises(WeightsChangedError):
+    with pytest.raises(InvalidWeightsError):
         pending.wait()
 
 
@@ -364,7 +363,7 @@ def test_a_handler_on_top_of_a_publish_waits_for_nothing_that_waits_for_it(
     def fill(draft: Draft, *args: Any) -> None:
         sender._pending.append(pending)
         pending.begin(publish)
-        with pytest.raises(WriterActiveError):
+        with pytest.raises(StoreBusyError):
             sender.send(WEIGHTS)
         sender.close()
         filled(draft, *args)

@@ -188,7 +188,7 @@ class Eyes:
                 label = Label(*snapshot.metadata["label"])
                 unlike = differing(snapshot.tensors, label)
                 seen = Seen(snapshot.version, label.attempt)
-        except (dbuffer.VersionTimeoutError, dbuffer.StoreNotFoundError):
+        except (dbuffer.WaitTimeoutError, dbuffer.StoreNotFoundError):
             return Seen(), None
         assert unlike is None or label.attempt in question.loose, f"{seen} differs in {unlike}"
         return seen, label

@@ -20,18 +20,15 @@ from support import OTHER, SMALL
 
 import dbuffer
 from dbuffer import (
-    AcknowledgementTimeoutError,
-    ChecksumError,
     ClosedError,
     InvalidWeightsError,
     ReceiverFailedError,
     SnapshotEvictedError,
+    StoreAccessError,
     StoreCorruptError,
-    StoreInsecureError,
     StoreNotFoundError,
-    StoreReplacedError,
     VersionRegressedError,
-    VersionTimeoutError,
+    WaitTimeoutError,
     WeightReceiver,
     WeightSender,
 )
@@ -109,7 +106,7 @@ class TestWaiting:
             sender.send(weights_of(1), version=5)
         started = time.monotonic()
         with (
-            pytest.raises(VersionTimeoutError) as caught,
+            pytest.raises(WaitTimeoutError) as caught,
             receiver.open(newer_than, timeout_s=0.2),
         ):
             pass
@@ -128,7 +125,7 @@ class TestWaiting:
 
         with WeightReceiver(store, poll_interval_s=0.05) as receiver:
             with (
-                pytest.raises(VersionTimeoutError, match="not there"),
+                pytest.raises(WaitTimeoutError, match="not there"),
                 receiver.open(timeout_s=0.1),
             ):
                 pass
@@ -356,9 +353,9 @@ class TestEviction:
                         again.send(weights_of(2))
                 assert values_in(snapshot.tensors) == {1.0}
 
-        error = StoreReplacedError if is_begun_anew else VersionRegressedError
-        with pytest.raises(error):
+        with pytest.raises(VersionRegressedError) as caught:
             hold_beyond_the_stores_end()
+        assert (caught.value.history is not None) == is_begun_anew
 
     def test_an_error_in_the_block_goes_first(self, sender, receiver):
         sender.send(weights_of(1))
@@ -546,7 +543,7 @@ class TestReporting:
             (load_what_does_not_fit, "WeightsMismatchError: .*float32"),
             (load_by_a_function_that_raises, "MemoryError: no room on the device"),
             (raise_in_the_block, "RuntimeError: .*Linear"),
-            (read_what_is_damaged, "ChecksumError: .*damaged"),
+            (read_what_is_damaged, "StoreCorruptError: .*damaged"),
             (save_an_adapter, "WeightsMismatchError: .*not an adapter"),
         ],
     )
@@ -563,7 +560,7 @@ class TestReporting:
             [status] = read_status(DoubleBuffer(store)).receivers
             assert re.search(reason, status.problem)
             sender.send(weights_of(2))
-            with pytest.raises(AcknowledgementTimeoutError):
+            with pytest.raises(WaitTimeoutError):
                 sender.wait_applied(2, receivers="me", timeout_s=0)
             with receiver.open():
                 pass
@@ -584,7 +581,7 @@ class TestReporting:
 
     def test_what_is_no_failure_is_not_reported(self, sender, receiver, store):
         sender.send(weights_of(1))
-        with pytest.raises(VersionTimeoutError), receiver.open(newer_than=1, timeout_s=0):
+        with pytest.raises(WaitTimeoutError), receiver.open(newer_than=1, timeout_s=0):
             pass
         with (
             pytest.raises(RuntimeError),
@@ -703,7 +700,7 @@ class TestVerifying:
             data = bytearray(path.read_bytes())
             data[4096] ^= 1  # a tensor takes 4,000 bytes, and begins at a multiple of 64
             path.write_bytes(data)
-            with pytest.raises(ChecksumError, match=r"version 1 .*: b;"):
+            with pytest.raises(StoreCorruptError, match=r"version 1 .*: b;"):
                 read(receiver, target)
         assert values_in(target) == {0.0}
 
@@ -716,9 +713,9 @@ class TestVerifying:
     def test_refuses_what_has_no_checksums(self, sender, store):
         sender.send(weights_of(1))
         with WeightReceiver(store, verify=True) as receiver:
-            with pytest.raises(ChecksumError, match="checksum=True"), receiver.open():
+            with pytest.raises(StoreCorruptError, match="checksum=True"), receiver.open():
                 pass
-            with pytest.raises(ChecksumError, match="checksum=True"):
+            with pytest.raises(StoreCorruptError, match="checksum=True"):
                 receiver.load_into(weights_of(0))
 
     def test_no_other_choice(self, store):
@@ -849,7 +846,7 @@ class TestStore:
         with WeightSender(store) as again:
             again.send(weights_of(5), version=5)
             target = weights_of(0)
-            with pytest.raises(StoreReplacedError, match=r"version 10, and .* version 5"):
+            with pytest.raises(VersionRegressedError, match=r"version 10, and .* version 5"):
                 receiver.load_into(target)
             with pytest.raises(VersionRegressedError), receiver.open(timeout_s=0):
                 pass
@@ -878,10 +875,12 @@ class TestStore:
                 lambda: receiver.open(version=version, timeout_s=0).__enter__(),
                 lambda: next(receiver.follow()),
             ):
-                with pytest.raises(StoreReplacedError, match=rf"version 10, .* version {version}"):
+                with pytest.raises(
+                    VersionRegressedError, match=rf"version 10, .* version {version}"
+                ):
                     use()
             assert values_in(target) == {1.0}
-            with pytest.raises(AcknowledgementTimeoutError):
+            with pytest.raises(WaitTimeoutError):
                 again.wait_applied(version, timeout_s=0)
             receiver.start_over()
             assert receiver.load_into(target) == version
@@ -915,11 +914,11 @@ class TestStore:
         sender.send(weights_of(1))
         store.chmod(mode)
         target = weights_of(0)
-        with pytest.raises(StoreInsecureError):
+        with pytest.raises(StoreAccessError):
             receiver.load_into(target)
-        with pytest.raises(PermissionError), receiver.open():
+        with pytest.raises(OSError, match="chmod go-w"), receiver.open():
             pass
-        with pytest.raises(StoreInsecureError):
+        with pytest.raises(StoreAccessError):
             receiver.wait_for_version(timeout_s=0)
         assert values_in(target) == {0.0}
         with WeightReceiver(store, allow_shared_store=True) as shared:

@@ -72,7 +72,7 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path: Path) -> None:
         for version in (1, 2, 3):
             if version > 1:
                 sender.send(SMALL.weights(version))
-                with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+                with pytest.raises(dbuffer.WaitTimeoutError):
                     sender.wait_applied(version, receivers=["far"], timeout_s=0)
             for reader in readers.values():
                 reader.send(version)
@@ -81,7 +81,7 @@ def test_a_sender_hears_of_readers_three_mirrors_away(shm_path: Path) -> None:
             sender.wait_applied(version, receivers=["near", "far"], timeout_s=5)
             sender.wait_applied(version, receivers=2, timeout_s=5)
             assert newest(stores[3], verify=True) == version
-            with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+            with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(version, receivers=["near", "far", "nobody"], timeout_s=0)
             identities = {
                 DoubleBuffer(s).manifest(DoubleBuffer(s).pointer().buffer).identity for s in stores
@@ -139,7 +139,7 @@ def test_the_last_word_of_a_reader_comes_before_its_end(
         reader.send()
         assert reader.wait() == 0
         sender.send(SMALL.weights(2))
-        with pytest.raises(dbuffer.AcknowledgementTimeoutError):
+        with pytest.raises(dbuffer.WaitTimeoutError):
             sender.wait_applied(2, receivers=["rank"], timeout_s=_LAST_WORD_S + 0.5)
         may_go_on.set()
         sender.wait_applied(2, receivers=["rank"], timeout_s=5)

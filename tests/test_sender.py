@@ -23,17 +23,17 @@ from tensordict import TensorDict
 
 import dbuffer
 from dbuffer import (
-    AcknowledgementTimeoutError,
     ClosedError,
     InvalidWeightsError,
     OptionError,
     ReceiverFailedError,
-    StoreInsecureError,
+    StoreAccessError,
+    StoreBusyError,
     StoreNotFoundError,
     VersionError,
+    WaitTimeoutError,
     WeightReceiver,
     WeightSender,
-    WriterActiveError,
     WriterSupersededError,
 )
 from dbuffer.format.layout import ITEM_BYTES
@@ -296,7 +296,7 @@ class TestFiles:
     def test_a_directory_that_others_can_write_is_refused(self, store, mode):
         store.mkdir()
         store.chmod(mode)
-        with pytest.raises(StoreInsecureError, match="chmod go-w"):
+        with pytest.raises(StoreAccessError, match="chmod go-w"):
             WeightSender(store)
         assert list(store.iterdir()) == []
         with WeightSender(store, allow_shared_store=True) as sender:
@@ -481,7 +481,7 @@ class TestWaitApplied:
             with one.open():
                 pass
             sender.wait_applied(1, timeout_s=0)
-            with pytest.raises(AcknowledgementTimeoutError):
+            with pytest.raises(WaitTimeoutError):
                 sender.wait_applied(1, receivers=2, timeout_s=0)
             with other.open():
                 pass
@@ -518,7 +518,7 @@ class TestWaitApplied:
                 pass
             sender.send(WEIGHTS)
             started = time.monotonic()
-            with pytest.raises(AcknowledgementTimeoutError) as caught:
+            with pytest.raises(WaitTimeoutError) as caught:
                 sender.wait_applied(2, receivers=3, timeout_s=0.2)
         assert 0.2 <= time.monotonic() - started < 5
         for part in ("0 of 3", "version 2", str(store), "0.2 s", "slow-one is at 1"):
@@ -526,7 +526,7 @@ class TestWaitApplied:
 
     def test_says_that_none_came(self, sender):
         sender.send(WEIGHTS)
-        with pytest.raises(AcknowledgementTimeoutError, match="no receiver came"):
+        with pytest.raises(WaitTimeoutError, match="no receiver came"):
             sender.wait_applied(1, timeout_s=0)
 
     @pytest.mark.parametrize("receivers", [1, "one"])
@@ -558,9 +558,9 @@ class TestWaitingForReceiversByName:
             pass
         sender.wait_applied(2, receivers=["one"], timeout_s=0)
         sender.wait_applied(2, receivers=[], timeout_s=0)
-        with pytest.raises(AcknowledgementTimeoutError, match=r"1 of 2 receivers .*one is at 2"):
+        with pytest.raises(WaitTimeoutError, match=r"1 of 2 receivers .*one is at 2"):
             sender.wait_applied(2, receivers={"one", "other"}, timeout_s=0)
-        with pytest.raises(AcknowledgementTimeoutError, match="no receiver came"):
+        with pytest.raises(WaitTimeoutError, match="no receiver came"):
             sender.wait_applied(2, receivers=["other"], timeout_s=0)
 
     def test_says_at_once_that_one_cannot(self, sender, store):
@@ -576,11 +576,11 @@ class TestWaitingForReceiversByName:
             one.record.write(problem="tensor 'a' is odd", problem_version=1)
             # Whichever will do: another one may come.
             because = r"one is at None, because of: tensor 'a' is odd"
-            with pytest.raises(AcknowledgementTimeoutError, match=because):
+            with pytest.raises(WaitTimeoutError, match=because):
                 sender.wait_applied(1, receivers=1, timeout_s=0)
             sender.send(WEIGHTS)
             # What was wrong with one version says nothing of the next.
-            with pytest.raises(AcknowledgementTimeoutError):
+            with pytest.raises(WaitTimeoutError):
                 sender.wait_applied(2, receivers=["one"], timeout_s=0)
 
     def test_a_problem_with_the_store_may_be_over(self, sender, store):
@@ -609,13 +609,13 @@ class TestWaitingForReceiversByName:
         subprocess.run([sys.executable, "-c", f"{apply}.write()"], check=True)
         with WeightSender(store) as sender:
             sender.send(WEIGHTS)
-            with pytest.raises(AcknowledgementTimeoutError):
+            with pytest.raises(WaitTimeoutError):
                 sender.wait_applied(1, receivers=["one"], timeout_s=0)
 
 
 class TestLife:
     def test_one_sender_a_store(self, sender, store):
-        with pytest.raises(WriterActiveError, match=str(os.getpid())):
+        with pytest.raises(StoreBusyError, match=str(os.getpid())):
             WeightSender(store)
         assert sender.send(WEIGHTS).version == 1
 

@@ -187,7 +187,7 @@ def refusal_of(form: str) -> str:
     FORMS.get(form, lambda layer: None)(serving)
     try:
         require_as_loaded(copy, serving)
-    except dbuffer.EngineUnsupportedError as error:
+    except dbuffer.UnsupportedError as error:
         return str(error)
     return ""
 

@@ -73,7 +73,7 @@ def test_switched_engine_answers_as_a_fresh_one(tmp_path: Path, name: str) -> No
     seen = observe(__file__, tmp_path, name, models=case.models or (case.family,))
     if case.refused:
         error, message = seen["error"]
-        assert error == "EngineUnsupportedError"
+        assert error == "UnsupportedError"
         assert case.refused in message
         return
     first, second = seen["fresh"]

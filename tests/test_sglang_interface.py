@@ -221,7 +221,7 @@ def test_engine_that_cannot_follow_is_refused(
     server: Recorded, engine: ServerEngine, changed: dict[str, Any], says: str
 ) -> None:
     server.info.update(changed)
-    with pytest.raises(dbuffer.EngineUnsupportedError, match=says.replace("-", ".")):
+    with pytest.raises(dbuffer.UnsupportedError, match=says.replace("-", ".")):
         engine.facts()
 
 
@@ -255,7 +255,7 @@ def test_options_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
         follow("http://engine", tmp_path, rename=lambda name: name)  # type: ignore[arg-type]
     with pytest.raises(dbuffer.OptionError, match="cannot read names"):
         follow("http://engine", tmp_path, rename=tmp_path / "none")
-    with pytest.raises(dbuffer.EngineUnsupportedError, match="not an engine of SGLang"):
+    with pytest.raises(dbuffer.UnsupportedError, match="not an engine of SGLang"):
         follow(object(), tmp_path)
 
 

@@ -416,7 +416,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
-    "a flipped bit": (flip_a_bit, "ChecksumError", "layers"),
+    "a flipped bit": (flip_a_bit, "StoreCorruptError", "layers"),
     "cut short": (lambda path: os.truncate(path, 100), "StoreCorruptError", "has 100 bytes"),
     "longer": (lambda path: os.truncate(path, 1 << 20), "StoreCorruptError", "1048576 bytes"),
     "gone": (lambda path: path.unlink(), "StoreCorruptError", "publish again"),
@@ -425,7 +425,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "StoreCorruptError",
         "not a plain file",
     ),
-    "of others": (lambda path: path.chmod(0o666), "StoreInsecureError", "owner or mode"),
+    "of others": (lambda path: path.chmod(0o666), "StoreAccessError", "owner or mode"),
 }
 
 
@@ -442,7 +442,7 @@ def test_a_damaged_part_is_refused(in_parts, damage):
         with pytest.raises(getattr(dbuffer, kind), match=message), receiver.open():
             pass
     assert all(not tensor.any() for tensor in target.values())
-    if kind == "StoreInsecureError":
+    if kind == "StoreAccessError":
         return
     checks = verify_store(DoubleBuffer(in_parts))
     assert [bool(check.problems) for check in checks if check.is_newest] == [True]
@@ -527,8 +527,8 @@ def open_where_others_write(rank: int, store: Path) -> None:
         (open_without_threads, "OptionError", "rank 1 could not .*invalid num_threads 0"),
         (open_with_no_time, "OptionError", "rank 1 could not .*invalid rank_timeout_s nan"),
         (open_at_no_path, "OptionError", "rank 1 could not .*invalid store ''"),
-        (open_twice, "WriterActiveError", "rank 0 could not open the store: process"),
-        (open_where_others_write, "StoreInsecureError", "rank 0 could not .*0777"),
+        (open_twice, "StoreBusyError", "rank 0 could not open the store: process"),
+        (open_where_others_write, "StoreAccessError", "rank 0 could not .*0777"),
     ],
 )
 def test_a_store_that_cannot_be_opened(world, store, function, kind, message):
@@ -713,7 +713,7 @@ def send_fsdp1(rank: int, store: Path, kind: StateDictType) -> str:
     with ShardedWeightSender(store) as sender:
         try:
             return str(sender.send(model).version)
-        except dbuffer.TrainerUnsupportedError as error:
+        except dbuffer.UnsupportedError as error:
             return str(error)
 
 
@@ -744,7 +744,7 @@ def send_and_wait(rank: int, store: Path, timeout_s: float) -> None:
 
 def test_all_ranks_wait_for_a_receiver(world: World, store: Path) -> None:
     for outcome in world.outcomes(send_and_wait, store, 0.2):
-        assert outcome.kind == "AcknowledgementTimeoutError"
+        assert outcome.kind == "WaitTimeoutError"
     with dbuffer.WeightReceiver(store, receiver_id="worker") as receiver:
         receiver.acknowledge(2)
     assert world.run(send_and_wait, store, 20.0) == [None] * len(world.ranks)

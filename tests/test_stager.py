@@ -31,17 +31,15 @@ from support import OTHER, SHARED_MEMORY, SMALL, Child, Pattern, is_soak
 
 import dbuffer
 from dbuffer.errors import (
-    ChecksumError,
     ClosedError,
     DBufferError,
     OptionError,
     StoreAccessError,
     StoreCorruptError,
     StoreNotFoundError,
-    StoreReplacedError,
     VersionError,
     VersionRegressedError,
-    VersionTimeoutError,
+    WaitTimeoutError,
 )
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import ReceiverRecord
@@ -256,7 +254,7 @@ def test_nothing_published_is_a_time_out_in_time(
         dbuffer.WeightSender(store).close()
     with staging(store) as follower:
         started = time.monotonic()
-        with pytest.raises(VersionTimeoutError, match=re.escape(str(store))):
+        with pytest.raises(WaitTimeoutError, match=re.escape(str(store))):
             follower.take(**request_, timeout_s=0.2)
         assert time.monotonic() - started < IN_TIME_S
         assert follower.newest() is None
@@ -264,7 +262,7 @@ def test_nothing_published_is_a_time_out_in_time(
 
 def test_a_store_that_comes_later(store: Path) -> None:
     with staging(store) as follower:
-        with pytest.raises(VersionTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             follower.take(timeout_s=0.05)
         with dbuffer.WeightSender(store) as sender:
             publish(sender, 1)
@@ -295,7 +293,7 @@ def test_take_while_that_version_is_being_staged(store: Path, sender: dbuffer.We
     publish(sender, 1)
     with staging(store, check=gate) as follower:
         assert gate.reached.wait(IN_TIME_S)
-        with pytest.raises(VersionTimeoutError, match=r"version 1 .* not ready within 0\.05 s"):
+        with pytest.raises(WaitTimeoutError, match=r"version 1 .* not ready within 0\.05 s"):
             follower.take(timeout_s=0.05)
         later = threading.Timer(0.1, gate.open.set)
         later.start()
@@ -520,11 +518,11 @@ def test_a_flipped_bit_is_told_and_a_newer_version_is_staged_by_itself(
             publish(sender, 1)
         record = wait_for_problem(store)
         assert record.problem is not None
-        assert record.problem.startswith("ChecksumError")
+        assert record.problem.startswith("StoreCorruptError")
         assert record.problem_version == 1
         assert "layers.0.weight" in record.problem
         assert (record.staged_version, record.held_version) == (None, None)
-        with pytest.raises(ChecksumError, match=r"layers\.0\.weight"):
+        with pytest.raises(StoreCorruptError, match=r"layers\.0\.weight"):
             follower.take(timeout_s=IN_TIME_S)
         assert follower.stats["failures"] >= 2
         publish(sender, 2)
@@ -650,7 +648,7 @@ def test_a_damaged_previous_version_is_refused_when_it_is_asked_for(
     damage(store, 1)
     with Child(take_damaged_previous, store) as child:
         error = child.receive()
-        assert isinstance(error, ChecksumError)
+        assert isinstance(error, StoreCorruptError)
         assert "layers.0.weight" in str(error)
         assert child.receive(5) == "closed"
 
@@ -681,7 +679,7 @@ def test_staging_goes_on_after_a_version_was_asked_for_that_never_came(
     publish(sender, 1)
     with staging(store) as follower:
         wait_until_staged(store, 1)
-        with pytest.raises(VersionTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             follower.take(1000, timeout_s=0.3)
         wait_until_staged(store, 1)
         publish(sender, 2)
@@ -695,7 +693,7 @@ def test_staging_goes_on_after_damage_and_a_version_that_never_came(
         with damaged_before_it_is_seen(flip):
             publish(sender, 1)
         wait_for_problem(store)
-        with pytest.raises(VersionTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             follower.take(at_least=1000, timeout_s=0.3)
         publish(sender, 2)
         wait_until_staged(store, 2)
@@ -730,10 +728,10 @@ def test_a_store_that_is_removed_is_told(
             again.send(SMALL.weights(1))
             # Until then an attempt that began before may still end as those before did.
             wait_until(lambda: "of another run" in str(DoubleBuffer(store).receiver("rank")))
-            with pytest.raises(StoreReplacedError, match=r"version 2, .* version 1,"):
+            with pytest.raises(VersionRegressedError, match=r"version 2, .* version 1,"):
                 follower.take(timeout_s=IN_TIME_S)
             again.send(SMALL.weights(7), version=7)
-            with pytest.raises(StoreReplacedError):
+            with pytest.raises(VersionRegressedError):
                 follower.take(timeout_s=IN_TIME_S)
 
 
@@ -759,7 +757,7 @@ def test_a_store_that_was_begun_anew_is_staged_if_it_may_be(
             # What was applied before says nothing of it: it stays ready.
             follower.release(applied=2, history=old.history)
             assert follower.take(version, timeout_s=0) is new
-            with pytest.raises(StoreReplacedError, match="no longer in it"):
+            with pytest.raises(VersionRegressedError, match="no longer in it"):
                 follower.take(2, history=old.history, timeout_s=IN_TIME_S)
             follower.release()
     said = [record for record in caplog.records if "of another run" in record.message]
@@ -792,7 +790,7 @@ def test_damage_between_checking_and_copying_is_seen(
         flip(file_of(store, 1))
 
     with staging(store, copy=True, verify=True, check=damage_it) as follower:
-        with pytest.raises(ChecksumError):
+        with pytest.raises(StoreCorruptError):
             follower.take(timeout_s=IN_TIME_S)
 
 
@@ -965,7 +963,7 @@ def test_close_does_not_wait_for_a_version_that_was_asked_for(
 ) -> None:
     publish(sender, 1)
     with staging(store, poll_interval_s=8.0) as follower:
-        with pytest.raises(VersionTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             follower.take(2, timeout_s=0.2)
         started = time.monotonic()
         follower.close()
@@ -984,7 +982,7 @@ def test_neither_threads_nor_descriptors_pile_up(store: Path, copy: bool) -> Non
             kind = flip if version % 5 == 0 else lambda path: None
             with damaged_before_it_is_seen(kind):
                 sender.send(pattern.weights(version))
-            with contextlib.suppress(ChecksumError):
+            with contextlib.suppress(StoreCorruptError):
                 follower.take(timeout_s=IN_TIME_S)
             follower.release(applied=version)
             counts.append((threading.active_count(), open_descriptors()))
@@ -1307,7 +1305,7 @@ class StagerMachine(RuleBasedStateMachine):
         request = {"newest": {}, "exactly": {"version": self.newest}}
         arguments = request.get(by, {"at_least": self.newest})
         if self.newest in self.damaged:
-            with pytest.raises(ChecksumError, match=rf"version {self.newest} was damaged"):
+            with pytest.raises(StoreCorruptError, match=rf"version {self.newest} was damaged"):
                 self.stager.take(**arguments, timeout_s=IN_TIME_S)
         else:
             self.taken = self.stager.take(**arguments, timeout_s=IN_TIME_S)
@@ -1332,7 +1330,7 @@ class StagerMachine(RuleBasedStateMachine):
             staged = self.stager.take(version, timeout_s=IN_TIME_S)
         except VersionError:
             assert version < self.newest - 1 or not self.has_previous
-        except ChecksumError as error:
+        except StoreCorruptError as error:
             assert version in self.damaged
             assert f"version {version} was damaged" in str(error)
         else:
@@ -1343,7 +1341,7 @@ class StagerMachine(RuleBasedStateMachine):
     @is_free
     @rule(by=st.sampled_from(["version", "at_least"]))
     def take_what_never_comes(self, by: str) -> None:
-        with pytest.raises(VersionTimeoutError):
+        with pytest.raises(WaitTimeoutError):
             self.stager.take(**{by: self.newest + 1}, timeout_s=0.01)
 
     @is_there
@@ -1404,7 +1402,7 @@ class StagerMachine(RuleBasedStateMachine):
     def what_the_record_says_comes_true(self) -> None:
         """The newest is staged unasked, or it is told what is wrong with it; nothing else is."""
         if self.newest in self.damaged:
-            told = (self.newest, "ChecksumError")
+            told = (self.newest, "StoreCorruptError")
 
             def reported() -> tuple[int | None, str]:
                 record = record_in(self.store)

@@ -158,6 +158,6 @@ def test_store_that_others_can_write_to_is_refused(places: tuple[Path, Path]) ->
     remote, local = places
     publish(local)
     (local / "CURRENT").chmod(0o666)
-    with pytest.raises(dbuffer.StoreInsecureError):
+    with pytest.raises(dbuffer.StoreAccessError):
         Addresses(remote, local).find()
     assert Addresses(remote, local, allow_shared_store=True).find() is not None

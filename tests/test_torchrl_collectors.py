@@ -197,7 +197,7 @@ def test_update_weights_in_forked_workers(address: Path) -> None:
         seen, workers = child.receive()
         try:
             assert seen == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
-            with pytest.raises(dbuffer.WriterActiveError):
+            with pytest.raises(dbuffer.StoreBusyError):
                 dbuffer.WeightSender(address / "policy")
             child.send()
             assert child.wait() == 0
@@ -1077,7 +1077,7 @@ def test_two_collectors_with_an_address_each(shm_path: Path) -> None:
 def test_two_collectors_cannot_share_an_address(address: Path) -> None:
     with collecting(ConstantPolicy(1.0), DoubleBufferSyncScheme(address)) as collector:
         with (
-            pytest.raises(dbuffer.WriterActiveError),
+            pytest.raises(dbuffer.StoreBusyError),
             collecting(ConstantPolicy(2.0), DoubleBufferSyncScheme(address)),
         ):
             pass

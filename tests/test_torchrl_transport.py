@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from dbuffer import InvalidWeightsError, WeightsMismatchError, WriterActiveError
+from dbuffer import InvalidWeightsError, StoreBusyError, WeightsMismatchError
 from dbuffer.integrations.torchrl import VLLMDoubleBufferTransport as Transport
 from dbuffer.integrations.torchrl.options import TransportOptions
 
@@ -145,7 +145,7 @@ def test_there_is_a_connection_where_a_store_is_or_may_be(
 def test_one_sender_a_store_and_it_can_be_given_up(transport: Transport) -> None:
     transport.send_weights("policy", {"a": torch.ones(1)})
     other = Transport(transport.remote_addr)
-    with pytest.raises(WriterActiveError):
+    with pytest.raises(StoreBusyError):
         other.send_weights("policy", {"a": torch.ones(1)})
     transport.close()
     transport.close()

@@ -28,7 +28,7 @@ from vllm_engines import NEEDS_VLLM, TIMEOUT_S, environment, leave, observe
 from vllm_servers import BACKEND_FLAGS, Server
 
 import dbuffer
-from dbuffer.errors import AcknowledgementTimeoutError, NotReadyError, OptionError
+from dbuffer.errors import NotReadyError, OptionError, WaitTimeoutError
 from dbuffer.integrations.trl import StoreWeightTransfer
 
 NEEDS_TRL = [
@@ -106,7 +106,7 @@ class TestSynchronous:
 
     def test_a_server_that_does_not_follow_is_an_error_that_says_so(self, observed: Any) -> None:
         kind, text = observed["not followed"]
-        assert kind == "AcknowledgementTimeoutError"
+        assert kind == "WaitTimeoutError"
         assert "0 of 1 receivers applied version 1" in text
         assert "--middleware dbuffer.integrations.vllm.FollowStore" in text
 
@@ -187,7 +187,7 @@ def test_pairs_are_published_and_waited_for(store: Path) -> None:
     transfer.init_weight_transfer()
     transfer.pause()
     transfer.send_weights(pairs(1))
-    with pytest.raises(AcknowledgementTimeoutError, match="0 of 1 receivers"):
+    with pytest.raises(WaitTimeoutError, match="0 of 1 receivers"):
         transfer.resume()
     target = {"a": torch.zeros(3), "b": torch.zeros(2, 2)}
     with dbuffer.WeightReceiver(store) as receiver:

@@ -75,7 +75,7 @@ def test_a_store_that_others_can_write_to_is_refused(
     published: Path, way_in: Callable[..., None], mode: int
 ) -> None:
     published.chmod(mode)
-    with pytest.raises(dbuffer.StoreInsecureError, match=f"{published}.*chmod go-w"):
+    with pytest.raises(dbuffer.StoreAccessError, match=f"{published}.*chmod go-w"):
         way_in(published)
     way_in(published, allow_shared_store=True)
     published.chmod(0o755)
@@ -96,7 +96,7 @@ def test_what_others_can_write_to_in_a_store_is_refused(published: Path, inside:
     paths = [published / inside] if inside != "weights" else [*published.rglob("weights-*")]
     for path in paths:
         path.chmod(0o777)
-    with pytest.raises(dbuffer.StoreInsecureError):
+    with pytest.raises(dbuffer.StoreAccessError):
         use_both_buffers(published)
 
 
@@ -112,7 +112,7 @@ def use_both_buffers(store: Path) -> None:
 @EVERY_WAY_IN
 def test_a_store_of_somebody_else_is_refused(published: Path, way_in: Callable[..., None]) -> None:
     os.chown(published, NOBODY, -1)
-    with pytest.raises(dbuffer.StoreInsecureError, match=f"{published} belongs to user {NOBODY}"):
+    with pytest.raises(dbuffer.StoreAccessError, match=f"{published} belongs to user {NOBODY}"):
         way_in(published)
     way_in(published, allow_shared_store=True)
 
@@ -138,7 +138,7 @@ def test_a_store_that_turns_insecure_is_refused_from_then_on(published: Path) ->
         sender.send(SMALL.weights(3))
         published.chmod(0o777)
         target = SMALL.empty()
-        with pytest.raises(dbuffer.StoreInsecureError):
+        with pytest.raises(dbuffer.StoreAccessError):
             receiver.load_into(target)
         assert not any(tensor.any() for tensor in target.values())
 

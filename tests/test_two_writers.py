@@ -42,7 +42,7 @@ def send_on_request(connection: Connection, store: Path) -> None:
 def test_second_sender_is_refused_and_told_who_holds_the_store(store: Path) -> None:
     with Child(send_on_request, store) as first:
         pid = first.receive()
-        with pytest.raises(dbuffer.WriterActiveError, match=f"process {pid} .*{store}"):
+        with pytest.raises(dbuffer.StoreBusyError, match=f"process {pid} .*{store}"):
             dbuffer.WeightSender(store)
         first.send(2)
         assert first.receive() == 2, "the attempt must not disturb the one that is there"
@@ -55,7 +55,7 @@ def test_second_sender_is_refused_and_told_who_holds_the_store(store: Path) -> N
 
 def test_second_sender_in_the_same_process_is_refused(store: Path) -> None:
     first = dbuffer.WeightSender(store)
-    with pytest.raises(dbuffer.WriterActiveError, match=f"process {os.getpid()}"):
+    with pytest.raises(dbuffer.StoreBusyError, match=f"process {os.getpid()}"):
         dbuffer.WeightSender(store)
     first.close()
 
@@ -257,7 +257,7 @@ def test_forked_child_that_ends_takes_no_lock_along(store: Path) -> None:
     """The child closes its copies of the descriptors; the parent's locks must hold."""
     with Child(fork_and_reap, store) as parent:
         parent.receive()
-        with pytest.raises(dbuffer.WriterActiveError):
+        with pytest.raises(dbuffer.StoreBusyError):
             dbuffer.WeightSender(store)
         parent.send("go on")
         assert parent.receive() == 2

@@ -336,7 +336,7 @@ def run(directory: Path, case: Case) -> dict[str, Any]:
     with dbuffer.WeightSender(directory / "store") as sender:
         try:
             follower = follow(engines[0], directory / "store")
-        except dbuffer.EngineUnsupportedError as error:
+        except dbuffer.UnsupportedError as error:
             return seen | {"errors": [str(error)], "switched": [answer(engines[0])]}
         with follower:
             for number in ORDER:

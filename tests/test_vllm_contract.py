@@ -159,9 +159,9 @@ def names_of_parameters(case: Case) -> None:
 
 def refusals(case: Case) -> None:
     info = case.engine.parse_update_info({})
-    with pytest.raises(dbuffer.EngineUnsupportedError, match="follows no store yet"):
+    with pytest.raises(dbuffer.UnsupportedError, match="follows no store yet"):
         backend()(None, alone(), case.model).receive_weights(info, print)
-    with pytest.raises(dbuffer.EngineUnsupportedError, match="2 ranks"):
+    with pytest.raises(dbuffer.UnsupportedError, match="2 ranks"):
         backend()(None, alone(2), case.model)
     with pytest.raises(dbuffer.VersionError, match="nothing was published"):
         case.receive()

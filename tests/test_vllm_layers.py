@@ -163,7 +163,7 @@ def test_what_was_a_view_of_a_packed_parameter_is_refused_at_once(observed: dict
     if seen["is a view"]:  # where bfloat16 is not packed
         assert seen["error"] == "no error"
     else:
-        assert seen["error"].startswith("EngineUnsupportedError: ")
+        assert seen["error"].startswith("UnsupportedError: ")
         assert "backbone.layers.0.mixer.conv_weights was a view of backbone." in seen["error"]
 
 

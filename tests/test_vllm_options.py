@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError
+from dbuffer.errors import DBufferError, OptionError, UnsupportedError
 from dbuffer.format.manifest import MAX_INTEGER, is_receiver_id
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.vllm import plugin
@@ -382,7 +382,7 @@ def test_an_extension_of_somebodys_own(name: str, is_ours: bool) -> None:
     ids=str,
 )
 def test_an_engine_that_cannot_follow_is_told(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(EngineUnsupportedError, match=told):
+    with pytest.raises(UnsupportedError, match=told):
         facts_of(config_of(**changes))
 
 
@@ -500,7 +500,7 @@ def test_register_lets_every_worker_answer_to_our_methods(monkeypatch: pytest.Mo
     plain = config_of(weight_transfer_config=None)
     assert facts_of(as_object(plain))
     # What plugins a server has cannot be seen from here.
-    with pytest.raises(EngineUnsupportedError):
+    with pytest.raises(UnsupportedError):
         facts_of(plain)
 
 
@@ -556,7 +556,7 @@ def test_a_vllm_without_a_trainers_half_gets_the_engines(
 
 def test_all_errors_are_dbuffers_own() -> None:
     assert issubclass(OptionError, DBufferError)
-    assert issubclass(EngineUnsupportedError, DBufferError)
+    assert issubclass(UnsupportedError, DBufferError)
 
 
 @pytest.mark.parametrize(

@@ -32,12 +32,12 @@ WAIT_S = 60.0
 AFTER_TENSORS = 3
 """A rank fails here: q of a layer's fused q, k and v has gone in, and k and v have not."""
 LOAD_ERROR = "the disk of this rank is on fire"
-TIMED_OUT_ACKNOWLEDGEMENT = "AcknowledgementTimeoutError"
+TIMED_OUT_ACKNOWLEDGEMENT = "WaitTimeoutError"
 
 FILE_FAULTS = {
     # What only this rank sees, and what the error must say of it.
     "truncated": "StoreCorruptError",
-    "flipped": "ChecksumError: .*model.embed_tokens.weight",
+    "flipped": "StoreCorruptError: .*model.embed_tokens.weight",
 }
 MISFITS = {
     "unknown tensor": "model.layers.0.bogus",
@@ -172,7 +172,7 @@ def test_next_run_in_the_same_store_is_followed_whatever_its_numbers(observed: A
 
 def test_next_run_in_the_same_store_is_refused_if_it_is_to_be(observed: Any) -> None:
     seen = observed["replaced"]["refused"]
-    assert "StoreReplacedError: " in seen["error"]
+    assert "VersionRegressedError: " in seen["error"]
     assert_serves(observed, seen, 0)
 
 

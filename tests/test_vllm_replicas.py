@@ -362,7 +362,7 @@ async def fail_on_one(program: Program, follower: Any, before: int) -> dict[str,
     await until(lambda: follower.error is not None)
     try:
         not_in_time = str(await follower.wait_applied_async(version, 0.1))
-    except dbuffer.VersionTimeoutError as error:
+    except dbuffer.WaitTimeoutError as error:
         not_in_time = str(error)
     seen = {
         "before": before,
@@ -563,7 +563,7 @@ def why_not_followed(url: str, store: Path) -> str:
 
     try:
         follow(url, store).close()
-    except dbuffer.EngineUnsupportedError as error:
+    except dbuffer.UnsupportedError as error:
         return str(error)
     return "it is followed"
 

@@ -34,7 +34,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dbuffer.errors import ChecksumError, DBufferError, StoreCorruptError, StoreFormatError
+from dbuffer.errors import DBufferError, StoreCorruptError, UnsupportedError
 from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec, digest
 from dbuffer.format.manifest import DIGEST, IDENTITY, Record, decode, encode
 
@@ -207,16 +207,16 @@ def decode_prefix(data: bytes | memoryview) -> tuple[int, str]:
     """Read a file's first :data:`PREFIX_BYTES`: bytes of the header behind them, and its digest.
 
     Raises:
-        StoreFormatError: it is no delta file, or one of a format that this version does not know.
-        StoreCorruptError: it is too short, or its header would be too long.
+        UnsupportedError: it is of a format that this version of dbuffer does not know.
+        StoreCorruptError: it is no delta file, or too short, or its header would be too long.
     """
     if len(data) < PREFIX_BYTES:
         raise StoreCorruptError(f"delta: {len(data)} bytes are no prefix, which has {PREFIX_BYTES}")
     magic, found, header_bytes, xxh3 = _PREFIX.unpack_from(data)
     if magic != MAGIC:
-        raise StoreFormatError(f"delta: begins with {magic!r}, and a delta file with {MAGIC!r}")
+        raise StoreCorruptError(f"delta: begins with {magic!r}, and a delta file with {MAGIC!r}")
     if found != DELTA_FORMAT:
-        raise StoreFormatError(
+        raise UnsupportedError(
             f"delta: format {found}, and this dbuffer reads format {DELTA_FORMAT}; use the same "
             "version of dbuffer at both ends"
         )
@@ -237,12 +237,12 @@ def decode_header(
         layout_xxh3: its digest, which must be that in the header.
 
     Raises:
-        ChecksumError: ``data`` does not have the digest.
-        StoreFormatError: its record is of an unknown format.
+        StoreCorruptError: ``data`` does not have the digest.
+        UnsupportedError: its record is of an unknown format.
         StoreCorruptError: it is no header of a delta for this layout.
     """
     if digest(data) != data_xxh3:
-        raise ChecksumError("delta: the header is not as it was written; publish again")
+        raise StoreCorruptError("delta: the header is not as it was written; publish again")
     line_bytes = bytes(data[:_MAX_LINE_BYTES]).find(b"\n") + 1
     record = decode(DeltaRecord, bytes(data[:line_bytes]))
     if record.layout_xxh3 != layout_xxh3:

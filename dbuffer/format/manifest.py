@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dbuffer.errors import StoreCorruptError, StoreFormatError
+from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
 
 FORMAT = 1
@@ -340,7 +340,7 @@ def decode(kind: type[RecordT], data: bytes) -> RecordT:
     """Read a record, strictly.
 
     Raises:
-        StoreFormatError: it was written in a format that this version does not know.
+        UnsupportedError: it was written in a format that this version does not know.
         StoreCorruptError: it is not such a record.
     """
     values = parse_object(data, kind.NAME)
@@ -360,7 +360,7 @@ def parse_object(data: bytes, name: str) -> dict[str, Any]:
         raise StoreCorruptError(f"{name}: not a JSON object")
     found = values.pop("format", None)
     if type(found) is not int or found != FORMAT:
-        raise StoreFormatError(
+        raise UnsupportedError(
             f"{name}: format {found!r:.40}, and this dbuffer reads format {FORMAT}; "
             "use the same version of dbuffer at both ends"
         )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dbuffer.errors import ChecksumError, StoreCorruptError
+from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.delta import (
     PREFIX_BYTES,
     DeltaHeader,
@@ -57,7 +57,7 @@ class ChainReader:
 
     Raises, in all its methods:
         StoreNotFoundError: a file was removed meanwhile.
-        StoreCorruptError, ChecksumError, StoreInsecureError, StoreAccessError: one cannot be read.
+        StoreCorruptError, StoreAccessError: one cannot be read.
     """
 
     def __init__(self, held: Held, layout: Layout) -> None:
@@ -169,7 +169,7 @@ class ChainReader:
         for identity in later:
             if (checksums := self.header(identity).checksums) is None:
                 path = self._held.store.delta_path(identity)
-                raise ChecksumError(f"{path} was written without checksums of its tensors")
+                raise StoreCorruptError(f"{path} was written without checksums of its tensors")
             for index, checksum in checksums.items():
                 expected[index] = checksum
         return expected
@@ -219,7 +219,7 @@ def _naming(path: Path) -> TranslatedErrors:
     """Say of what cannot be read which file it is."""
 
     def translate(error: BaseException) -> None:
-        if isinstance(error, StoreCorruptError):
+        if isinstance(error, StoreCorruptError | UnsupportedError):
             raise type(error)(f"{path}: {error}") from None
 
     return TranslatedErrors(translate)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from dbuffer.errors import ChecksumError, StoreCorruptError
+from dbuffer.errors import StoreCorruptError
 from dbuffer.format import delta
 from dbuffer.format.delta import Chunk, DeltaHeader, DeltaRecord, Integers, Shapes
 from dbuffer.format.layout import Layout
@@ -444,7 +444,7 @@ def apply_delta(
             read. None: all of it, as the layout says.
 
     Raises:
-        ChecksumError: a chunk is not as it was written. Others may have been applied.
+        StoreCorruptError: a chunk is not as it was written. Others may have been applied.
         StoreCorruptError: what a chunk holds is not what the header says, or the contents have
             another layout. Other chunks may have been applied.
     """
@@ -478,7 +478,7 @@ def changed_positions(
     """Where each changed tensor differs: its index, and positions; None: it comes whole.
 
     Raises:
-        ChecksumError: a chunk is not as it was written.
+        StoreCorruptError: a chunk is not as it was written.
         StoreCorruptError: what a chunk holds is not what the header says.
     """
     parts: dict[int, list[Integers]] = {}
@@ -537,7 +537,7 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> _Str
     """Cut a chunk into its streams, once it is what was written."""
     chunk = header.chunks[number]
     if len(body) != chunk.stored_bytes or xxhash.xxh3_64_intdigest(body) != chunk.xxh3:
-        raise ChecksumError(
+        raise StoreCorruptError(
             f"chunk {number} of delta {header.record.identity} is not as it was written; "
             "publish again"
         )

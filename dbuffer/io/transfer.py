@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from dbuffer.errors import StoreCorruptError, StoreInsecureError
+from dbuffer.errors import StoreAccessError, StoreCorruptError
 from dbuffer.format.layout import BLOCK_BYTES, SPAN_BYTES, Layout, Span
 from dbuffer.format.places import part_name
 from dbuffer.io.copier import Copier
@@ -57,7 +57,7 @@ def read_tensors(
 
     Raises:
         StoreCorruptError: a file is shorter than its layout, or a part longer.
-        StoreInsecureError: someone else could have written a part.
+        StoreAccessError: someone else could have written a part.
         StoreNotFoundError: a file was removed meanwhile.
         StoreAccessError: one cannot be read.
     """
@@ -176,7 +176,7 @@ def _open_parts(
         found = os.fstat(own.number)
         writable = stat.S_IMODE(found.st_mode) & ~stat.S_IMODE(trusted.st_mode) & 0o022
         if found.st_uid != trusted.st_uid or writable:
-            raise StoreInsecureError(f"{name} has another owner or mode than {path.name}")
+            raise StoreAccessError(f"{name} has another owner or mode than {path.name}")
         if found.st_size != num_bytes:
             raise StoreCorruptError(
                 f"{name} has {found.st_size} bytes, and was published with {num_bytes}"

@@ -26,10 +26,10 @@ from dbuffer.errors import (
     OptionError,
     StoreCorruptError,
     StoreFullError,
-    StoreMismatchError,
     StoreNotFoundError,
-    StoreReplacedError,
-    VersionTimeoutError,
+    UnsupportedError,
+    VersionRegressedError,
+    WaitTimeoutError,
     WriterSupersededError,
 )
 from dbuffer.format import places
@@ -66,7 +66,7 @@ _PREPARED_S = 10.0
 
 _LOOK_S = 0.01
 
-_FINAL = (ClosedError, OptionError, StoreMismatchError, StoreReplacedError, WriterSupersededError)
+_FINAL = (ClosedError, OptionError, WriterSupersededError)
 """What trying again does not mend. All else may pass: a network that is cut, a full disk, a damaged
 version, a store that is being emptied, a mode that somebody sets right."""
 
@@ -165,7 +165,7 @@ class Mirror(Closing, ProcessBound):
         """Mirror in a thread, until :meth:`close`. Returns when the local store is fit to be read.
 
         Raises:
-            StoreMismatchError: the local store holds another store's versions, and is in use.
+            OptionError: the local store holds another store's versions, and is in use.
         """
         if not self._elect():
             self._wait_until_prepared()
@@ -181,7 +181,7 @@ class Mirror(Closing, ProcessBound):
         logged, noted in the remote store, and tried again, less and less often.
 
         Raises:
-            StoreMismatchError: the local store holds another store's versions.
+            OptionError: the local store holds another store's versions.
             WriterSupersededError: as for a sender.
         """
         stop = stop_event or self._stop
@@ -209,7 +209,7 @@ class Mirror(Closing, ProcessBound):
 
         Raises:
             OptionError: ``timeout_s`` is no time.
-            VersionTimeoutError: it does not, in time.
+            WaitTimeoutError: it does not, in time.
             DBufferError: what ended this mirror.
         """
         deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
@@ -221,7 +221,7 @@ class Mirror(Closing, ProcessBound):
                 raise self._error
             if time.monotonic() > deadline:
                 problem = None if self._receiver is None else self._receiver.record.current.problem
-                raise VersionTimeoutError(
+                raise WaitTimeoutError(
                     f"{self._local.root} did not catch up with {self._remote.root} within "
                     f"{timeout_s:g} s" + ("" if problem is None else f": {problem}")
                 )
@@ -284,7 +284,7 @@ class Mirror(Closing, ProcessBound):
         deadline = time.monotonic() + _PREPARED_S
         while self._is_stale() and not self._must_keep_for_readers():
             if time.monotonic() > deadline:
-                raise StoreMismatchError(
+                raise OptionError(
                     f"a mirror of another store than {self._remote.root} is at work in "
                     f"{self._local.root}; stop it, or give another directory"
                 )
@@ -310,7 +310,7 @@ class Mirror(Closing, ProcessBound):
         if not self._is_stale() or self._must_keep_for_readers():
             return
         if users := self._users():
-            raise StoreMismatchError(
+            raise OptionError(
                 f"{self._local.root} holds versions of another store than {self._remote.root}, "
                 f"and {', '.join(users)} use them; stop them, or give another directory"
             )
@@ -349,7 +349,7 @@ class Mirror(Closing, ProcessBound):
             while not stop.is_set():
                 try:
                     self._follow_one_history(receiver, stop)
-                except StoreReplacedError as error:
+                except VersionRegressedError as error:
                     self._start_over(receiver, error)
 
     def _follow_one_history(self, receiver: WeightReceiver, stop: threading.Event) -> None:
@@ -360,6 +360,11 @@ class Mirror(Closing, ProcessBound):
                     self._copy_newer(receiver, stop)
                 except _FINAL:
                     raise
+                except VersionRegressedError as error:
+                    if error.history is not None:
+                        raise
+                    self._note_problem(receiver, error)
+                    self._wait_to_retry(receiver, self._trouble.note(error), stop)
                 # The last two: no memory, or no more threads, for now.
                 except (DBufferError, OSError, MemoryError, RuntimeError) as error:
                     self._note_problem(receiver, error)
@@ -367,7 +372,7 @@ class Mirror(Closing, ProcessBound):
                 else:
                     self._trouble.end(f"mirroring {self._remote.root}")
 
-    def _start_over(self, receiver: WeightReceiver, why: StoreReplacedError) -> None:
+    def _start_over(self, receiver: WeightReceiver, why: VersionRegressedError) -> None:
         """Go on with what the remote store holds now; local readers see another history begin."""
         logger.warning("%s (mirroring it)", why)
         receiver.start_over()
@@ -398,7 +403,7 @@ class Mirror(Closing, ProcessBound):
         pointer = self._local.pointer()
         if pointer is not None and (local is None or local.history != history):
             if not self._begins_anew:
-                raise StoreMismatchError(
+                raise OptionError(
                     f"{self._local.root} holds version {pointer.version} of another store than "
                     f"{self._remote.root}; give another directory, or remove that one"
                 )
@@ -419,7 +424,7 @@ class Mirror(Closing, ProcessBound):
         """Refuse a remote store that an older copy has replaced."""
         newest = self._remote.newest_pointer()
         if newest is None or newest.version < have:
-            raise StoreMismatchError(
+            raise OptionError(
                 f"{self._remote.root} went back to version {newest and newest.version}, and "
                 f"{self._local.root} holds version {have} of it: was it put back from a copy? "
                 "Give another directory, or remove the local one"
@@ -508,7 +513,12 @@ class Mirror(Closing, ProcessBound):
                 with file:
                     num_bytes = draft.add_delta(chunks_of(file, path), identity)
                 chain = [*chain, Link(identity, num_bytes)]
-        except (StoreNotFoundError, StoreCorruptError, StoreFullError) as error:
+        except (
+            StoreNotFoundError,
+            StoreCorruptError,
+            StoreFullError,
+            UnsupportedError,
+        ) as error:
             # The version itself is here, whole.
             logger.warning("not passing on what changed since the version before: %s", error)
             return [Link(manifest.identity, 0)]
@@ -538,8 +548,9 @@ class Mirror(Closing, ProcessBound):
         """Wait; not any longer, when there is a newer version than the one that failed."""
         try:
             receiver.wait_for_version(self._tried, wait_s, stop)
-        except StoreReplacedError:
-            return
+        except VersionRegressedError as error:
+            if error.history is None:
+                stop.wait(wait_s)
         except DBufferError:
             stop.wait(wait_s)
 
@@ -570,7 +581,7 @@ def start_mirror(
 
     Raises:
         OptionError: an option is not what it may be.
-        StoreMismatchError: the local store holds another store's versions, and is in use.
+        OptionError: the local store holds another store's versions, and is in use.
     """
     if local is None:
         return None

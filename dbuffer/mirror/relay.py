@@ -18,7 +18,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
-from dbuffer.errors import DBufferError, ReceiverActiveError, StoreNotFoundError
+from dbuffer.errors import DBufferError, StoreBusyError, StoreNotFoundError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.store.buffer import DoubleBuffer
@@ -97,7 +97,7 @@ class AcknowledgementRelay:
             self._put(name, record)
         except StoreNotFoundError:  # the store is being removed
             return
-        except ReceiverActiveError as error:
+        except StoreBusyError as error:
             # That of another node, whose receivers have the same names.
             self._names[name] = f"{name:.{_NAME_CHARACTERS}}-{self._token}"
             logger.warning("%s; carried as %s", error, self._names[name])

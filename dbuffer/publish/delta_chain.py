@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
 from dbuffer.errors import (
-    ChecksumError,
     StoreAccessError,
     StoreCorruptError,
     StoreFullError,
-    StoreInsecureError,
     StoreNotFoundError,
+    UnsupportedError,
 )
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Manifest
@@ -39,7 +38,7 @@ MAX_CHAIN_SHARE = 0.5
 MAX_CHANGED_SHARE = 0.5
 """Of all elements. A version of which more changed is published whole."""
 
-UNREADABLE = (StoreAccessError, StoreCorruptError, StoreInsecureError, StoreNotFoundError)
+UNREADABLE = (StoreAccessError, StoreCorruptError, StoreNotFoundError, UnsupportedError)
 """What a version raises that cannot be read back, or is not what was published."""
 
 T = TypeVar("T")
@@ -78,7 +77,9 @@ class ChainHead:
         manifest = held.manifest
         checksums = chain.expected({}) if hashed else None
         if hashed and checksums is None:
-            raise ChecksumError(f"{held.path}: its checksums were damaged after it was published")
+            raise StoreCorruptError(
+                f"{held.path}: its checksums were damaged after it was published"
+            )
         names = manifest.chain or [manifest.identity]
         links = [Link(name, chain.header(name).num_bytes) for name in names[1:]]
         anchor_version = manifest.version

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dbuffer.errors import ChecksumError, VersionError
+from dbuffer.errors import StoreCorruptError, VersionError
 from dbuffer.format.layout import Layout
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Change, Found, find_changes, words_of, write_changes
@@ -100,7 +100,7 @@ class DeltaPublisher:
         Raises:
             InvalidWeightsError, WeightsMismatchError: a patch does not fit; nothing was touched.
             VersionError: there is nothing that could be patched.
-            ChecksumError: what was published is damaged; all weights are to be sent.
+            StoreCorruptError: what was published is damaged; all weights are to be sent.
         """
         self._last = last = self._last or self._taken_up()
         if last is None:
@@ -134,7 +134,7 @@ class DeltaPublisher:
             contents = FileTensors.in_memory(footer.layout)
             chain.read(contents, self._copier)
         if self._hashed and self._copier.checksums(contents) != tip.checksums:
-            raise ChecksumError(f"{held.path}: damaged after it was published")
+            raise StoreCorruptError(f"{held.path}: damaged after it was published")
         return Last(tip, contents)
 
     def _publish_whole(
@@ -204,7 +204,7 @@ class DeltaPublisher:
             names = [spec.name for spec in mapped.layout.specs]
             for name, right, now in zip(names, checksums, found_now, strict=True):
                 if now != right:
-                    raise ChecksumError(self._damaged(name))
+                    raise StoreCorruptError(self._damaged(name))
         return mapped
 
     def _checksums_after(self, changes: list[Change], last: Last) -> dict[int, int]:
@@ -217,7 +217,7 @@ class DeltaPublisher:
             data = contents.tensor(change.tensor).clone().reshape(-1).view(torch.uint8)
             alone = FileTensors(data, Layout.of([spec]))
             if self._copier.checksums(alone) != [known[change.tensor]]:
-                raise ChecksumError(self._damaged(spec.name))
+                raise StoreCorruptError(self._damaged(spec.name))
             write_changes([replace(change, tensor=0)], alone, self._copier)
             [checksums[change.tensor]] = self._copier.checksums(alone)
         return checksums

@@ -17,7 +17,7 @@ from typing import Self
 
 import torch
 
-from dbuffer.errors import ClosedError, VersionTimeoutError, WeightsChangedError
+from dbuffer.errors import ClosedError, InvalidWeightsError, WaitTimeoutError
 from dbuffer.format.layout import Layout
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import ProcessBound
@@ -98,8 +98,8 @@ class PendingPublication(ProcessBound):
             timeout_s: for how long. None: for as long as it takes.
 
         Raises:
-            VersionTimeoutError: it is still going on.
-            WeightsChangedError: weights were changed meanwhile; nothing was published.
+            WaitTimeoutError: it is still going on.
+            InvalidWeightsError: weights were changed meanwhile; nothing was published.
             OptionError: ``timeout_s`` is not what it may be.
             ClosedError: this is a forked child.
             DBufferError: as ``send``; nothing was published.
@@ -108,7 +108,7 @@ class PendingPublication(ProcessBound):
         if timeout_s is not None:
             options.seconds("timeout_s", timeout_s)
         if not wait([self._future], timeout_s).done:
-            raise VersionTimeoutError(
+            raise WaitTimeoutError(
                 f"weights were not published within {timeout_s:g} s, and still are being read"
             )
         self._is_told = True
@@ -148,10 +148,10 @@ class Unchanged:
         ]
 
     def require(self) -> None:
-        """Raise :class:`WeightsChangedError` if one was."""
+        """Raise :class:`InvalidWeightsError` if one was."""
         changed = [name for name, tensor, at in self._watched if tensor._version != at]  # noqa: SLF001
         if changed:
-            raise WeightsChangedError(
+            raise InvalidWeightsError(
                 f"{listed(changed)} changed while they were being published, so nothing was: call "
                 "wait() on what send(wait=False) returned before optimizer.step(), or "
                 "sender.guard(optimizer) once"

@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from dbuffer.errors import WriterActiveError
+from dbuffer.errors import StoreBusyError
 from dbuffer.format.layout import Layout
 from dbuffer.publish.publication import Publication
 from dbuffer.runtime.closing import Closing, ProcessBound
@@ -67,12 +67,12 @@ class Publisher(Closing, ProcessBound, ABC):
 
         Raises:
             ClosedError: before anything is waited for, and after.
-            WriterActiveError: this very thread is in the middle of a publish.
+            StoreBusyError: this very thread is in the middle of a publish.
         """
         self._check_open()
         with self._lock:
             if self._is_publishing:
-                raise WriterActiveError("this thread is already publishing with this sender")
+                raise StoreBusyError("this thread is already publishing with this sender")
             self._publishing_thread = threading.get_ident()
             try:
                 self._check_open()

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from dbuffer.errors import DBufferError, ResidencyError
+from dbuffer.errors import DBufferError, UnsupportedError
 from dbuffer.format.delta import require_compression
 from dbuffer.format.layout import Layout
 from dbuffer.io.changes import write_changes
@@ -81,12 +81,12 @@ class ResidentModel(LocalSender):
         move_torchrl_aside: as for :class:`WeightSender`.
 
     Raises:
-        ResidencyError: the store is on a network mount, or a tensor is not in main memory, is a
+        UnsupportedError: the store is on a network mount, or a tensor is not in main memory, is a
             part of something larger or made by ``state_dict()``; a `WeightSender` publishes such a
             model.
         InvalidWeightsError: something in the module cannot be published.
         OptionError: an option is not what it may be.
-        WriterActiveError, StoreInsecureError, StoreMismatchError, StoreAccessError: as for
+        StoreBusyError, StoreAccessError, OptionError: as for
             :class:`WeightSender`.
     """
 
@@ -108,7 +108,7 @@ class ResidentModel(LocalSender):
     ) -> None:
         medium = medium_of(options.directory("store", store))
         if not medium.can_rewrite_in_place:
-            raise ResidencyError(
+            raise UnsupportedError(
                 f"{medium.root} is on a {medium.filesystem} mount, where each version is a new "
                 "file: publish with a WeightSender, or into a store in /dev/shm"
             )
@@ -152,7 +152,7 @@ class ResidentModel(LocalSender):
             metadata: anything JSON can hold, a trainer's step for instance.
 
         Raises:
-            ResidencyError: something was moved where it cannot be mapped, to a GPU for instance.
+            UnsupportedError: something was moved where it cannot be mapped, to a GPU for instance.
             InvalidWeightsError, VersionError, StoreFullError, StoreAccessError,
                 WriterSupersededError, ClosedError: as `WeightSender.send`. The model keeps its
                 values, in ordinary memory if need be.
@@ -197,26 +197,28 @@ class ResidentModel(LocalSender):
     def _describe_movable(self) -> Source:
         source = self._describer.describe(self.module)
         if source.is_lazy:
-            raise ResidencyError("a rank holds only a part of the module: use ShardedWeightSender")
+            raise UnsupportedError(
+                "a rank holds only a part of the module: use ShardedWeightSender"
+            )
         places = set()
         own = {tensor.data_ptr() for tensor in own_tensors(self.module)}
         for spec, tensor in zip(
             source.specs, cast("list[torch.Tensor]", source.tensors), strict=True
         ):
             if tensor.device.type != "cpu":
-                raise ResidencyError(
+                raise UnsupportedError(
                     f"tensor {spec.name!r} is on {tensor.device}, and no file is mapped there: "
                     "publish with a WeightSender, which copies it"
                 )
             if tensor.numel() and tensor.data_ptr() not in own:
-                raise ResidencyError(
+                raise UnsupportedError(
                     f"tensor {spec.name!r} is none of the module's parameters and buffers, but "
                     "made by its state_dict(): publish with a WeightSender, which copies it"
                 )
             # Else who writes to the whole, an optimizer with a flat buffer, writes somewhere else.
             is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
             if tensor.numel() and (is_part or tensor.data_ptr() in places):
-                raise ResidencyError(
+                raise UnsupportedError(
                     f"tensor {spec.name!r} is a part of something larger, or another view of it, "
                     "from which moving it would cut it off: publish with a WeightSender"
                 )

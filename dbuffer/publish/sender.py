@@ -67,7 +67,7 @@ class LocalSender(Publisher):
 
         Raises:
             OptionError: one of these is not what it may be.
-            AcknowledgementTimeoutError: they have not, in time; the message says who has.
+            WaitTimeoutError: they have not, in time; the message says who has.
             ReceiverFailedError: one of those named cannot apply it, or its process has ended.
             StoreNotFoundError, WriterSupersededError: the store was removed, or another sender has
                 it.
@@ -108,9 +108,9 @@ class WeightSender(LocalSender):
             checkpoint.
 
     Raises:
-        WriterActiveError: another sender has this store.
-        StoreInsecureError: the directory is not ours alone.
-        StoreMismatchError: the directory holds weights of another kind.
+        StoreBusyError: another sender has this store.
+        StoreAccessError: the directory is not ours alone.
+        OptionError: the directory holds weights of another kind.
         StoreAccessError: the directory cannot be made or written.
         OptionError: an option is not what it may be.
     """

@@ -97,7 +97,7 @@ class ShardWriter(ABC):
         """Read what this rank writes of a version of this layout: ``boxes``, each a tensor there.
 
         Raises:
-            StoreNotFoundError, StoreCorruptError, StoreInsecureError, StoreAccessError: it cannot.
+            StoreNotFoundError, StoreCorruptError, StoreAccessError: it cannot.
         """
 
     @abstractmethod

@@ -89,7 +89,7 @@ class ShardedWeightSender(Publisher):
     Raises:
         OptionError: an option is not what it may be, or torch.distributed is not initialised.
         RankFailedError: a rank was lost, or failed for a reason that is none of ours.
-        WriterActiveError, StoreInsecureError, StoreMismatchError, StoreAccessError: as for
+        StoreBusyError, StoreAccessError, OptionError: as for
             :class:`WeightSender`.
     """
 
@@ -212,7 +212,7 @@ class ShardedWeightSender(Publisher):
         See `WeightSender.wait_applied`. ``timeout_s`` is to be below ``rank_timeout_s``.
 
         Raises:
-            OptionError, AcknowledgementTimeoutError, ReceiverFailedError, StoreNotFoundError,
+            OptionError, WaitTimeoutError, ReceiverFailedError, StoreNotFoundError,
                 WriterSupersededError: on all ranks.
             RankFailedError: a rank was lost.
         """

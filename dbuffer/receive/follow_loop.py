@@ -180,7 +180,7 @@ class FollowLoop:
         if isinstance(error, errors.SnapshotEvictedError):
             self.outcome = Outcome.OVERTAKEN
             self._logger.warning("%s was overtaken, starting over: %s", self._doing, error)
-        elif isinstance(error, errors.StoreReplacedError) and self._new_history == "follow":
+        elif isinstance(error, errors.VersionRegressedError) and self._new_history == "follow":
             self.outcome = Outcome.STARTED_OVER
             self._logger.warning("%s (%s it)", error, self._doing)
             self.succeeded()
@@ -202,7 +202,7 @@ class FollowLoop:
         traceback.clear_frames(error.__traceback__)
         self.failure = Failure(error, version, None if is_lasting else time.monotonic() + wait_s)
         # A record that another receiver has taken is that one's to write.
-        with contextlib.suppress(errors.ReceiverActiveError):
+        with contextlib.suppress(errors.StoreBusyError):
             self._receiver.note_problem(error, version)
 
     def _wait(

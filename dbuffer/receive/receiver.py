@@ -59,10 +59,10 @@ class _InMemory(NamedTuple):
 
 _NO_FAILURES = (
     errors.ClosedError,
-    errors.ReceiverActiveError,
+    errors.StoreBusyError,
     errors.SnapshotEvictedError,
     errors.VersionError,
-    errors.VersionTimeoutError,
+    errors.WaitTimeoutError,
 )
 """Errors that say nothing about whether the newest version can be applied."""
 
@@ -77,13 +77,13 @@ class WeightReceiver(Closing, ProcessBound):
     it reads: then ``receivers/ID.json`` in the store says what it holds and has applied.
 
     It follows one history of the store. Where the store was emptied or replaced, and started over,
-    every method that looks at it raises `StoreReplacedError`, until :meth:`start_over`.
+    every method that looks at it raises `VersionRegressedError`, until :meth:`start_over`.
 
     Args:
         store: the store's directory.
         receiver_id: a name for acknowledgements: letters, digits and ``._-``, at most 128. It has
             one living owner: a second receiver of that name is refused when it reads, with
-            :class:`ReceiverActiveError`. Default: host, process id and a random part.
+            :class:`StoreBusyError`. Default: host, process id and a random part.
         poll_interval_s: how often a wait re-reads the pointer when no event came.
         verify: check every tensor against its checksum. ``"auto"``: on network mounts only.
             True refuses versions that were published without checksums.
@@ -172,13 +172,13 @@ class WeightReceiver(Closing, ProcessBound):
 
         Raises:
             OptionError: one of these is not what it may be.
-            VersionTimeoutError: no such version came in time.
+            WaitTimeoutError: no such version came in time.
             VersionError: ``version`` is no longer in the store.
-            VersionRegressedError: the store was emptied; StoreReplacedError, which is one: and
-                started over. On leaving, too: what was read in the block must not be used.
+            VersionRegressedError: the store was emptied, or replaced. On leaving, too: what was
+                read in the block must not be used.
             SnapshotEvictedError: on leaving: the block took longer than the sender waits, and
                 what was read in it must not be used.
-            StoreCorruptError, ChecksumError, StoreInsecureError: nothing was read.
+            StoreCorruptError, StoreAccessError: nothing was read.
         """
         self._check_open()
         _check_version("newer_than", newer_than)
@@ -318,8 +318,8 @@ class WeightReceiver(Closing, ProcessBound):
         Raises:
             WeightsMismatchError: names, shapes or dtypes differ, or the version lacks what an
                 earlier one contained; the target was not touched.
-            StoreReplacedError: the store was started over; its versions are another run's.
-            StoreCorruptError, ChecksumError: the store is damaged.
+            VersionRegressedError: the store was started over; its versions are another run's.
+            StoreCorruptError: the store is damaged.
         """
         while True:
             self._check_open()
@@ -377,8 +377,8 @@ class WeightReceiver(Closing, ProcessBound):
         Raises:
             OptionError: one of these is not what it may be.
             StoreNotFoundError: the store was removed.
-            StoreReplacedError: the store was started over; its versions are another run's.
-            StoreInsecureError, StoreCorruptError, StoreAccessError: it cannot be read.
+            VersionRegressedError: the store was started over; its versions are another run's.
+            StoreAccessError, StoreCorruptError: it cannot be read.
         """
         _check_version("newer_than", newer_than)
         if timeout_s is not None:
@@ -471,7 +471,7 @@ class WeightReceiver(Closing, ProcessBound):
         version = self.wait_for_version(newer_than, max(0.0, deadline - time.monotonic()))
         if version is None:
             wanted = "no version" if newer_than is None else f"no version above {newer_than}"
-            raise errors.VersionTimeoutError(
+            raise errors.WaitTimeoutError(
                 f"{wanted} was published within {timeout_s:g} s in {self.store}"
                 f"{self._store.state_without_version()}"
             )
@@ -551,7 +551,7 @@ class WeightReceiver(Closing, ProcessBound):
         """
         try:
             yield
-        except errors.StoreCorruptError:
+        except (errors.StoreCorruptError, errors.UnsupportedError):
             if held.manifest.anchor is not None:
                 self.record.write(unreadable_version=held.manifest.version)
             raise
@@ -624,7 +624,11 @@ class WeightReceiver(Closing, ProcessBound):
             chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
-        except (errors.StoreCorruptError, errors.StoreNotFoundError) as error:
+        except (
+            errors.StoreCorruptError,
+            errors.StoreNotFoundError,
+            errors.UnsupportedError,
+        ) as error:
             logger.warning("reading version %d whole: %s", manifest.version, error)
             return None
         if wrong:
@@ -700,14 +704,14 @@ class WeightReceiver(Closing, ProcessBound):
         """Compare checksums with the published ones; False if a writer has moved on since.
 
         Raises:
-            ChecksumError: they differ, or there are none, and it was no writer.
+            StoreCorruptError: they differ, or there are none, and it was no writer.
         """
         wrong = wrong_tensors(held, layout, checksums, self._known_checksums)
         if not wrong:
             return True
         # A writer marks the buffer before its first byte: one that is not marked was damaged.
         if self._store.manifest(held.buffer) == held.manifest:
-            raise errors.ChecksumError(
+            raise errors.StoreCorruptError(
                 f"{held.path}: version {held.manifest.version} was damaged after it was "
                 f"published: {listed(wrong)}; publish again to replace it"
             )

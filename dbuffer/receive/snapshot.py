@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from dbuffer.errors import ChecksumError, DBufferError, StoreAccessError
+from dbuffer.errors import DBufferError, StoreAccessError, StoreCorruptError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
@@ -116,7 +116,7 @@ class Snapshot(ProcessBound):
         """Names of the tensors whose bytes are not those published; all of them are read.
 
         Raises:
-            ChecksumError: it was published without checksums.
+            StoreCorruptError: it was published without checksums.
         """
         checksums = self._copier.checksums(self._contents)
         return wrong_tensors(self._held, self._contents.layout, checksums)
@@ -134,7 +134,7 @@ class Snapshot(ProcessBound):
         """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; where they are there.
 
         Raises:
-            ChecksumError: they were damaged since this snapshot was opened and verified.
+            StoreCorruptError: they were damaged since this snapshot was opened and verified.
         """
         layout = self._contents.layout
         tensors = SnapshotTensors(memory, layout)
@@ -152,7 +152,7 @@ class Snapshot(ProcessBound):
         """Copy views of its tensors, cast where dtypes differ.
 
         Raises:
-            ChecksumError: tensors were damaged since this snapshot was opened and verified; all
+            StoreCorruptError: tensors were damaged since this snapshot was opened and verified; all
                 of them are looked at, as checksums are those of whole tensors.
         """
         self._copier.copy_tensors(targets, parts)
@@ -163,7 +163,7 @@ class Snapshot(ProcessBound):
         """Copy all tensors into new memory, which outlives this snapshot.
 
         Raises:
-            ChecksumError: they were damaged since this snapshot was opened and verified.
+            StoreCorruptError: they were damaged since this snapshot was opened and verified.
         """
         return self.copy_into(new_memory(self.data_bytes))
 
@@ -224,7 +224,7 @@ class Snapshot(ProcessBound):
         if checksums is None:
             return
         if wrong := wrong_tensors(self._held, self._contents.layout, checksums):
-            raise ChecksumError(f"{self.path}: damaged while it was copied: {listed(wrong)}")
+            raise StoreCorruptError(f"{self.path}: damaged while it was copied: {listed(wrong)}")
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -279,7 +279,7 @@ def wrong_tensors(
     """
     manifest = held.manifest
     if manifest.checksums_xxh3 is None:
-        raise ChecksumError(
+        raise StoreCorruptError(
             f"{held.path}: version {manifest.version} was published without checksums, so it "
             "cannot be verified; make the sender with checksum=True"
         )

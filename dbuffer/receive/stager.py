@@ -284,8 +284,8 @@ class Stager:
 
         Raises:
             OptionError: an argument is invalid.
-            VersionTimeoutError: it was not ready in time.
-            StoreReplacedError: the store was started over: it is no longer there, or refused.
+            WaitTimeoutError: it was not ready in time.
+            VersionRegressedError: the store was started over: it is no longer there, or refused.
             DBufferError, OSError: the version, or the store, cannot be used.
         """
         options.seconds("timeout_s", timeout_s)
@@ -308,7 +308,7 @@ class Stager:
                 self._require_open()
                 if not stage.is_answered():
                     newest = self.newest()
-                    raise errors.VersionTimeoutError(
+                    raise errors.WaitTimeoutError(
                         f"version {request.at_least} of {self.store} was not ready within "
                         f"{timeout_s:g} s; the newest is {newest and newest.version}"
                     )
@@ -375,7 +375,7 @@ class Stager:
             history = history or newest.history
             at_least = at_least or newest.version
             if newest.history != history:
-                raise errors.StoreReplacedError(
+                raise errors.VersionRegressedError(
                     f"{self.store} was started over, and version {version or at_least} of the "
                     "run before is no longer in it"
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
-from dbuffer.errors import AcknowledgementTimeoutError, ReceiverFailedError
+from dbuffer.errors import ReceiverFailedError, WaitTimeoutError
 from dbuffer.format.manifest import ReceiverRecord, WriterRecord, is_receiver_id
 from dbuffer.runtime import options
 from dbuffer.store.buffer import DoubleBuffer
@@ -69,7 +69,7 @@ def wait_applied(
         left = deadline - time.monotonic()
         if left <= 0:
             states = ", ".join(_state(record, version, writer.history) for record in records)
-            raise AcknowledgementTimeoutError(
+            raise WaitTimeoutError(
                 f"{num_applied} of {needed} receivers applied version {version} of "
                 f"{store.root} within {timeout_s:g} s ({states or 'no receiver came yet'})"
             )

@@ -124,7 +124,7 @@ class Held:
             )
         try:
             layout = self.store.layouts.decode(data, data_xxh3, manifest.checksums_offset)
-        except errors.StoreCorruptError as error:
+        except (errors.StoreCorruptError, errors.UnsupportedError) as error:
             raise type(error)(f"{self.path}: {error}") from None
         if len(layout.specs) != manifest.num_tensors:
             raise errors.StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
@@ -139,7 +139,7 @@ class Held:
 
         Raises:
             StoreNotFoundError: it was removed meanwhile.
-            StoreCorruptError, StoreInsecureError, StoreAccessError: it cannot be read.
+            StoreCorruptError, StoreAccessError: it cannot be read.
         """
         path = self.store.delta_path(identity)
         with os_errors("read", path):
@@ -223,8 +223,8 @@ class DoubleBuffer:
         """What ``CURRENT`` says, for a reader that has ``seen`` an earlier one.
 
         Raises:
-            StoreReplacedError: the store was started over since, whatever its versions' numbers.
-            VersionRegressedError: it went back below the version that was seen.
+            VersionRegressedError: the store was replaced since, whatever its versions' numbers, or
+                went back below the version that was seen.
         """
         pointer = self.pointer()
         if pointer is None and self.medium.pointer_may_be_away:
@@ -245,10 +245,11 @@ class DoubleBuffer:
 
     def _require_successor(self, seen: Pointer, found: Pointer | None) -> None:
         if found is not None and different_history(seen, found):
-            raise errors.StoreReplacedError(
+            raise errors.VersionRegressedError(
                 f"{self.root} was emptied or replaced: it held version {seen.version}, and what it "
                 f"holds now, version {found.version}, is of another run; make a new receiver to "
-                "follow what is there now"
+                "follow what is there now",
+                found.history,
             )
         if found is None or found.version < seen.version:
             raise errors.VersionRegressedError(
@@ -382,7 +383,11 @@ class DoubleBuffer:
     def _look_at(self, name: str, seen: _State | None, before: _Listed | None) -> _Listed:
         try:
             record = self._read(ReceiverRecord, self.root / places.RECEIVERS_DIRECTORY / name)
-        except (errors.StoreCorruptError, errors.StoreInsecureError) as error:
+        except (
+            errors.StoreCorruptError,
+            errors.StoreAccessError,
+            errors.UnsupportedError,
+        ) as error:
             if before is None or before.problem != str(error):
                 logger.warning("ignoring an unusable record, remove it: %s", error)
             return _Listed(None, seen, str(error))
@@ -431,7 +436,7 @@ class DoubleBuffer:
         read just now, is not read again unless it is out of date.
 
         Raises:
-            StoreNotFoundError, StoreInsecureError: see :meth:`check`.
+            StoreNotFoundError, StoreAccessError: see :meth:`check`.
             StoreCorruptError: pointer, manifest and file do not agree.
             VersionRegressedError: see :meth:`newest_pointer`.
         """
@@ -536,15 +541,14 @@ class DoubleBuffer:
             return None
         try:
             return decode(kind, data)
-        except errors.StoreCorruptError as error:
+        except (errors.StoreCorruptError, errors.UnsupportedError) as error:
             raise type(error)(f"{path}: {error}") from None
 
 
 def _unless_damaged(read: Callable[[], RecordT | None]) -> RecordT | None:
+    """Read a record; None for a damaged one. One of another format is not ours to replace."""
     try:
         return read()
-    except errors.StoreFormatError:
-        raise  # a newer dbuffer wrote it: not damage, and not ours to replace
     except errors.StoreCorruptError as error:
         logger.warning("ignoring a damaged record, which a sender replaces: %s", error)
         return None

@@ -22,7 +22,6 @@ from dbuffer.errors import (
     StoreAccessError,
     StoreCorruptError,
     StoreFullError,
-    StoreInsecureError,
     StoreNotFoundError,
 )
 from dbuffer.runtime.closing import Closing
@@ -148,18 +147,18 @@ def check_trust(path: Path) -> None:
     with os_errors("look at a store", path):
         found = path.stat()
     if not stat.S_ISDIR(found.st_mode):
-        raise StoreInsecureError(f"{path} is not a directory, so not a store")
+        raise StoreAccessError(f"{path} is not a directory, so not a store")
     _check_trusted(found, path)
 
 
 def _check_trusted(found: os.stat_result, path: Path) -> None:
     if found.st_uid != os.geteuid():
-        raise StoreInsecureError(
+        raise StoreAccessError(
             f"{path} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}; "
             "pass allow_shared_store=True (--allow-shared-store) to use it all the same"
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise StoreInsecureError(
+        raise StoreAccessError(
             f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
             f"run 'chmod go-w {path}', or pass allow_shared_store=True (--allow-shared-store)"
         )
@@ -173,7 +172,7 @@ def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descript
     Raises:
         FileNotFoundError: it is not there.
         StoreCorruptError: it is a link, a directory, a pipe.
-        StoreInsecureError: it has another owner, or its mode lets others write.
+        StoreAccessError: it has another owner, or its mode lets others write.
     """
     try:
         # O_NONBLOCK: a pipe put in the file's place must not hang whoever opens it.
@@ -203,7 +202,7 @@ def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
     Raises:
         StoreNotFoundError: it is not there.
         StoreCorruptError: it has another size, or is a link, a directory, a pipe.
-        StoreInsecureError: it has another owner, or its mode lets others write.
+        StoreAccessError: it has another owner, or its mode lets others write.
     """
     with os_errors("look at", path):
         found = path.lstat()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from dbuffer.errors import StoreMismatchError
+from dbuffer.errors import OptionError
 from dbuffer.store import filesystem
 from dbuffer.store.filesystem import os_errors
 
@@ -44,16 +44,16 @@ def require_no_other_weights(root: Path, *, move_torchrl_aside: bool = False) ->
     ``move_torchrl_aside``: move those of TorchRL into a directory below this one instead.
 
     Raises:
-        StoreMismatchError: the directory holds a checkpoint, or TorchRL's weights.
+        OptionError: the directory holds a checkpoint, or TorchRL's weights.
         StoreAccessError: the directory cannot be listed, or the files cannot be moved.
     """
     other = other_weights(root)
     if other is None:
         return
     if other != _TORCHRL_WEIGHTS:
-        raise StoreMismatchError(f"{root} holds {other}: give the store another directory")
+        raise OptionError(f"{root} holds {other}: give the store another directory")
     if not move_torchrl_aside:
-        raise StoreMismatchError(
+        raise OptionError(
             f"{root} holds {other}, which receivers of TorchRL's own scheme would go on reading: "
             "change the receivers' import to dbuffer as well, then remove these files or pass "
             "move_torchrl_aside=True"

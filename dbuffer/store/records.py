@@ -67,7 +67,7 @@ class KeptFile:
         """Replace the file.
 
         Raises:
-            ReceiverActiveError: another living receiver has the name.
+            StoreBusyError: another living receiver has the name.
         """
         if self.sign.is_ours():
             self._put(record, only_new=False)
@@ -113,11 +113,11 @@ class KeptFile:
         """Whether nobody owns what has the name; False if it changed meanwhile.
 
         Raises:
-            ReceiverActiveError: somebody does.
+            StoreBusyError: somebody does.
         """
         found = None
         # Whoever wrote what is damaged or insecure, it is no receiver.
-        with contextlib.suppress(errors.StoreCorruptError, errors.StoreInsecureError):
+        with contextlib.suppress(errors.StoreCorruptError, errors.StoreAccessError):
             found = self._store.receiver(self._receiver_id)
         may_be_owned = self._may_be_owned(found, record)
         # An interrupt may have left a lock behind in this process, whose records it knows itself.
@@ -129,7 +129,7 @@ class KeptFile:
         if is_free:
             return True
         who = "another process" if found is None else f"process {found.pid} on {found.host}"
-        raise errors.ReceiverActiveError(
+        raise errors.StoreBusyError(
             f"{who} has a receiver {self._receiver_id!r} of {self.directory.parent} open; two "
             "would acknowledge for each other: close that one, or give this one another name"
         )
@@ -218,7 +218,7 @@ class RecordFile:
         _owned[str(self._record.owner)] = self._kept
         try:
             self._kept.write(self._record)
-        except errors.ReceiverActiveError as error:
+        except errors.StoreBusyError as error:
             if self.spare is None:
                 raise
             logger.warning("%s; this one goes by %s", error, self.spare.receiver)

@@ -23,11 +23,10 @@ from dbuffer.errors import (
     ClosedError,
     DBufferError,
     StoreAccessError,
+    StoreBusyError,
     StoreCorruptError,
-    StoreInsecureError,
     StoreNotFoundError,
     VersionError,
-    WriterActiveError,
 )
 from dbuffer.format import places
 from dbuffer.format.manifest import MAX_INTEGER, Manifest, Pointer, Record, WriterRecord, encode
@@ -106,9 +105,9 @@ class BufferWriter:
 
     Raises:
         OptionError: an option is not what it may be.
-        WriterActiveError: another writer has the store.
-        StoreMismatchError: the directory holds weights of another kind; see `foreign`.
-        StoreInsecureError, StoreAccessError: the directory cannot be used.
+        StoreBusyError: another writer has the store.
+        OptionError: the directory holds weights of another kind; see `foreign`.
+        StoreAccessError: the directory cannot be used.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class BufferWriter:
         if lock is None:
             holder = self.store.undamaged_writer()
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
-            raise WriterActiveError(
+            raise StoreBusyError(
                 f"{who} has {self.root} open for writing; a store has one sender at a time: "
                 "close that one, or use another directory"
             )
@@ -195,7 +194,7 @@ class BufferWriter:
 
         Raises:
             StoreFullError: there is no room for a new file.
-            StoreInsecureError: others can write to the store by now, which readers refuse.
+            StoreAccessError: others can write to the store by now, which readers refuse.
             WriterSupersededError: another writer took the store over.
         """
         self._check_open()
@@ -296,7 +295,7 @@ class BufferWriter:
                     filesystem.refresh(directory)
             for path, num_bytes in files.items():
                 filesystem.check_file(path, num_bytes, owner_only=self.store.owner_only)
-        except (StoreNotFoundError, StoreCorruptError, StoreInsecureError) as error:
+        except (StoreNotFoundError, StoreCorruptError, StoreAccessError) as error:
             return str(error)
         return None
 
@@ -493,7 +492,7 @@ def writer_lock(root: Path) -> Iterator[None]:
     """Keep senders out of a store for a ``with`` block."""
     lock = _take_lock(DoubleBuffer(root))
     if lock is None:
-        raise WriterActiveError(f"a sender has {root} open for writing; give another directory")
+        raise StoreBusyError(f"a sender has {root} open for writing; give another directory")
     with lock:
         yield
 

@@ -19,7 +19,7 @@ import typer
 from rich.logging import RichHandler
 
 import dbuffer
-from dbuffer.errors import DBufferError, OptionError, VersionTimeoutError
+from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError
 from dbuffer.tools.commands.demo import demo
 from dbuffer.tools.commands.doctor import doctor
 from dbuffer.tools.commands.follow import follow
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> int:
 def _exit_code(error: Exception) -> int:
     if isinstance(error, OptionError):
         return EXIT_USAGE
-    return EXIT_TIMEOUT if isinstance(error, VersionTimeoutError) else EXIT_FAILED
+    return EXIT_TIMEOUT if isinstance(error, WaitTimeoutError) else EXIT_FAILED
 
 
 def _print_version(value: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from dbuffer.errors import StoreCorruptError
+from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import BUFFERS
 from dbuffer.store.buffer import DoubleBuffer
@@ -79,7 +79,7 @@ def read_status(store: DoubleBuffer) -> StoreStatus:
     """Look at a store without touching it.
 
     Raises:
-        StoreNotFoundError, StoreInsecureError: it is not there, or not to be trusted.
+        StoreNotFoundError, StoreAccessError: it is not there, or not to be trusted.
         StoreCorruptError: its pointer or one of its records is damaged.
     """
     store.check()
@@ -110,7 +110,7 @@ def _buffer_status(
 ) -> BufferStatus:
     try:
         manifest = store.manifest(name)
-    except StoreCorruptError:
+    except (StoreCorruptError, UnsupportedError):
         return BufferStatus(buffer=name, state="damaged")
     if manifest is None:
         return BufferStatus(buffer=name, state="empty")

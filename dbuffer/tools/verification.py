@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dbuffer.errors import StoreCorruptError, StoreNotFoundError, VersionTimeoutError
+from dbuffer.errors import StoreCorruptError, StoreNotFoundError, UnsupportedError, WaitTimeoutError
 from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import map_privately, read_whole, wrong_tensors
@@ -29,14 +29,14 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
     Both are locked while they are read: a publish may wait for it.
 
     Raises:
-        StoreNotFoundError, StoreInsecureError: the store is not there, or not to be trusted.
+        StoreNotFoundError, StoreAccessError: the store is not there, or not to be trusted.
         StoreCorruptError: the pointer is damaged.
-        VersionTimeoutError: nothing was published yet.
+        WaitTimeoutError: nothing was published yet.
     """
     store.check()
     pointer = store.newest_pointer()
     if pointer is None:
-        raise VersionTimeoutError(
+        raise WaitTimeoutError(
             f"nothing was published in {store.root} yet{store.state_without_version()}"
         )
     checks = [_verify_buffer(store, pointer.buffer, pointer.version)]
@@ -49,7 +49,7 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
 def _holds_something(store: DoubleBuffer, buffer: str) -> bool:
     try:
         manifest = store.manifest(buffer)
-    except StoreCorruptError:
+    except (StoreCorruptError, UnsupportedError):
         return True
     return manifest is not None and manifest.state == "complete"
 
@@ -78,7 +78,7 @@ def _try_to_verify(
             except StoreNotFoundError as error:
                 held.wait_after_loss(error, patience)
                 return None
-    except StoreCorruptError as error:
+    except (StoreCorruptError, UnsupportedError) as error:
         problems = [str(error)]
     return BufferCheck(
         buffer=buffer,
@@ -101,7 +101,7 @@ def _find_damage(held: Held) -> list[str]:
         else:
             checksums = copier.checksums(map_privately(held))
         return wrong_tensors(held, layout, checksums)
-    except StoreCorruptError as error:
+    except (StoreCorruptError, UnsupportedError) as error:
         return [str(error)]
     finally:
         copier.close()

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dbuffer.errors import InvalidWeightsError, TrainerUnsupportedError
+from dbuffer.errors import InvalidWeightsError, UnsupportedError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.io.tensors import DTYPE_NAMES, can_cast_to
 from dbuffer.runtime import options
@@ -358,7 +358,7 @@ def _gatherable(
     if isinstance(tensor, LazyTensor):
         return tensor
     if hasattr(type(tensor), "local_shards"):  # which refuses nearly all that is asked of it
-        raise TrainerUnsupportedError(
+        raise UnsupportedError(
             f"tensor {name!r} is a ShardedTensor, as state dicts of FSDP1 have them: shard with "
             "fully_shard (FSDP2), give FSDP a device_mesh, which makes DTensors of them, or set "
             "StateDictType.FULL_STATE_DICT"

@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy as has_no_shape
 
-from dbuffer.errors import InvalidWeightsError, TargetTypeError, WeightsMismatchError
+from dbuffer.errors import InvalidWeightsError, OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout
 from dbuffer.runtime.messages import listed
 from dbuffer.weights import sources
@@ -97,7 +97,7 @@ class Matcher:
             What to copy, once :meth:`Match.require_ties` has seen the values.
 
         Raises:
-            TargetTypeError: the target holds no named tensors.
+            OptionError: the target holds no named tensors.
             WeightsMismatchError: a name is missing or left over, a shape or dtype differs, or a
                 tensor of the target cannot be written, or shares memory with another one. All
                 differences are listed.
@@ -325,7 +325,7 @@ def _named_in(target: Any) -> Mapping[str, Any]:
         return sources.module_state(target)
     if isinstance(target, Mapping):
         return target
-    raise TargetTypeError(
+    raise OptionError(
         f"cannot load into a {type(target).__name__}: give a module, a dictionary of tensors or "
         "a function that takes (name, tensor) pairs"
     )

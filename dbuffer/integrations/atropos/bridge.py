@@ -15,12 +15,11 @@ import torch
 from torch import distributed, nn
 
 from dbuffer.errors import (
-    AcknowledgementTimeoutError,
-    BridgeSetupError,
-    BridgeStateError,
+    NotReadyError,
     OptionError,
     RankFailedError,
-    ResidencyError,
+    UnsupportedError,
+    WaitTimeoutError,
 )
 from dbuffer.integrations.atropos.attached import take_over
 from dbuffer.integrations.atropos.config import BridgeConfig
@@ -59,7 +58,7 @@ def default_store(config: BridgeConfig) -> Path:
     starts again finds it. Several nodes: in ``log_dir`` or ``LOGDIR``, which all of them see.
 
     Raises:
-        BridgeSetupError: (a ``ValueError``) several nodes, and neither ``log_dir`` nor ``LOGDIR``.
+        OptionError: (a ``ValueError``) several nodes, and neither ``log_dir`` nor ``LOGDIR``.
     """
     if config.is_local_mode:
         directory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
@@ -68,7 +67,7 @@ def default_store(config: BridgeConfig) -> Path:
         parts = [STORE_NAME, str(os.getuid()), *([f"job{job}"] if job else []), f"{url.port or 80}"]
         return directory / "-".join(parts)
     if config.directory is None:
-        raise BridgeSetupError(
+        raise OptionError(
             "several nodes need a directory that all of them see: set log_dir (or LOGDIR), or give "
             "the bridge a store"
         )
@@ -157,13 +156,12 @@ class VLLMWeightBridge:
         taken; for a stock vLLM server that answers, which writes none, nobody waits.
 
         Raises:
-            BridgeSetupError: (a ``ValueError`` and ``RuntimeError``) too few nodes, or a mapping
-                that did not come.
+            NotReadyError: (a ``RuntimeError``) too few nodes, or a mapping that did not come.
             OptionError: (a ``ValueError``) a mapping that cannot be read, or is not for what was
                 attached, or an ``init_method`` that ranks cannot meet at.
             RankTimeoutError: (a ``TimeoutError`` and ``RuntimeError``) a rank of the trainer did
                 not come within ``rank_timeout_s``.
-            WriterActiveError, StoreInsecureError, StoreAccessError: see `WeightSender`.
+            StoreBusyError, StoreAccessError: see `WeightSender`.
         """
         if self._sender is not None:
             return
@@ -218,7 +216,7 @@ class VLLMWeightBridge:
             The same one each time.
 
         Raises:
-            BridgeStateError: (a ``RuntimeError``) the bridge was not initialised.
+            NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
             OptionError: (a ``ValueError``) the parameter mapping is not for it, or what was
                 attached is not just its parameters.
         """
@@ -238,10 +236,10 @@ class VLLMWeightBridge:
         With several nodes, when the engines of all inference nodes do.
 
         Raises:
-            BridgeStateError: (a ``RuntimeError``) the bridge was not initialised, or has nothing
+            NotReadyError: (a ``RuntimeError``) the bridge was not initialised, or has nothing
                 to publish.
-            EngineUnreachableError, EngineUpdateError, VersionTimeoutError,
-                AcknowledgementTimeoutError: a server does not serve them within
+            EngineUnreachableError, EngineUpdateError, WaitTimeoutError,
+                WaitTimeoutError: a server does not serve them within
                 ``timeout_seconds``, or cannot; the message says why. They are published.
             DBufferError: they could not be published; see `WeightSender.send`.
         """
@@ -252,11 +250,11 @@ class VLLMWeightBridge:
         """Publish the weights, and do not wait for anybody; see :meth:`barrier`.
 
         Raises:
-            BridgeStateError, DBufferError: as :meth:`notify_update`.
+            NotReadyError, DBufferError: as :meth:`notify_update`.
         """
         sender, weights = self._opened(), self._weights
         if weights is None:
-            raise BridgeStateError(
+            raise NotReadyError(
                 "this bridge has nothing to publish: train the model of get_trainable_model(), or "
                 "give your own with attach_to_vllm_weights(dict(model.named_parameters()))"
             )
@@ -275,10 +273,10 @@ class VLLMWeightBridge:
         In local mode, tell the one server of it, unless it was, and wait until it answers with it.
 
         Raises:
-            AcknowledgementTimeoutError: they did not, within ``timeout_seconds``.
-            EngineUnreachableError, EngineUpdateError, VersionTimeoutError: (local mode) as
+            WaitTimeoutError: they did not, within ``timeout_seconds``.
+            EngineUnreachableError, EngineUpdateError, WaitTimeoutError: (local mode) as
                 :meth:`notify_update`.
-            BridgeStateError: (a ``RuntimeError``) the bridge was not initialised.
+            NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
         """
         sender = self._opened()
         if self._version is None:
@@ -293,9 +291,9 @@ class VLLMWeightBridge:
             sender.wait_applied(
                 self._version, receivers=engines, timeout_s=self.config.timeout_seconds
             )
-        except AcknowledgementTimeoutError as error:
+        except WaitTimeoutError as error:
             nodes = ", ".join(self.inference_nodes)
-            raise AcknowledgementTimeoutError(f"{error}; engines are expected on {nodes}") from None
+            raise WaitTimeoutError(f"{error}; engines are expected on {nodes}") from None
 
     def cleanup(self) -> None:
         """Close the store and the server. The last version stays; the model keeps its values."""
@@ -321,7 +319,7 @@ class VLLMWeightBridge:
 
     def _opened(self) -> Sender:
         if self._sender is None:
-            raise BridgeStateError("this bridge is not open: call initialize()")
+            raise NotReadyError("this bridge is not open: call initialize()")
         return self._sender
 
     @property
@@ -362,7 +360,7 @@ class VLLMWeightBridge:
             return mapping
         path = mapping_path(config.directory)
         if is_needed:
-            raise BridgeSetupError(
+            raise NotReadyError(
                 f"{path} was not written within {config.timeout_seconds:g} s: Atropos' servers "
                 "write it into their LOGDIR as they start. For servers that take the trainer's "
                 'names as they are, write {"param_mappings": {}} there'
@@ -378,7 +376,7 @@ class VLLMWeightBridge:
         late = ParameterMapping.find(self.config.directory)
         # A server that starts again writes an empty one first.
         if late is not None and late.changes_anything and not late.does_as(self._mapping):
-            raise BridgeSetupError(
+            raise NotReadyError(
                 f"{late.path} was written after initialize(), and gives tensors other names or "
                 "layouts: call cleanup() and initialize() to use it"
             )
@@ -403,7 +401,7 @@ class VLLMWeightBridge:
             self._sender = ResidentModel(
                 model, self.store, delta=self._delta, rename=self._mapping.names
             )
-        except ResidencyError as error:
+        except UnsupportedError as error:
             logger.info("an ordinary model, copied at each update: %s", error)
             self._sender = self._open_sender()
         return model

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from dbuffer.errors import EngineUnsupportedError, OptionError
+from dbuffer.errors import OptionError, UnsupportedError
 from dbuffer.runtime import options as checks
 
 
@@ -17,7 +17,7 @@ class BridgeConfig:
     """How the bridge reaches the inference servers.
 
     Raises:
-        EngineUnsupportedError: (a ``NotImplementedError``) ``use_cuda_ipc`` is set.
+        UnsupportedError: (a ``NotImplementedError``) ``use_cuda_ipc`` is set.
         OptionError: (a ``ValueError``) a value is not what it may be.
     """
 
@@ -46,7 +46,7 @@ class BridgeConfig:
 
     def __post_init__(self) -> None:
         if self.use_cuda_ipc:
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 "use_cuda_ipc: a transport over files shares no GPU memory. Leave it off: "
                 "notify_update() then publishes into a store in shared memory, from which the "
                 "server loads. To share one copy on one GPU, keep Atropos' own single_copy mode"
@@ -85,7 +85,7 @@ class BridgeConfig:
         ``vllm_port``, as in Atropos. Its ``single_copy`` is the same wish as ``use_cuda_ipc``.
 
         Raises:
-            EngineUnsupportedError, OptionError: see the class.
+            UnsupportedError, OptionError: see the class.
         """
         names = ("trainer_rank", "world_size", "init_method", "num_inference_nodes")
         given = {name: getattr(config, name) for name in names if hasattr(config, name)}

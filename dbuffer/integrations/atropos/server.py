@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from dbuffer.errors import (
-    AcknowledgementTimeoutError,
     DBufferError,
     EngineUnreachableError,
     EngineUpdateError,
     StoreNotFoundError,
-    VersionTimeoutError,
+    WaitTimeoutError,
 )
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.vllm.follow_vllm import follow
@@ -73,9 +72,9 @@ class BridgeServer:
         try:
             left_s = max(0.0, deadline - time.monotonic())
             wait_applied(store, version, 1, timeout_s=left_s, writer=writer)
-        except AcknowledgementTimeoutError as error:
+        except WaitTimeoutError as error:
             what = "takes notifications" if has_routes else "has no routes to drive it by"
-            raise AcknowledgementTimeoutError(
+            raise WaitTimeoutError(
                 f"{error}. The server at {self.url} {what}, so it must follow {self._store} by "
                 "itself, with the middleware dbuffer.integrations.vllm.FollowStore; or start a "
                 "vLLM with VLLM_SERVER_DEV_MODE=1, which is driven from here"
@@ -145,13 +144,13 @@ class BridgeServer:
             left_s = deadline - time.monotonic()
             try:
                 self._follower.wait_applied(version, max(0.0, min(left_s, _ERROR_CHECK_S)))
-            except VersionTimeoutError:
+            except WaitTimeoutError:
                 if left_s <= 0:
                     raise
             else:
                 return
             error = self._follower.error
             # A server that is away may come back, and slow ranks get ready; the rest stays wrong.
-            heals = error is None or isinstance(error, EngineUnreachableError | VersionTimeoutError)
+            heals = error is None or isinstance(error, EngineUnreachableError | WaitTimeoutError)
             if error is not before and not heals:
                 raise error if isinstance(error, DBufferError) else EngineUpdateError(str(error))

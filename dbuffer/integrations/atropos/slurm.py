@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from dbuffer.errors import BridgeSetupError, OptionError
+from dbuffer.errors import NotReadyError, OptionError
 
 NODELIST_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 """The second is the older name of the first."""
@@ -64,12 +64,12 @@ def inference_nodes(num_inference_nodes: int) -> list[str]:
     """The nodes of this job that run engines: its last ones, as Atropos has it."""
     nodes = job_nodes()
     if not nodes:
-        raise BridgeSetupError(
+        raise NotReadyError(
             f"num_inference_nodes is {num_inference_nodes}, but {NODELIST_VARIABLES[0]} is not "
             "set: run in a SLURM job, or set it to the job's nodes, those with engines last"
         )
     if num_inference_nodes > len(nodes):
-        raise BridgeSetupError(
+        raise NotReadyError(
             f"num_inference_nodes is {num_inference_nodes}, but the job has {len(nodes)} nodes: "
             f"{','.join(nodes):.200}"
         )

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Self
 
-from dbuffer.errors import EngineEndedError, VersionTimeoutError
+from dbuffer.errors import EngineEndedError, WaitTimeoutError
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.runtime import options as checks
@@ -40,7 +40,7 @@ class BackgroundFollowing(Closing, ABC):
 
         Raises:
             OptionError: a value is invalid.
-            VersionTimeoutError: it does not, in time; the message says what went wrong last.
+            WaitTimeoutError: it does not, in time; the message says what went wrong last.
         """
 
     async def wait_applied_async(self, version: int, timeout_s: float = 60.0) -> int:
@@ -106,7 +106,7 @@ class BackgroundFollower(BackgroundFollowing):
             )
             applied = self.applied if self._follower.has_applied(version) else None
         if applied is None:
-            raise VersionTimeoutError(
+            raise WaitTimeoutError(
                 f"{self.engine_id} has version {self.applied}, and not {version} within "
                 f"{timeout_s:g} s; last problem: {self.error or 'none'}"
             )

@@ -153,7 +153,7 @@ class RankEndpoint:
 
     def _following(self) -> RankReceiver:
         if self.receiver is None:
-            raise errors.EngineUnsupportedError(
+            raise errors.UnsupportedError(
                 "this engine follows no store yet: name one first (vLLM's own call for that: "
                 "init_weight_transfer_engine, with init_info={'store': directory})"
             )
@@ -180,7 +180,7 @@ def start_on_all_ranks(
     """Begin to follow a store on all ranks, or on none; after what was followed before.
 
     Raises:
-        EngineUnsupportedError: some rank cannot, whatever becomes of the store.
+        UnsupportedError: some rank cannot, whatever becomes of the store.
         EngineUpdateError: some rank cannot now.
     """
     engine_id = rank.engine_id(options)
@@ -198,7 +198,7 @@ def start_on_all_ranks(
         logger.warning("cannot follow %s", options.store, exc_info=True)
         problem = f"{type(error).__name__}: {error}"
         # It would go no better the next time.
-        is_final = isinstance(error, errors.EngineUnsupportedError | errors.OptionError)
+        is_final = isinstance(error, errors.UnsupportedError | errors.OptionError)
     kind: type[errors.DBufferError] = errors.EngineUpdateError
     try:
         problems, finals = zip(*rank.ranks.gather((problem, is_final), begins=True), strict=True)
@@ -206,7 +206,7 @@ def start_on_all_ranks(
             return receiver
         why = by_rank(problems)
         if any(finals):
-            kind = errors.EngineUnsupportedError
+            kind = errors.UnsupportedError
     except errors.RankFailedError as failure:
         why = str(failure)
     if receiver is not None:

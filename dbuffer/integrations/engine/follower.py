@@ -108,7 +108,7 @@ class Follower(Closing):
         """Raise at once what no waiting will mend. A server that does not answer may do so later.
 
         Raises:
-            OptionError, EngineUnsupportedError, ReceiverActiveError: see :meth:`start`.
+            OptionError, UnsupportedError, StoreBusyError: see :meth:`start`.
         """
         with contextlib.suppress(errors.EngineUnreachableError, errors.EngineUpdateError):
             facts = self._engine.facts()
@@ -119,8 +119,8 @@ class Follower(Closing):
 
         Raises:
             OptionError: (a ``ValueError``) neither this nor the engine names a store.
-            EngineUnsupportedError: the engine was not started in a way that lets it follow.
-            ReceiverActiveError: another follower in this process has it follow this store.
+            UnsupportedError: the engine was not started in a way that lets it follow.
+            StoreBusyError: another follower in this process has it follow this store.
             EngineUpdateError: its ranks cannot follow the store now.
             EngineUnreachableError: (a server) it does not answer.
         """
@@ -154,7 +154,7 @@ class Follower(Closing):
         other = _followers.get(_key_of(facts), self)
         engine_id, store = _engine_id(facts, options), os.path.realpath(options.read_store)
         if other is not self and other.engine_and_store == (engine_id, store):
-            raise errors.ReceiverActiveError(
+            raise errors.StoreBusyError(
                 f"another follower in this process has {engine_id} follow {store}: each would miss "
                 "what the other does; use that one, or close it first"
             )
@@ -259,7 +259,7 @@ class Follower(Closing):
             EngineUpdateError: it serves on with the weights that it had; the message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             EngineUnreachableError: (a server) it does not answer.
-            VersionTimeoutError: some rank did not have it ready in time.
+            WaitTimeoutError: some rank did not have it ready in time.
         """
         if timeout_s is not None:
             checks.seconds("timeout_s", timeout_s)
@@ -298,7 +298,7 @@ class Follower(Closing):
             return True
         try:
             view.wait_ready(goal, self._served, 0.0, None)
-        except errors.VersionTimeoutError:
+        except errors.WaitTimeoutError:
             return False
         except errors.DBufferError:
             return True

@@ -118,7 +118,7 @@ class RankOutcome(enum.Enum):
 
 _ERRORS: dict[RankOutcome, type[errors.DBufferError]] = {
     RankOutcome.INVALID: errors.OptionError,
-    RankOutcome.UNSUPPORTED: errors.EngineUnsupportedError,
+    RankOutcome.UNSUPPORTED: errors.UnsupportedError,
     RankOutcome.BUSY: errors.EngineBusyError,
     RankOutcome.REFUSED: errors.EngineUpdateError,
     RankOutcome.BROKEN: errors.EngineBrokenError,

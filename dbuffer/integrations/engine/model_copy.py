@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from dbuffer.errors import EngineUnsupportedError
+from dbuffer.errors import UnsupportedError
 from dbuffer.integrations.engine.plan.load_trace import Unwrapped, tables_of
 
 
@@ -20,7 +20,7 @@ def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str]
     that is made of plain numbers has data. ``keep``: names of buffers that must have theirs.
 
     Raises:
-        EngineUnsupportedError: the constructor fails all the same.
+        UnsupportedError: the constructor fails all the same.
     """
     try:
         with torch.device("meta"):
@@ -31,7 +31,7 @@ def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str]
             with torch.device("meta"), _NumbersWithData():
                 model = make()
         except Exception as error:
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 f"a {what} cannot be built without data, so nothing could be checked before it is "
                 f"loaded: {type(error).__name__} {error!s:.300}"
             ) from error

@@ -25,8 +25,8 @@ from dbuffer.errors import (
     EngineUpdateError,
     OptionError,
     RankFailedError,
-    StoreReplacedError,
     VersionError,
+    VersionRegressedError,
     WeightsMismatchError,
 )
 from dbuffer.format.layout import Layout
@@ -484,10 +484,11 @@ class RankReceiver:
         if self._served is None or not self._served.is_of_another_run(history):
             return False
         if self.options.new_history == "refuse":
-            raise StoreReplacedError(
+            raise VersionRegressedError(
                 f"{self.options.store} was emptied or replaced, and begun anew; the engine has "
                 f"version {self._served.version} of the run before. To go on with what is there "
-                "now, let it follow the store again with new_history='follow'"
+                "now, let it follow the store again with new_history='follow'",
+                history,
             )
         return True
 

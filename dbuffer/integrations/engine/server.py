@@ -11,9 +11,9 @@ from typing import Any
 
 from dbuffer.errors import (
     EngineUnreachableError,
-    EngineUnsupportedError,
     EngineUpdateError,
     OptionError,
+    UnsupportedError,
 )
 from dbuffer.integrations.engine.protocol import Engine
 from dbuffer.runtime import options as checks
@@ -36,7 +36,7 @@ class EngineServer(Engine):
     Raises:
         OptionError: ``url`` is no address of a server.
         EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer.
-        EngineUnsupportedError: from any call: it has no such route, and was started without it.
+        UnsupportedError: from any call: it has no such route, and was started without it.
         OptionError: from any call: it refuses the API key.
         EngineUpdateError: from any call: it could not do what it was asked to.
     """
@@ -88,7 +88,7 @@ class EngineServer(Engine):
                 f"key that it was started with{self._advice_on_url}"
             )
         if response.status_code in (404, 405):
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 f"{self.url} has no {path}: {self.WITHOUT_ROUTE}{self._advice_on_url}"
             )
         if response.is_error:

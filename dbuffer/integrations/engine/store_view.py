@@ -153,9 +153,10 @@ class StoreView:
             f"{found.version} of another"
         )
         if self.options.new_history == "refuse":
-            raise errors.StoreReplacedError(
+            raise errors.VersionRegressedError(
                 f"{what}; it serves on with what it has. To go on with what is there now, let it "
-                "follow the store again with new_history='follow'"
+                "follow the store again with new_history='follow'",
+                found.history,
             )
         if self._logged_history != found.history:
             self._logged_history = found.history
@@ -190,7 +191,9 @@ class StoreView:
         """
         try:
             return self._receiver.wait_for_version(newer_than, timeout_s, stop_event)
-        except errors.StoreReplacedError:
+        except errors.VersionRegressedError as error:
+            if error.history is None:
+                raise
             self._receiver.start_over()
             return self._receiver.wait_for_version(None, 0.0)
 
@@ -211,8 +214,8 @@ class StoreView:
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
-            StoreReplacedError: the store was begun anew meanwhile, so none will ever have it.
-            VersionTimeoutError: some rank did not have it in time.
+            VersionRegressedError: the store was begun anew meanwhile, so none will ever have it.
+            WaitTimeoutError: some rank did not have it in time.
             ClosedError: the stop event was set; or what ``require_alive`` raises.
         """
         deadline = time.monotonic() + timeout_s
@@ -229,7 +232,7 @@ class StoreView:
                 return
             _require_unhindered(goal, records, began, serves_on)
             if not self._may_still_hold(goal.history):
-                raise errors.StoreReplacedError(
+                raise errors.VersionRegressedError(
                     f"{self.options.store} was emptied or replaced, and begun anew, before version "
                     f"{goal.version} of it was ready on {', '.join(behind)}; {serves_on}"
                 )
@@ -245,7 +248,7 @@ class StoreView:
             if stop_event is not None and stop_event.is_set():
                 raise errors.ClosedError("told to stop following")
             if time.monotonic() > deadline:
-                raise errors.VersionTimeoutError(
+                raise errors.WaitTimeoutError(
                     f"version {goal.version} of {self.options.store} was not ready within "
                     f"{timeout_s:g} s on {', '.join(behind)}; {serves_on}"
                 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from dbuffer.errors import EngineUnsupportedError, TrainerUnsupportedError
+from dbuffer.errors import UnsupportedError
 from dbuffer.weights.names import NameMap, Pattern, Rename
 from dbuffer.weights.sources import Weights
 
@@ -54,17 +54,17 @@ class Configuration:
         Read are ``fsdp``, ``zero_stage``, ``bf16`` and ``text_only``; see :data:`DEFAULTS`.
 
         Raises:
-            EngineUnsupportedError, TrainerUnsupportedError: (both ``NotImplementedError``) one of
+            UnsupportedError: (both ``NotImplementedError``) one of
                 them is not known here.
         """
         engine_type = strategy.engine_type
         if engine_type not in ENGINE_TYPES:
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 f"invalid strategy.engine_type {engine_type!r}: use {' or '.join(ENGINE_TYPES)}"
             )
         is_fsdp, zero_stage = bool(_setting(strategy, "fsdp")), _setting(strategy, "zero_stage")
         if not is_fsdp and zero_stage not in ZERO_STAGES:
-            raise TrainerUnsupportedError(
+            raise UnsupportedError(
                 f"invalid zero_stage {zero_stage!r}: use FSDP2, or a ZeRO stage of {ZERO_STAGES}"
             )
         has_other_names = engine_type == "sglang" and not _setting(strategy, "text_only")
@@ -80,7 +80,7 @@ class Configuration:
         """What is published of an actor: its module, or the one that adapters in it make of it.
 
         Raises:
-            TrainerUnsupportedError: (a ``NotImplementedError``) it is not what the strategy says,
+            UnsupportedError: (a ``NotImplementedError``) it is not what the strategy says,
                 or has adapters and is sharded.
             InvalidWeightsError: its adapters cannot be merged.
         """
@@ -89,7 +89,7 @@ class Configuration:
         if not adapted:
             return module
         if self.is_sharded:
-            raise TrainerUnsupportedError(
+            raise UnsupportedError(
                 f"the actor has adapters ({adapted[0]!r}, ...), which can be merged only where "
                 "each rank holds whole weights: use a ZeRO stage below 3"
             )
@@ -101,17 +101,17 @@ class Configuration:
         model = actor.model
         module = model if self.is_fsdp else getattr(model, "module", None)
         if not isinstance(module, nn.Module):
-            raise TrainerUnsupportedError(
+            raise UnsupportedError(
                 f"actor.model is a {type(model).__name__}, not a DeepSpeed engine, although "
                 "strategy.args.fsdp is not set"
             )
         if self.is_fsdp and not any(isinstance(part, FSDPModule) for part in module.modules()):
-            raise TrainerUnsupportedError(
+            raise UnsupportedError(
                 f"strategy.args.fsdp is set, but nothing in actor.model ({type(model).__name__}) "
                 "was sharded by fully_shard, which is FSDP2"
             )
         if getattr(model, "is_pipe_parallel", False):
-            raise TrainerUnsupportedError(
+            raise UnsupportedError(
                 "actor.model is a DeepSpeed pipeline, which is not supported: use ZeRO"
             )
         return module

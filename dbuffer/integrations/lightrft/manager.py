@@ -59,7 +59,7 @@ class BroadcastManager(Closing):
             ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
 
     Raises:
-        EngineUnsupportedError, TrainerUnsupportedError: (both ``NotImplementedError``) this engine,
+        UnsupportedError: (both ``NotImplementedError``) this engine,
             or this trainer, is not known here.
         OptionError: (a ``ValueError``) an option is not what it may be, no rank has an engine, or
             torch.distributed is not initialised.
@@ -119,11 +119,11 @@ class BroadcastManager(Closing):
         switch, it does so too, and the others have the new version.
 
         Raises:
-            TrainerUnsupportedError: as for the class: the actor may have changed.
+            UnsupportedError: as for the class: the actor may have changed.
             InvalidWeightsError, StoreFullError, StoreAccessError, WriterSupersededError: as
                 :meth:`ShardedWeightSender.send`. Nothing was published.
             EngineBusyError: an engine is generating, or asleep; it was not touched.
-            EngineUpdateError, VersionTimeoutError: an engine could not switch.
+            EngineUpdateError, WaitTimeoutError: an engine could not switch.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             EngineUnreachableError: (a server) it does not answer.
             RankFailedError: a rank was lost.

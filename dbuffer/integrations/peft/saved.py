@@ -60,7 +60,7 @@ def save_adapter(
 
     Raises:
         WeightsMismatchError: the store holds no adapter.
-        VersionTimeoutError: no such version came in time.
+        WaitTimeoutError: no such version came in time.
         SnapshotEvictedError: saving took longer than the sender waits; nothing was saved.
         StoreFullError, StoreAccessError: the filesystem refused.
     """

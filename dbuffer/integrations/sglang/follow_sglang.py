@@ -73,7 +73,7 @@ def follow(
 
     Raises:
         OptionError: (a ``ValueError``) an option is invalid.
-        EngineUnsupportedError: the engine was not started in a way that lets it follow.
+        UnsupportedError: the engine was not started in a way that lets it follow.
             A server that does not answer (yet) is waited for, in the background.
     """
     names = _names_of(rename)

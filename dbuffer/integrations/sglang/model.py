@@ -11,7 +11,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.runtime_context import get_model
 
-from dbuffer.errors import EngineBrokenError, EngineUnsupportedError
+from dbuffer.errors import EngineBrokenError, UnsupportedError
 from dbuffer.weights.checkpoint import read_checkpoint
 from dbuffer.weights.names import NameMap, renamed
 from dbuffer.weights.sources import fetch
@@ -36,7 +36,7 @@ class SglangModel:
     def load_checkpoint(self) -> None:
         path = Path(get_model().model_path)
         if not path.is_dir():
-            raise EngineUnsupportedError(f"the weights of {path} cannot be read again from here")
+            raise UnsupportedError(f"the weights of {path} cannot be read again from here")
         self._load(
             (name, fetch(tensor)) for name, tensor in zip(*read_checkpoint(path), strict=True)
         )

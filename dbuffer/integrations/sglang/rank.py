@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 
-from dbuffer.errors import EngineUnsupportedError
+from dbuffer.errors import UnsupportedError
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.engine_rank import EngineRank, ServingModel
 from dbuffer.integrations.engine.rank_channel import RankChannel
@@ -40,5 +40,5 @@ class SchedulerRank(EngineRank):
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
         if partial:
-            raise EngineUnsupportedError("an SGLang engine takes whole models: partial=True")
+            raise UnsupportedError("an SGLang engine takes whole models: partial=True")
         return sglang_shape_check(self.module, self._names, tp_size=self.ranks.size)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dbuffer.errors import EngineBusyError, EngineUnsupportedError, EngineUpdateError
+from dbuffer.errors import EngineBusyError, EngineUpdateError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineNames, UpdateRequest
@@ -37,18 +37,18 @@ _SESSION = "draft"
 def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
     """How an engine was started, from its server information."""
     if LOADER not in (info.get("custom_weight_loader") or []):
-        raise EngineUnsupportedError(
+        raise UnsupportedError(
             f"this engine was not started for dbuffer: start it with custom_weight_loader="
             f"[{LOADER!r}]; a server: --custom-weight-loader {LOADER}"
         )
     for option in ("dp_size", "pp_size"):
         if info[option] > 1:
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 f"an engine with {option} above 1 cannot be followed as one: use tp_size, and "
                 "one engine for each replica"
             )
     if info.get("speculative_algorithm") is not None:
-        raise EngineUnsupportedError(
+        raise UnsupportedError(
             "an engine with a draft model cannot be followed: a store holds no weights for it"
         )
     return EngineFacts(
@@ -74,7 +74,7 @@ class _Sglang(Engine):
 
     def ask(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
         if isinstance(request, messages.CheckRequest):
-            raise EngineUnsupportedError("SGLang's ranks cannot be asked whether tensors fit")
+            raise UnsupportedError("SGLang's ranks cannot be asked whether tensors fit")
         if isinstance(request, messages.BeginRequest):
             options = request.options
             self._names = EngineNames(options.engine_id or "", options.instance_id or "")
@@ -254,4 +254,4 @@ def sglang_engine_of(
         return SglangServer(target, names, api_key=api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "update_weights_from_tensor"):
         return OfflineSglang(target, names)
-    raise EngineUnsupportedError(f"a {type(target).__name__} is not an engine of SGLang")
+    raise UnsupportedError(f"a {type(target).__name__} is not an engine of SGLang")

@@ -11,7 +11,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-from dbuffer.errors import EngineUnsupportedError
+from dbuffer.errors import UnsupportedError
 from dbuffer.integrations.engine.model_copy import built_without_data, tie_as_serving
 from dbuffer.integrations.engine.shape_check import (
     ShapeCheck,
@@ -26,7 +26,7 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
     """A check with a copy of a model. To be called on the scheduler's own thread.
 
     Raises:
-        EngineUnsupportedError: there can be no copy, or SGLang could not load the model again.
+        UnsupportedError: there can be no copy, or SGLang could not load the model again.
     """
 
     def make() -> Any:
@@ -62,7 +62,7 @@ def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
             continue
         for name, loaded in layer.named_parameters(path, recurse=False):
             if name not in served or _form(served[name]) != _form(loaded):
-                raise EngineUnsupportedError(
+                raise UnsupportedError(
                     f"{name} was loaded as {loaded.dtype} {tuple(loaded.shape)} and has been made "
                     f"something else of since ({type(method).__name__}), into which SGLang cannot "
                     "load another version: this engine, quantised or packed so, cannot be followed"

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from dbuffer.errors import TargetTypeError, WeightsMismatchError
+from dbuffer.errors import OptionError, WeightsMismatchError
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.torchrl.extraction import (
     EXTRA_STATE,
@@ -140,7 +140,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
         saved = model.state_dict(keep_vars=True).keys()
         return {name: t for name, t in tensors.items() if name in saved or name in published}
     if not callable(model):
-        raise TargetTypeError(f"weights cannot be loaded into a {type(model).__name__}")
+        raise OptionError(f"weights cannot be loaded into a {type(model).__name__}")
     return {}  # a policy without weights, such as a random one
 
 

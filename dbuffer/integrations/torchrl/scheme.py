@@ -197,7 +197,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             NotReadyError: (a ``RuntimeError``) ``init_on_sender`` or ``connect`` was not called.
             OptionError: (a ``ValueError``) there is no such worker, or no such model.
             InvalidWeightsError: (a ``ValueError``) something in the weights cannot be published.
-            AcknowledgementTimeoutError: (a ``TimeoutError``) some worker has not applied them.
+            WaitTimeoutError: (a ``TimeoutError``) some worker has not applied them.
             ReceiverFailedError: a worker cannot apply them, or has ended; the message says why.
         """
         if not self.initialized_on_sender:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from dbuffer.errors import DBufferError, StoreNotFoundError, VersionTimeoutError
+from dbuffer.errors import DBufferError, StoreNotFoundError, WaitTimeoutError
 from dbuffer.integrations.torchrl.addresses import Addresses
 from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract_for_vllm
 from dbuffer.integrations.torchrl.options import TransportOptions
@@ -64,7 +64,7 @@ class VLLMDoubleBufferTransport:
 
         Raises:
             InvalidWeightsError: something in it cannot be published.
-            WriterActiveError: another sender has the store.
+            StoreBusyError: another sender has the store.
         """
         publication = self.publish(extract_for_vllm(weights, TensorDict.from_module))
         logger.info("%s: version %d in %s", model_id, publication.version, self.remote_addr)
@@ -80,7 +80,7 @@ class VLLMDoubleBufferTransport:
         """Wait until these receivers have applied a version that was published here.
 
         Raises:
-            AcknowledgementTimeoutError, ReceiverFailedError: see `WeightSender.wait_applied`.
+            WaitTimeoutError, ReceiverFailedError: see `WeightSender.wait_applied`.
         """
         if self._sender is not None and receivers:
             self._sender.wait_applied(version, receivers=receivers, timeout_s=timeout_s)
@@ -115,7 +115,7 @@ class VLLMDoubleBufferTransport:
                 else:
                     snapshot.fill(self._matcher.match(weights, snapshot.layout))
                     received = weights
-        except VersionTimeoutError:
+        except WaitTimeoutError:
             if self._received is None:
                 self.log_if_nothing_is_there()
             return None

@@ -23,7 +23,7 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 from dbuffer.errors import (
     EngineBusyError,
     OptionError,
-    VersionTimeoutError,
+    WaitTimeoutError,
     WeightsMismatchError,
 )
 from dbuffer.format.layout import TensorSpec
@@ -145,7 +145,7 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         sender's is waited for, too.
 
         Raises:
-            AcknowledgementTimeoutError: (a ``TimeoutError``) an engine does not have them in time.
+            WaitTimeoutError: (a ``TimeoutError``) an engine does not have them in time.
             ReceiverFailedError: an engine cannot have them, or the process of its receiver has
                 ended; the message says why. They are published, and it is tried again.
             DBufferError: see :meth:`VLLMDoubleBufferWeightSender.update_weights`.
@@ -269,7 +269,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         deadline = time.monotonic() + self._timeout_s
         while not follower.is_ready(version):  # type: ignore[union-attr]
             if time.monotonic() > deadline:
-                raise VersionTimeoutError(
+                raise WaitTimeoutError(
                     f"version {version} was not ready within {self._timeout_s:g} s; the engine "
                     "serves on"
                 )
@@ -346,7 +346,7 @@ def _published(receiver: WeightReceiver) -> ModelMetadata | None:
         with receiver.open(timeout_s=0.0, acknowledge=False) as snapshot:
             specs = {spec.name: spec for spec in snapshot.specs}
             specs |= {alias: specs[name] for alias, name in snapshot.aliases.items()}
-    except VersionTimeoutError:
+    except WaitTimeoutError:
         return None
     return {name: (dtypes[spec.dtype], torch.Size(spec.shape)) for name, spec in specs.items()}
 

@@ -21,7 +21,7 @@ from typing import Any
 from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from dbuffer.errors import NotReadyError, OptionError, StoreReplacedError
+from dbuffer.errors import NotReadyError, OptionError, VersionRegressedError
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.torchrl.addresses import Stores
@@ -194,7 +194,7 @@ class VLLMDoubleBufferWeightSender:
             NotReadyError: (a ``RuntimeError``) none are given and no model is registered, or it is
                 gone.
             InvalidWeightsError: (a ``ValueError``) something in them cannot be published.
-            WriterActiveError: another sender has the store.
+            StoreBusyError: another sender has the store.
         """
         weights = self._registered_model() if weights is None else weights
         extracted = extract_for_vllm(weights, self._strategy.extract_weights)
@@ -292,7 +292,7 @@ class VLLMDoubleBufferWeightReceiver:
             EngineBusyError: (a ``vllm.LLM``) it has unfinished requests; it was not touched.
             EngineUpdateError: it serves on with the weights that it had; the message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
-            EngineUnsupportedError: it cannot take weights from a store.
+            UnsupportedError: it cannot take weights from a store.
             EngineUnreachableError: (a server, or an actor) it does not answer.
         """
         version = self._wait_for_newer(checks.seconds("timeout", timeout))
@@ -384,7 +384,9 @@ class VLLMDoubleBufferWeightReceiver:
             )
             try:
                 version = watch.wait_for_version(self._seen, wait_s)
-            except StoreReplacedError:
+            except VersionRegressedError as error:
+                if error.history is None:
+                    raise
                 # The next experiment: the engine's follower tells, and switches to it.
                 watch.start_over()
                 self._seen = None
@@ -432,7 +434,7 @@ def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFoll
         options: the store and so on.
 
     Raises:
-        EngineUnsupportedError: there is no engine in it.
+        UnsupportedError: there is no engine in it.
     """
     engine = engine_in(target)
     if is_ray_actor(engine):

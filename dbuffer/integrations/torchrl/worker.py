@@ -97,7 +97,7 @@ class WorkerReceiver:
         self._register()
         taken = False
         for feed in self._feeds:
-            with contextlib.suppress(errors.VersionTimeoutError):
+            with contextlib.suppress(errors.WaitTimeoutError):
                 taken |= self._take(feed, 0.0)
         return taken
 

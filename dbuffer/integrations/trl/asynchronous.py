@@ -53,7 +53,7 @@ class StoreWeightTransfer:
         """Open the store. TRL does so on its main process only, as it makes every call here.
 
         Raises:
-            WriterActiveError, StoreInsecureError, StoreAccessError: as for `WeightSender`.
+            StoreBusyError, StoreAccessError: as for `WeightSender`.
         """
         # Not sooner: ranks that publish nothing make one of these too.
         if self._sender is None:
@@ -76,7 +76,7 @@ class StoreWeightTransfer:
         """Return when the servers generate with what was sent; they were never held up for it.
 
         Raises:
-            AcknowledgementTimeoutError: too few of them do, in time; the message says who does.
+            WaitTimeoutError: too few of them do, in time; the message says who does.
             ReceiverFailedError: one of those named cannot apply it, or its process has ended.
             NotReadyError: `init_weight_transfer` was not called.
         """

@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from dbuffer.errors import AcknowledgementTimeoutError, OptionError
+from dbuffer.errors import WaitTimeoutError, OptionError
 from dbuffer.integrations.engine.background import BackgroundFollowing
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import DEFAULT_RANK_TIMEOUT_S, ShardedWeightSender
@@ -58,7 +58,7 @@ def over_store(
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be. From what is returned:
             the trainer does not generate with vLLM.
-        WriterActiveError, StoreInsecureError, StoreAccessError: from what is returned, as
+        StoreBusyError, StoreAccessError: from what is returned, as
             `WeightSender` raises them.
     """
     place = options.directory("store", store)
@@ -154,12 +154,12 @@ class WeightSync:
         step, if the servers are to have what came of that too.
 
         Raises:
-            InvalidWeightsError, TrainerUnsupportedError: the weights cannot be published: adapters
+            InvalidWeightsError, UnsupportedError: the weights cannot be published: adapters
                 of a sharded model, or a way to shard that is not known here.
             StoreFullError, StoreAccessError, WriterSupersededError: as `WeightSender.send`.
-            AcknowledgementTimeoutError: (server mode) too few engines have the version in time.
+            WaitTimeoutError: (server mode) too few engines have the version in time.
             ReceiverFailedError: (server mode) one of those named cannot apply it, or has ended.
-            EngineUpdateError, VersionTimeoutError: (colocate mode) the engine could not switch.
+            EngineUpdateError, WaitTimeoutError: (colocate mode) the engine could not switch.
             EngineBrokenError: (colocate mode) its weights are half loaded.
             RankFailedError: a rank was lost.
         """
@@ -208,8 +208,8 @@ class WeightSync:
     def _wait_for_servers(self, version: int) -> None:
         try:
             self.sender.wait_applied(version, receivers=self._receivers, timeout_s=self._timeout_s)
-        except AcknowledgementTimeoutError as error:
-            raise AcknowledgementTimeoutError(
+        except WaitTimeoutError as error:
+            raise WaitTimeoutError(
                 f"{error}; TRL does not generate with older weights: let its server follow this "
                 "very directory (--middleware dbuffer.integrations.vllm.FollowStore), and look at "
                 "the server's log"

@@ -68,7 +68,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         """Begin a sync: in the actor's first rank, open the store, and make up the sync's name.
 
         Raises:
-            WriterActiveError, StoreInsecureError, StoreAccessError: as for `WeightSender`.
+            StoreBusyError, StoreAccessError: as for `WeightSender`.
         """
         return self._outgoing.announce() if self._is_master else None
 
@@ -93,7 +93,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         """Join nothing. A rollout worker learns which version to take: that of ``sync``.
 
         Raises:
-            StoreMismatchError: ``local_store`` holds another store's versions, and is in use.
+            OptionError: ``local_store`` holds another store's versions, and is in use.
         """
         if sync is not None:
             self._incoming.expect(sync)
@@ -123,8 +123,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         `CheckpointManager` calls this while the rollout engines generate.
 
         Raises:
-            VersionTimeoutError: it did not come in time.
-            StoreReplacedError, StoreCorruptError, ChecksumError: as for `WeightReceiver.open`.
+            WaitTimeoutError: it did not come in time.
+            VersionRegressedError, StoreCorruptError: as for `WeightReceiver.open`.
         """
         for _ in self._incoming.waiting():
             time.sleep(LOOK_AGAIN_S)
@@ -136,8 +136,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         """Names and tensors of the sync's version, once it is there. They are on the CPU.
 
         Raises:
-            VersionTimeoutError: it did not come in time, or another sync has begun meanwhile.
-            StoreReplacedError, StoreCorruptError, ChecksumError: as for `WeightReceiver.open`.
+            WaitTimeoutError: it did not come in time, or another sync has begun meanwhile.
+            VersionRegressedError, StoreCorruptError: as for `WeightReceiver.open`.
         """
         for _ in self._incoming.waiting():
             await asyncio.sleep(LOOK_AGAIN_S)

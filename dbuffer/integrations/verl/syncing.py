@@ -22,7 +22,7 @@ from dbuffer.errors import (
     NotReadyError,
     StoreNotFoundError,
     VersionRegressedError,
-    VersionTimeoutError,
+    WaitTimeoutError,
 )
 from dbuffer.format.delta import require_compression
 from dbuffer.io.tensors import DTYPES
@@ -101,7 +101,7 @@ class Outgoing:
         """Begin a sync; the name that its version will bear, and no other version ever.
 
         Raises:
-            WriterActiveError, StoreInsecureError, StoreAccessError: as for `WeightSender`.
+            StoreBusyError, StoreAccessError: as for `WeightSender`.
         """
         if self._sender is None:
             told = self._configuration
@@ -169,7 +169,7 @@ class Incoming:
         """Begin a sync. What an earlier one holds, which nobody finished, is not acknowledged.
 
         Raises:
-            StoreMismatchError: ``local_store`` holds another store's versions, and is in use.
+            OptionError: ``local_store`` holds another store's versions, and is in use.
         """
         self._drop()
         if self._receiver is None:
@@ -183,8 +183,8 @@ class Incoming:
 
         Raises:
             NotReadyError: no sync has begun.
-            VersionTimeoutError: it did not come in time, or another sync has begun meanwhile.
-            StoreReplacedError, StoreCorruptError, ChecksumError: as for `WeightReceiver.open`.
+            WaitTimeoutError: it did not come in time, or another sync has begun meanwhile.
+            VersionRegressedError, StoreCorruptError: as for `WeightReceiver.open`.
         """
         sync, timeout_s = self._sync, self._configuration.timeout_s
         if sync is None:
@@ -192,14 +192,14 @@ class Incoming:
         deadline = time.monotonic() + timeout_s
         while not self._hold(sync):
             if time.monotonic() > deadline:
-                raise VersionTimeoutError(
+                raise WaitTimeoutError(
                     f"the version of this sync did not come into {self._configuration.store} "
                     f"within {timeout_s:g} s, the newest there is {self._looked_at}: see whether "
                     "the actor could publish it, and whether this host sees the same directory"
                 )
             yield
             if self._sync != sync:
-                raise VersionTimeoutError(
+                raise WaitTimeoutError(
                     "another sync has begun before the version of this one came; the actor could "
                     "not publish it, and the rollout engine keeps what it has"
                 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dbuffer.errors import EngineUnsupportedError, EngineUpdateError, VersionError
+from dbuffer.errors import UnsupportedError, EngineUpdateError, VersionError
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
@@ -60,7 +60,7 @@ class CallbackLoader:
 
     def __init__(self, parallel_config: Any) -> None:
         if parallel_config.world_size != 1:
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 f"this engine has {parallel_config.world_size} ranks, and is made by no worker of "
                 "vLLM's: nothing would let them load the same version"
             )
@@ -84,7 +84,7 @@ class CallbackLoader:
         """Hand a version's tensors over, one by one, each under all of its names.
 
         Raises:
-            EngineUnsupportedError: no store was named.
+            UnsupportedError: no store was named.
             VersionError: there is no such version.
             SnapshotEvictedError: loading took longer than the sender waits; what was loaded must
                 not be used.
@@ -125,7 +125,7 @@ class CallbackLoader:
     @contextmanager
     def _opened(self, request: UpdateRequest) -> Iterator[Snapshot]:
         if self._receiver is None or self._options is None:
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 "this engine follows no store yet: name one first (vLLM's own call for that: "
                 "init_weight_transfer_engine, with init_info={'store': directory})"
             )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dbuffer.errors import EngineUnsupportedError
+from dbuffer.errors import UnsupportedError
 from dbuffer.format.layout import digest
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.vllm.config import (
@@ -36,7 +36,7 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
     """
     parallel = _get(config, "parallel_config")
     if not (has_backend(config) or has_extension(config)):
-        raise EngineUnsupportedError(
+        raise UnsupportedError(
             "this engine was not started for dbuffer: start it with weight_transfer_config="
             f"WeightTransferConfig(backend={BACKEND!r}), or with worker_extension_cls="
             f'{EXTENSION!r}; a server: --weight-transfer-config \'{{"backend": '
@@ -44,7 +44,7 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
         )
     replicas = replicas_of(config)
     if replica is None and len(replicas) > 1:
-        raise EngineUnsupportedError(
+        raise UnsupportedError(
             f"{len(replicas)} replicas step each by itself, and are followed each by itself: by "
             "dbuffer.integrations.vllm.follow, given an AsyncLLM; or by the server itself, with "
             "--middleware dbuffer.integrations.vllm.FollowStore"
@@ -81,7 +81,7 @@ def _num_in_step(parallel: Any) -> int:
     if size == 1 or not _get(parallel, "is_moe_model"):
         return 1
     if _num_local(parallel) not in (None, size):
-        raise EngineUnsupportedError(
+        raise UnsupportedError(
             f"{size} replicas step together, and this front end has only some of them: it cannot "
             "know what the others are told. Use one front end for all, without "
             "--data-parallel-hybrid-lb and --data-parallel-external-lb"

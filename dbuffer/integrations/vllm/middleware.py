@@ -19,9 +19,9 @@ from typing import Any
 
 from dbuffer.errors import (
     DBufferError,
-    EngineUnsupportedError,
     OptionError,
-    VersionTimeoutError,
+    UnsupportedError,
+    WaitTimeoutError,
 )
 from dbuffer.integrations.engine.background import BackgroundFollowing
 from dbuffer.integrations.engine.engine_options import EngineOptions
@@ -98,7 +98,7 @@ async def _start(scope: Scope) -> BackgroundFollowing | SharedFollowing:
     """Begin to follow, and wait until the engine serves what is there."""
     engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if engine is None:
-        raise EngineUnsupportedError("FollowStore is for vLLM's API server, and this is another")
+        raise UnsupportedError("FollowStore is for vLLM's API server, and this is another")
     config = engine.vllm_config
     options = options_of(config.additional_config)
     if options is None:
@@ -139,8 +139,8 @@ async def _wait_for_weights(follower: BackgroundFollowing, options: EngineOption
     )
     try:
         await follower.wait_applied_async(1, options.timeout_s)
-    except VersionTimeoutError as error:
-        raise VersionTimeoutError(
+    except WaitTimeoutError as error:
+        raise WaitTimeoutError(
             f"with --load-format dummy there is nothing to serve before there is a version in "
             f"{options.store}: {error}"
         ) from error

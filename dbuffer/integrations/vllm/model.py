@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dbuffer.errors import EngineBrokenError, EngineUnsupportedError
+from dbuffer.errors import EngineBrokenError, UnsupportedError
 from dbuffer.integrations.engine.plan.load_trace import tables_of
 from dbuffer.integrations.vllm.packing import CpuPacking
 
@@ -94,7 +94,7 @@ class VllmModel:
         config = self._vllm_config
         loader = get_model_loader(config.load_config)
         if not hasattr(loader, "get_all_weights"):
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 f"weights in load format {config.load_config.load_format!r} cannot be read again"
             )
         self.load(loader.get_all_weights(config.model_config, self._model))

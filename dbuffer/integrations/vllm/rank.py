@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group, get_world_group
 
-from dbuffer.errors import DBufferError, EngineUnsupportedError
+from dbuffer.errors import DBufferError, UnsupportedError
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ServingModel
 from dbuffer.integrations.engine.rank_channel import RankChannel
@@ -93,7 +93,7 @@ def _group_of(parallel: Any) -> Any:
         return world
     if tensor_parallel.world_size == parallel.world_size:
         return tensor_parallel
-    raise EngineUnsupportedError(
+    raise UnsupportedError(
         f"a job of {world.world_size} ranks has several engines of {parallel.world_size} ranks, "
         "which are more than those of one tensor-parallel group: use pipeline_parallel_size=1, "
         "or one engine"

@@ -15,8 +15,8 @@ from dbuffer.errors import (
     DBufferError,
     EngineEndedError,
     EngineUnreachableError,
-    EngineUnsupportedError,
-    VersionTimeoutError,
+    UnsupportedError,
+    WaitTimeoutError,
 )
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
@@ -70,7 +70,7 @@ class RayFollower:
         deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
         while not self._call(Follower.is_ready, at_least):
             if time.monotonic() > deadline:
-                raise VersionTimeoutError(
+                raise WaitTimeoutError(
                     f"the newest version of {self._options.store} was not ready on all ranks "
                     f"within {timeout_s:g} s; the engine serves on"
                 )
@@ -148,6 +148,6 @@ def _engine_in(instance: Any) -> Engine:
     for candidate in (instance, *vars(instance).values()):
         if isinstance(candidate, vllm.LLM | AsyncLLM):
             return vllm_engine_of(candidate)
-    raise EngineUnsupportedError(
+    raise UnsupportedError(
         f"an actor of {type(instance).__name__} has no attribute that is a vllm.LLM or AsyncLLM"
     )

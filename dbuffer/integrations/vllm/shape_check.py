@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dbuffer.errors import EngineUnsupportedError, WeightsMismatchError
+from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.integrations.engine.model_copy import built_without_data, tie_as_serving
 from dbuffer.integrations.engine.plan.load_trace import storage_of, tables_of, unwrapped_by
 from dbuffer.integrations.engine.shape_check import (
@@ -42,11 +42,11 @@ def vllm_shape_check(
     """A check with a copy of the model that serves. To be called on the worker's main thread.
 
     Raises:
-        EngineUnsupportedError: its experts do not stay where they are loaded, or a reload would
+        UnsupportedError: its experts do not stay where they are loaded, or a reload would
             leave a part of it as it is.
     """
     if vllm_config.parallel_config.enable_eplb:
-        raise EngineUnsupportedError(
+        raise UnsupportedError(
             "vLLM moves the experts of this engine between ranks (enable_eplb), and would load new "
             "ones to where they were at its start: start it without"
         )
@@ -107,7 +107,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
         if origin is None or name not in served:
             continue
         if origin not in served or storage_of(served[name]) != storage_of(served[origin]):
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 f"{name} was a view of {origin} until that was packed, and vLLM's reload would "
                 f"leave it as it is: a {type(model).__name__} cannot be followed in this dtype here"
             )

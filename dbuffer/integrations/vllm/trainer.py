@@ -93,7 +93,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         Raises:
             OptionError: (a ``ValueError``) there is neither a source nor a checkpoint, or there are
                 both, or an option is wrong.
-            WriterActiveError: another sender has this store.
+            StoreBusyError: another sender has this store.
             DBufferError: the checkpoint could not be published.
         """
         if init_info is None:

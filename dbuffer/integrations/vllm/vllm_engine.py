@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from dbuffer.errors import (
     EngineBusyError,
     EngineEndedError,
-    EngineUnsupportedError,
     EngineUpdateError,
+    UnsupportedError,
 )
 from dbuffer.integrations.engine.messages import (
     RankAnswer,
@@ -141,7 +141,7 @@ class AsyncVllm(_Vllm):
         try:
             return asyncio.get_running_loop()
         except RuntimeError:
-            raise EngineUnsupportedError(
+            raise UnsupportedError(
                 "this AsyncLLM runs in no event loop yet: make it, or this, in a coroutine"
             ) from None
 
@@ -331,7 +331,7 @@ def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
     if isinstance(target, str):
         return VllmServer(target, api_key=api_key)
     if is_one_of_several(target):
-        raise EngineUnsupportedError(
+        raise UnsupportedError(
             "this LLM is one rank of an engine that torchrun started: let every rank call "
             "dbuffer.integrations.vllm.follow with its own"
         )
@@ -339,4 +339,4 @@ def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
         return OfflineVllm(target)
     if is_async(target):
         return AsyncVllm(target, AsyncVllm.loop_of(target))
-    raise EngineUnsupportedError(f"a {type(target).__name__} is not an engine of vLLM")
+    raise UnsupportedError(f"a {type(target).__name__} is not an engine of vLLM")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dbuffer.errors import VersionTimeoutError
+from dbuffer.errors import WaitTimeoutError
 from dbuffer.tools.commands import shared
 from dbuffer.tools.doctor import examine
 from dbuffer.tools.doctor.peer import wait_for_host
@@ -65,6 +65,6 @@ def _be_peer(directory: Path, timeout_s: float, *, as_json: bool) -> None:
     with shared.exit_on_sigterm(), shared.status_line(hidden=as_json) as progress:
         report = wait_for_host(directory, timeout_s=timeout_s, progress=progress)
     if report is None:
-        raise VersionTimeoutError(f"no 'dbuffer doctor {directory}' came within {timeout_s:g} s")
+        raise WaitTimeoutError(f"no 'dbuffer doctor {directory}' came within {timeout_s:g} s")
     text = f"measured with process {report.pid} on {report.host}, which has the results"
     shared.report(report, text, as_json=as_json)

@@ -208,14 +208,14 @@ def _hold_next(
                 snapshot = held.enter_context(receiver.open(newer_than))
                 trouble.end(str(receiver.store))
                 return snapshot
-        except errors.StoreReplacedError as error:
-            if new_history == "refuse":
-                raise
-            logger.warning("%s (following it)", error)
-            receiver.start_over()
-            newer_than = None
-            continue
         except (errors.DBufferError, OSError) as error:
+            if isinstance(error, errors.VersionRegressedError) and error.history is not None:
+                if new_history == "refuse":
+                    raise
+                logger.warning("%s (following it)", error)
+                receiver.start_over()
+                newer_than = None
+                continue
             wait_s = trouble.note(error)
             if wait_s >= left_s:
                 raise
@@ -224,7 +224,7 @@ def _hold_next(
         trouble.end(str(receiver.store))
         if left_s <= 0:
             there = DoubleBuffer(receiver.store).state_without_version()
-            raise errors.VersionTimeoutError(
+            raise errors.WaitTimeoutError(
                 f"nothing new for {timeout_s:g} s in {receiver.store}{there}"
             )
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dbuffer.errors import DBufferError, EngineUnsupportedError, OptionError, VersionTimeoutError
+from dbuffer.errors import DBufferError, OptionError, UnsupportedError, WaitTimeoutError
 from dbuffer.tools.commands import shared
 from dbuffer.weights.names import NameMap
 
@@ -63,8 +63,8 @@ def follow_server(
     """Switch a server until ``count`` switches were made, or this process is asked to stop.
 
     Raises:
-        VersionTimeoutError: there was no switch for ``timeout_s``.
-        EngineUnsupportedError, OptionError: it cannot follow, which trying again does not change.
+        WaitTimeoutError: there was no switch for ``timeout_s``.
+        UnsupportedError, OptionError: it cannot follow, which trying again does not change.
     """
     from dbuffer.integrations.engine.background import follow_for_ever
     from dbuffer.integrations.engine.engine_options import EngineOptions
@@ -89,9 +89,9 @@ def follow_server(
                 count = None if count is None else count - 1
                 if count == 0:
                     return
-            elif isinstance(outcome, EngineUnsupportedError | OptionError):
+            elif isinstance(outcome, UnsupportedError | OptionError):
                 raise outcome
             elif timeout_s is not None and time.monotonic() - last > timeout_s:
-                raise VersionTimeoutError(
+                raise WaitTimeoutError(
                     f"no switch of {server.url} for {timeout_s:g} s: {outcome or 'nothing new'}"
                 )

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dbuffer.errors import VersionTimeoutError
+from dbuffer.errors import WaitTimeoutError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
@@ -39,7 +39,7 @@ def ls(
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     held = view.hold_newest(newer_than=None)
     if held is None:
-        raise VersionTimeoutError(
+        raise WaitTimeoutError(
             f"nothing was published in {store} yet{view.state_without_version()}"
         )
     with held:

@@ -102,7 +102,7 @@ def wait_for_host(
     Raises:
         OptionError: one of these is not what it may be.
         StoreAccessError: nothing can be written there, or the first host fell silent.
-        StoreCorruptError, ChecksumError: what it publishes cannot be read here.
+        StoreCorruptError: what it publishes cannot be read here.
     """
     options.seconds("timeout_s", timeout_s)
     directory = Site.at(options.directory("path", path), allow_shared_store=True).base
@@ -130,7 +130,7 @@ def wait_for_host(
             report = _receive(receiver)
             _wait_until_removed(place)
             return report
-        except (errors.StoreNotFoundError, errors.VersionTimeoutError) as error:
+        except (errors.StoreNotFoundError, errors.WaitTimeoutError) as error:
             raise errors.StoreAccessError(
                 f"the first host fell silent, or gave up: {error}"
             ) from error
@@ -190,7 +190,7 @@ def measure_with_peers(site: Site, *, timeout_s: float, progress: OnStep) -> tup
     """Be the first host: measure with every peer that waits, or comes within ``timeout_s``.
 
     Raises:
-        StoreAccessError, StoreNotFoundError, AcknowledgementTimeoutError, ReceiverFailedError: a
+        StoreAccessError, StoreNotFoundError, WaitTimeoutError, ReceiverFailedError: a
             peer does not answer, or went away in the middle.
     """
     deadline = time.monotonic() + timeout_s
@@ -211,7 +211,7 @@ def _waiting(site: Site) -> list[Path]:
     filesystem.refresh(site.base)
     found = []
     for path in sorted(site.base.glob(f"{PREFIX}peer-*")):
-        with contextlib.suppress(errors.StoreInsecureError, errors.StoreNotFoundError):
+        with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):
             if path.is_symlink():
                 continue
             if not site.allow_shared_store:
@@ -257,7 +257,7 @@ def _measure(place: Path, progress: OnStep) -> Meeting:
                 delays_ms.append(_delay_ms(sender, _LIMIT_S))
             progress("whether a lock keeps another host out")
             locks_exclude = _locks_exclude(sender)
-        except errors.AcknowledgementTimeoutError:
+        except errors.WaitTimeoutError:
             if not delays_ms:  # nobody is there
                 raise
             is_late = True

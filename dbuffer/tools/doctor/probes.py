@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from dbuffer.errors import DBufferError, StoreInsecureError
+from dbuffer.errors import DBufferError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store import filesystem
@@ -136,7 +136,7 @@ def _look_at_trust(site: Site) -> Finding:
     described = f"mode {stat.S_IMODE(found.st_mode):04o}, user {found.st_uid}"
     try:
         filesystem.check_trust(site.path)
-    except StoreInsecureError as error:
+    except StoreAccessError as error:
         if site.allow_shared_store:
             return adapted(described, "used because of allow_shared_store")
         is_store = any((site.path / name).exists() for name in (POINTER_FILE, WRITER_FILE))
