@@ -400,7 +400,7 @@ def test_bridge_that_is_not_open_says_so(store: Path) -> None:
         bridge.barrier,
         bridge.get_trainable_model,
     ):
-        with pytest.raises(dbuffer.ClosedError, match="initialize"):
+        with pytest.raises(dbuffer.NotReadyError, match="initialize"):
             call()
     bridge.cleanup()
     assert not store.exists()
@@ -408,7 +408,7 @@ def test_bridge_that_is_not_open_says_so(store: Path) -> None:
 
 def test_bridge_with_nothing_to_publish_says_so(store: Path) -> None:
     with VLLMWeightBridge(config_for(), store=store) as bridge:
-        with pytest.raises(dbuffer.ClosedError, match="get_trainable_model"):
+        with pytest.raises(dbuffer.NotReadyError, match="get_trainable_model"):
             bridge.notify_update()
         bridge.barrier()
 
@@ -636,7 +636,7 @@ def test_engines_of_all_inference_nodes_are_waited_for(
 
 def test_bridge_outside_of_a_job_opens_nothing(tmp_path: Path) -> None:
     config = config_for(num_inference_nodes=1, log_dir=str(tmp_path))
-    with pytest.raises(dbuffer.OptionError, match="SLURM_JOB_NODELIST"):
+    with pytest.raises(dbuffer.NotReadyError, match="SLURM_JOB_NODELIST"):
         VLLMWeightBridge(config).initialize()
     assert list(tmp_path.iterdir()) == []
 

@@ -126,7 +126,7 @@ def test_the_last_nodes_of_the_job_run_engines(job: Callable[..., None]) -> None
 
 def test_too_few_nodes_are_refused(job: Callable[..., None]) -> None:
     job(SLURM_JOB_NODELIST="n[1-2]")
-    with pytest.raises(dbuffer.OptionError, match="the job has 2 nodes: n1,n2"):
+    with pytest.raises(dbuffer.NotReadyError, match="the job has 2 nodes: n1,n2"):
         inference_nodes(3)
 
 
