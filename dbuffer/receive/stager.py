@@ -377,7 +377,8 @@ class Stager:
             if newest.history != history:
                 raise errors.VersionRegressedError(
                     f"{self.store} was started over, and version {version or at_least} of the "
-                    "run before is no longer in it"
+                    "run before is no longer in it",
+                    newest.history,
                 )
         at_least = version or at_least or self._receiver.seen_version or 1
         return _Request(version, at_least, history, is_whole)
