@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from dbuffer.errors import WaitTimeoutError, OptionError
+from dbuffer.errors import OptionError, WaitTimeoutError
 from dbuffer.integrations.engine.background import BackgroundFollowing
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import DEFAULT_RANK_TIMEOUT_S, ShardedWeightSender

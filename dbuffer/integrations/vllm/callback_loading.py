@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dbuffer.errors import UnsupportedError, EngineUpdateError, VersionError
+from dbuffer.errors import EngineUpdateError, UnsupportedError, VersionError
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.publish.patches import SparsePatch
 from dbuffer.receive.receiver import WeightReceiver
