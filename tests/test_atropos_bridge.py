@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from slurm_job import be_in_job
 from support import TIMEOUT_S, Child, free_port
 from torch import nn
 
@@ -432,7 +433,7 @@ def test_bridge_is_made_and_opened_from_a_training_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOGDIR", str(tmp_path))
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    be_in_job(monkeypatch, tmp_path)
     write_mapping(tmp_path, {})
     given = SimpleNamespace(model_name="m", device="cpu", num_inference_nodes=2)
     bridge = create_bridge_from_training_config(given)
@@ -575,7 +576,6 @@ def node(connection: Connection, store: Path, name: str) -> None:
 
 
 def train_under_slurm(connection: Connection, log_dir: Path) -> None:
-    os.environ |= {"LOGDIR": str(log_dir), "SLURM_JOB_NODELIST": "trainer,gpu[08-09]"}
     config = BridgeConfig(num_inference_nodes=2, device="cpu", log_dir=str(log_dir))
     with VLLMWeightBridge(config) as bridge:
         model = attached(bridge)
@@ -601,6 +601,7 @@ def test_engines_of_all_inference_nodes_are_waited_for(
     tmp_path: Path, mount: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DBUFFER_MOUNT", mount)
+    be_in_job(monkeypatch, tmp_path, "trainer,gpu[08-09]", ("trainer", "gpu08", "gpu09"))
     store = tmp_path / "dbuffer-atropos"
     write_mapping(tmp_path, {})
     with contextlib.ExitStack() as stack:
@@ -799,7 +800,7 @@ def written_soon(directory: Path, entries: dict[str, Any]) -> Iterator[None]:
 def test_mapping_that_comes_late_is_waited_for(
     store: Path, tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    be_in_job(monkeypatch, tmp_path)
     config = config_for(log_dir=str(tmp_path), num_inference_nodes=nodes)
     with written_soon(tmp_path, {"0.weight": to("first.w")}):
         with VLLMWeightBridge(config, store=store) as bridge:
@@ -813,12 +814,14 @@ def test_mapping_that_comes_late_is_waited_for(
 def test_mapping_that_several_nodes_need_and_that_does_not_come_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
-    config = config_for(log_dir=str(tmp_path), num_inference_nodes=1, timeout_seconds=SOON_S)
+    be_in_job(monkeypatch, tmp_path)
+    log_dir = tmp_path / "logs"
+    log_dir.mkdir()
+    config = config_for(log_dir=str(log_dir), num_inference_nodes=1, timeout_seconds=SOON_S)
     with pytest.raises(RuntimeError, match="was not written within") as caught:
         VLLMWeightBridge(config).initialize()
-    assert str(tmp_path / MAPPING_FILE) in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
+    assert str(log_dir / MAPPING_FILE) in str(caught.value)
+    assert list(log_dir.iterdir()) == []
 
 
 def test_mapping_that_is_named_and_does_not_come_is_named(

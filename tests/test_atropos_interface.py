@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from slurm_job import be_in_job, be_in_no_job
 
 import dbuffer
 from dbuffer.integrations import atropos
@@ -103,16 +104,15 @@ def test_fields_of_the_configuration() -> None:
 def test_what_is_a_runtime_error_there(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in slurm.NODELIST_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
+    be_in_no_job(monkeypatch)
     config = BridgeConfig(num_inference_nodes=1, device="cpu", log_dir=str(tmp_path))
     with pytest.raises(RuntimeError) as caught:
         RUNTIME_ERRORS[name](VLLMWeightBridge(config, store=tmp_path / "store"))
     assert isinstance(caught.value, dbuffer.DBufferError)
 
 
-def test_places_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+def test_places_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_in_job(monkeypatch, tmp_path)
     assert atropos.get_inference_urls(2) == ("n1:26756", "n1:26757", "n2:26758", ["n2", "n3"])
     here = "localhost:26756", "localhost:26757", "localhost:26758", ["localhost"]
     assert atropos.get_inference_urls(0) == here
@@ -121,8 +121,7 @@ def test_places_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     for more in (3, 4, 100):
         found = atropos.get_inference_urls(more)
         assert found == ("n1:26756", "n1:26757", "n1:26758", all_nodes), "as a slice has it"
-    for variable in slurm.NODELIST_VARIABLES:
-        monkeypatch.delenv(variable, raising=False)
+    be_in_no_job(monkeypatch)
     assert atropos.get_inference_urls(2) == (None, None, None, None)
 
 

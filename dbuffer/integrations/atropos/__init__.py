@@ -15,17 +15,12 @@ from dbuffer.integrations.atropos.rotary import (
     permute_for_rotary_1d,
     unpermute_for_rotary,
 )
-from dbuffer.integrations.atropos.slurm import (
-    expand_hostlist,
-    get_inference_urls,
-    get_local_hostname,
-)
+from dbuffer.integrations.atropos.slurm import get_inference_urls, get_local_hostname
 
 __all__ = [
     "BridgeConfig",
     "VLLMWeightBridge",
     "create_bridge_from_training_config",
-    "expand_hostlist",
     "get_inference_urls",
     "get_local_hostname",
     "get_name_conversions",

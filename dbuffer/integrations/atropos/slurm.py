@@ -1,67 +1,64 @@
-"""The nodes of a SLURM job, and addresses under Atropos' names for programs that ask for them.
-
-SLURM's lists of hosts are expanded without calling ``scontrol``. A list is
-``a1,b[2-4,7]-gpu[01-02]``: commas between entries; in each, brackets of numbers and ranges, of
-which all combinations are meant, the last bracket counting fastest. A number keeps the width that
-it is written with. The syntax is that of the manual pages of sinfo and scontrol.
-"""
+"""Nodes of a SLURM job, and the addresses that Atropos' programs ask for."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import re
 import socket
-from collections.abc import Iterator
+import subprocess
 from pathlib import Path
 from typing import TypeAlias
 
-from dbuffer.errors import NotReadyError, OptionError
+from dbuffer.errors import NotReadyError
 
 NODELIST_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
-"""The second is the older name of the first."""
-
-MAX_HOSTS = 65536
-"""No cluster has so many; ``n[0-999999999]`` is a mistake that would fill the memory."""
+"""Environment variables with the job's host list. The second is the older name of the first."""
 
 NCCL_PORT, GLOO_PORT, INFERENCE_PORT = 26756, 26757, 26758
-"""Atropos' own. The bridge itself joins no process group, and needs none of them."""
+"""Atropos' ports. The bridge joins no process group and uses none of them."""
 
 Urls: TypeAlias = tuple[str | None, str | None, str | None, list[str] | None]
 
 _HOSTS_FILE = Path("/etc/hosts")
-_ENTRY = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+")
-_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
-_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-
-
-def expand_hostlist(hostlist: str) -> list[str]:
-    """The hosts of a list as SLURM writes it, in its order.
-
-    Raises:
-        OptionError: (a ``ValueError``) it is not such a list.
-    """
-    hosts: list[str] = []
-    for entry in _entries(hostlist):
-        pieces = [_expand_piece(match, hostlist) for match in _PIECE.finditer(entry)]
-        for names in itertools.product(*pieces):
-            hosts.append("".join(names))
-            if len(hosts) > MAX_HOSTS:
-                raise OptionError(
-                    f"the host list {hostlist!r:.200} has more than {MAX_HOSTS} hosts"
-                )
-    return hosts
+_SCONTROL_TIMEOUT_S = 60.0
 
 
 def job_nodes() -> list[str]:
-    """The nodes of this SLURM job; none outside of one."""
+    """Return the nodes of this SLURM job, as ``scontrol`` lists them; none outside of a job.
+
+    Raises:
+        NotReadyError: (a ``RuntimeError``) ``scontrol`` is missing, or
+            cannot expand the job's host list.
+    """
     hostlist = next(filter(None, map(os.environ.get, NODELIST_VARIABLES)), None)
-    return [] if hostlist is None else expand_hostlist(hostlist)
+    if hostlist is None:
+        return []
+    command = ["scontrol", "show", "hostnames", hostlist]
+    try:
+        result = subprocess.run(  # noqa: S603 - no shell; the list is one argument
+            command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotReadyError(
+            f"cannot expand SLURM's host list {hostlist!r:.200} without scontrol ({error}): "
+            "install SLURM's client commands where the trainer runs, and put them on its PATH"
+        ) from error
+    # For an invalid list, scontrol prints no host and exits with 0.
+    if result.returncode or not result.stdout.strip():
+        raise NotReadyError(
+            f"{' '.join(command):.200} printed no hosts (exit status {result.returncode}): "
+            f"{result.stderr.strip():.500}"
+        )
+    return result.stdout.split()
 
 
 def inference_nodes(num_inference_nodes: int) -> list[str]:
-    """The nodes of this job that run engines: its last ones, as Atropos has it."""
+    """Return the nodes of this job that run engines: its last ones, as in Atropos.
+
+    Raises:
+        NotReadyError: (a ``RuntimeError``) the job has fewer nodes, or there
+            is no job; and see :func:`job_nodes`.
+    """
     nodes = job_nodes()
     if not nodes:
         raise NotReadyError(
@@ -77,17 +74,17 @@ def inference_nodes(num_inference_nodes: int) -> list[str]:
 
 
 def get_inference_urls(num_inference_nodes: int) -> Urls:
-    """Where Atropos' processes meet, and the nodes that run engines.
+    """Return the meeting points of Atropos' processes, and the nodes that run engines.
 
     Args:
         num_inference_nodes: 0: this machine; below 0, or outside of a SLURM job: none. Above the
-            job's number of nodes: all of them, as Atropos has it; the bridge itself refuses that.
+            job's number of nodes: all of them, as in Atropos; the bridge itself refuses that.
 
     Returns:
         ``host:port`` of its NCCL, Gloo and inference groups, and the nodes; or None four times.
 
     Raises:
-        OptionError: (a ``ValueError``) its list of nodes is none.
+        NotReadyError: see :func:`job_nodes`.
     """
     if num_inference_nodes == 0:
         first, nodes = "localhost", ["localhost"]
@@ -99,13 +96,13 @@ def get_inference_urls(num_inference_nodes: int) -> Urls:
 
 
 def get_local_hostname() -> list[str]:
-    """Address and names of this host: its line in ``/etc/hosts``, or else what it is called.
+    """Return this host's address and names: its line in ``/etc/hosts``, or its own name.
 
-    A line of a loopback address does not count.
+    Lines of loopback addresses are skipped.
     """
     name = socket.gethostname()
     address = ""
-    with contextlib.suppress(OSError):  # a name that nobody knows
+    with contextlib.suppress(OSError):  # the name may resolve to nothing
         address = socket.gethostbyname(name)
     with contextlib.suppress(OSError):
         for line in _HOSTS_FILE.read_text().splitlines():
@@ -114,33 +111,3 @@ def get_local_hostname() -> list[str]:
             if is_ours and not words[0].startswith("127."):
                 return words
     return [word for word in (address, name) if word]
-
-
-def _entries(hostlist: str) -> Iterator[str]:
-    """What stands between the commas that are in no bracket."""
-    position = 0
-    while match := _ENTRY.match(hostlist, position):
-        yield match[0]
-        position = match.end()
-        if hostlist[position : position + 1] != ",":
-            break
-        position += 1
-    if position != len(hostlist) or not hostlist or hostlist.endswith(","):
-        raise OptionError(
-            f"{hostlist!r:.200} is not a host list of SLURM: unexpected text at character "
-            f"{position + 1}"
-        )
-
-
-def _expand_piece(piece: re.Match[str], hostlist: str) -> list[str]:
-    """A bracket's numbers, or the text between brackets."""
-    if piece[2] is not None:
-        return [piece[2]]
-    numbers: list[str] = []
-    for item in piece[1].split(","):
-        match = _RANGE.fullmatch(item)
-        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
-        if int(first) > int(last) or int(last) - int(first) >= MAX_HOSTS:
-            raise OptionError(f"{hostlist!r:.200}: {item!r:.80} is not a range of host numbers")
-        numbers += [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-    return numbers
