@@ -180,7 +180,11 @@ class FollowLoop:
         if isinstance(error, errors.SnapshotEvictedError):
             self.outcome = Outcome.OVERTAKEN
             self._logger.warning("%s was overtaken, starting over: %s", self._doing, error)
-        elif isinstance(error, errors.VersionRegressedError) and self._new_history == "follow":
+        elif (
+            self._new_history == "follow"
+            and isinstance(error, errors.VersionRegressedError)
+            and error.history is not None
+        ):
             self.outcome = Outcome.STARTED_OVER
             self._logger.warning("%s (%s it)", error, self._doing)
             self.succeeded()

@@ -33,7 +33,7 @@ class Trouble:
         self._begin()
 
     def _begin(self) -> None:
-        self._kinds: set[type[Exception]] = set()
+        self._kinds: set[tuple[type[Exception], str | None]] = set()
         self._num_failures = 0
         self._retry_s = _RETRY_MIN_S
         self._log_s = _LOG_MIN_S
@@ -58,7 +58,9 @@ class Trouble:
             self._since = now
         self._num_failures += 1
         problem = self._describe(error) if what is None else f"{what}: {self._describe(error)}"
-        if type(error) not in self._kinds:
+        # A store that was replaced is another failure than one that was emptied.
+        kind = type(error), getattr(error, "history", None)
+        if kind not in self._kinds:
             self._log_at = now + self._log_s
             then = "waiting for a newer version" if is_lasting else "trying again until it works"
             self._log(error, f"{problem}; {then}")
@@ -66,7 +68,7 @@ class Trouble:
             self._log_s = min(2 * self._log_s, _LOG_MAX_S)
             self._log_at = now + self._log_s
             self._log(error, f"{problem}; still failing after {now - self._since:.0f} s")
-        self._kinds.add(type(error))
+        self._kinds.add(kind)
         wait_s = self._retry_s
         is_short = is_short or isinstance(error, EngineUnreachableError)
         self._retry_s = min(2 * wait_s, _RETRY_SHORT_MAX_S if is_short else _RETRY_MAX_S)
