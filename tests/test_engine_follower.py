@@ -62,7 +62,6 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.states import FollowerState
 from dbuffer.integrations.vllm import FollowStore
 from dbuffer.integrations.vllm.api_servers import LOOK_S, Leadership
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
@@ -710,21 +709,63 @@ def test_broken_engine_is_told_by_its_record(sender: dbuffer.WeightSender, store
         assert (engine.label, engine.version, engine.model.refuses) == ("2", 2, None)
 
 
-def lost_on_its_way() -> Exception:
-    # As from another process: only a message, and one that says what is not so.
-    return RuntimeError("a proxy says: the engine serves on with version 1")
-
-
+@pytest.mark.parametrize(
+    "error",
+    [
+        # As from another process: only a message, and one that says what is not so.
+        RuntimeError("a proxy says: the engine serves on with version 1"),
+        EngineUpdateError("half-loaded weights are not what this is about"),
+    ],
+    ids=repr,
+)
 def test_lost_answer_is_not_believed_whatever_it_says(
+    sender: dbuffer.WeightSender, store: Path, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine's record tells how an attempt ended; an answer only says when to read it."""
+    with about_to_switch(sender, store) as (engine, follower):
+        engine.lost_answer = error
+        switch = follower.sync()
+        assert switch is not None
+        assert switch.version == engine.version == follower.applied == 2
+        assert (engine.label, engine.paused) == ("2", False)
+        assert [str(error) in line for line in lines(caplog)] == [True]
+        assert follower.sync() is None
+
+
+def test_engine_without_a_record_of_the_attempt_is_of_no_version_until_it_is_asked(
     sender: dbuffer.WeightSender, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with about_to_switch(sender, store) as (engine, follower):
-        engine.lost_answer = lost_on_its_way()
-        with pytest.raises(EngineUpdateError):
-            follower.sync()
-        assert (engine.label, engine.version) == (UNKNOWN_VERSION, 2)
+        until("it is ready", follower.is_ready)
+        engine.lost_answer = RuntimeError("a proxy says: the engine serves on with version 1")
+        with monkeypatch.context() as patch:
+            patch.setattr(filesystem, "put_locked", full)
+            with pytest.raises(EngineUpdateError, match="a proxy says"):
+                follower.sync()
+        assert (engine.label, engine.version, engine.paused) == (UNKNOWN_VERSION, 2, False)
         assert follower.sync() is None
         assert (engine.label, follower.applied) == ("2", 2)
+
+
+def full(*_: object, **__: object) -> None:
+    raise StoreFullError("no room")
+
+
+def test_engine_that_takes_no_label_is_not_resumed_under_that_of_other_weights(
+    sender: dbuffer.WeightSender, store: Path
+) -> None:
+    with about_to_switch(sender, store) as (engine, follower):
+        engine.set_weight_version = fail_to_label  # type: ignore[method-assign]
+        with pytest.raises(EngineUpdateError, match="no label"):
+            follower.sync()
+        assert (engine.label, engine.version, engine.paused) == ("1", 2, True)
+        del engine.set_weight_version  # type: ignore[method-assign]
+        assert follower.sync() is None
+        assert (engine.label, engine.paused) == ("2", False)
+
+
+def fail_to_label(version: str) -> None:
+    raise EngineUpdateError("no label")
 
 
 def test_word_of_an_earlier_attempt_is_not_taken_for_this_one(
@@ -732,10 +773,6 @@ def test_word_of_an_earlier_attempt_is_not_taken_for_this_one(
 ) -> None:
     with about_to_switch(sender, store) as (engine, follower):
         until("it is ready", follower.is_ready)
-
-        def full(*_: object, **__: object) -> None:
-            raise StoreFullError("no room")
-
         # The record goes on saying that version 1 is served, of the attempt before.
         with monkeypatch.context() as patch:
             patch.setattr(filesystem, "put_locked", full)
@@ -744,50 +781,26 @@ def test_word_of_an_earlier_attempt_is_not_taken_for_this_one(
         assert (engine.label, engine.version) == (UNKNOWN_VERSION, 2)
 
 
-def test_message_with_the_words_of_a_broken_engine_breaks_none(
+# A pause that could not be ended
+
+
+def test_pause_that_could_not_be_ended_is_ended_by_the_next_sync(
     sender: dbuffer.WeightSender, store: Path
 ) -> None:
-    with about_to_switch(sender, store) as (engine, follower):
-        engine.lost_answer = EngineUpdateError("half-loaded weights are not what this is about")
-        with pytest.raises(EngineUpdateError):
-            follower.sync()
-
-
-# The follower's state
-
-
-def state(follower: Follower) -> FollowerState:
-    return follower._state
-
-
-def test_states_are_those_of_the_picture(sender: dbuffer.WeightSender, store: Path) -> None:
-    engine = LightEngine(is_server=True)
-    with Follower(engine, options(store)) as follower:
-        assert state(follower) is FollowerState.NEW
-        sender.send(SMALL.weights(1))
-        follower.sync()
-        assert state(follower) is FollowerState.FOLLOWING
-        engine.failing_resumes = 1
-        sender.send(SMALL.weights(2))
-        with pytest.raises(EngineUpdateError, match="not now"):
-            follower.sync()
-        assert state(follower) is FollowerState.PAUSING
-        assert engine.paused
+    with left_paused(sender, store) as (engine, follower):
         engine.error = away
         with pytest.raises(EngineUnreachableError):
             follower.sync()
-        assert state(follower) is FollowerState.LOST_PAUSING
+        assert engine.paused
         engine.error = None
         assert follower.sync() is None
-        assert state(follower) is FollowerState.FOLLOWING
-        assert not engine.paused
+        assert (engine.label, engine.paused) == ("2", False)
         engine.error = away
         with pytest.raises(EngineUnreachableError):
             follower.sync()
-        assert state(follower) is FollowerState.LOST
         engine.error = None
         follower.start()
-        assert state(follower) is FollowerState.FOLLOWING
+        assert (engine.label, follower.applied) == ("2", 2)
 
 
 @contextlib.contextmanager
@@ -837,7 +850,7 @@ def test_engine_is_resumed_while_its_store_cannot_be_followed(
         engine.error = away
         with pytest.raises(EngineUnreachableError):
             follower.sync()
-        assert state(follower) is FollowerState.LOST_PAUSING
+        assert engine.paused
         engine.error = None
         with monkeypatch.context() as patch:
             patch.setattr(Rank, "make_check", fail)

@@ -32,6 +32,7 @@ from dbuffer.integrations.engine.messages import (
 )
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.store.buffer import DoubleBuffer
 
 OPTIONS = EngineOptions(store="/s", engine_id="e", instance_id="i", timeout_s=5)
 REQUESTS: list[RankRequest] = [
@@ -178,9 +179,10 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
         answer = rank.ask(BeginRequest(options=rank.options))
     assert (answer.outcome, rank.endpoint.receiver) == (outcome, None)
     assert str(error) in answer.problem
-    served = rank.begin().serving(rank.options.store).served
-    assert served is not None
-    assert served.version == 1
+    rank.begin()
+    record = DoubleBuffer(rank.options.store).receiver("engine")
+    assert record is not None
+    assert record.applied_version == 1
 
 
 def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank: OneRank) -> None:

@@ -22,10 +22,10 @@ from worlds import Coordinator, Failure, World
 
 import dbuffer
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer, start_on_all_ranks
+from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
+from dbuffer.integrations.engine.messages import BeginRequest, RankAnswer, RankRequest
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_channel import RankChannel
@@ -50,7 +50,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def ranks() -> RankChannel:
-    return RankChannel(Coordinator(), timeout_s=TIMEOUT_S)
+    return RankChannel.of(Coordinator(), timeout_s=TIMEOUT_S)
 
 
 def gather(rank: int, answer: Any = None, *, begins: bool = True) -> list[Any]:
@@ -220,7 +220,10 @@ _state: list[_State] = []
 def start(rank: int, store: Path) -> None:
     mine = Rank(ranks(), "instance")
     options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S, plan=False)
-    receiver = start_on_all_ranks(mine, options)
+    endpoint = RankEndpoint()
+    endpoint.begin(lambda: mine, BeginRequest(options=options))  # type: ignore[arg-type,return-value]
+    receiver = endpoint.receiver
+    assert receiver is not None
     receiver.ranks.timeout_s = TIMEOUT_S
     _state.append(_State(mine, receiver))
 

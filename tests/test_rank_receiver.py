@@ -15,8 +15,9 @@ from torch import nn
 from worlds import Coordinator, World
 
 import dbuffer
-from dbuffer.integrations.engine.endpoint import start_on_all_ranks
+from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.messages import BeginRequest
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
@@ -120,9 +121,12 @@ _engine: list[tuple[Rank, RankReceiver]] = []
 
 
 def start(rank: int, store: Path, staging: str) -> None:
-    mine = Rank(RankChannel(Coordinator()), Model(rank))
+    mine = Rank(RankChannel.of(Coordinator()), Model(rank))
     options = EngineOptions(store=str(store), engine_id="engine", staging=staging)  # type: ignore[arg-type]
-    _engine.append((mine, start_on_all_ranks(mine, options)))
+    endpoint = RankEndpoint()
+    endpoint.begin(lambda: mine, BeginRequest(options=options))
+    assert endpoint.receiver is not None
+    _engine.append((mine, endpoint.receiver))
 
 
 def parameters(rank: int) -> tuple[int, dict[str, torch.Tensor]]:

@@ -5,8 +5,7 @@ receives, `rank_channel` lets ranks agree, `shape_check` checks weights against 
 (`model_copy`), `plan` makes a switch copies alone; `engine_rank` is the contract of a rank.
 
 Where an engine is driven, `follower` switches it when told to, `background` until told to stop;
-`states` is what a follower knows of its engine, `store_view` what the store says to it, `reporting`
-what it tells.
+`store_view` is what it reads of the store, `reporting` its metrics and log.
 
 Between the two: `protocol` (an engine's calls), `messages` (requests and answers),
 `engine_options`; and `server` for calls over HTTP.

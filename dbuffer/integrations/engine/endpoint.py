@@ -1,4 +1,4 @@
-"""`RankEndpoint`: what a follower reaches in each worker of an engine; one object per rank."""
+"""`RankEndpoint`: the object in each worker of an engine that a follower's requests reach."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from typing import Any
 from dbuffer import errors
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.engine_rank import (
-    ENDPOINT_ATTR,
-    EngineRank,
-    ModelState,
-    WeightsState,
-)
+from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ModelState
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.integrations.engine.shape_check import no_places
 
@@ -24,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
-    """What a call answers, or what tells of the error that it raised; nothing is raised."""
+    """Return the answer of a call, or an answer that tells its error; raise nothing."""
     try:
         return call()
     except Exception as error:  # every rank must answer, whatever it met
@@ -34,20 +29,19 @@ def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnsw
 
 
 class RankEndpoint:
-    """Does what one rank is asked to. The same is asked of all ranks, in the same order.
+    """Serves a follower's requests on one rank. All ranks get the same ones, in the same order.
 
     All methods are for the worker's main thread, between two steps of the engine.
     """
 
     def __init__(self) -> None:
         self.receiver: RankReceiver | None = None
-        """What follows a store; None: nothing does."""
-        self._last: RankReceiver | None = None
-        self._weights = WeightsState()
+        """Receiver that follows a store; None: the rank follows none."""
+        self.state = ModelState()
 
     @classmethod
     def of(cls, model: Any) -> RankEndpoint:
-        """That of a model, which keeps it for as long as it lives."""
+        """Return the endpoint of a model, which keeps it for as long as it lives."""
         endpoint = getattr(model, ENDPOINT_ATTR, None)
         if endpoint is None:
             endpoint = cls()
@@ -74,27 +68,28 @@ class RankEndpoint:
 
     def note_foreign_load(self, what: str) -> None:
         """Treat the weights as unknown after ``what``, unless that was part of an update."""
-        # Those who load tensor by tensor call this for each.
-        if self._weights.is_updating or self._weights.is_unknown:
+        # Loaders that load tensor by tensor call this for each.
+        if self.state.is_updating or self.state.is_unknown:
             return
-        self._weights.is_unknown = True
         if self.receiver is not None:
             self.receiver.note_foreign_load(what)
+        else:
+            self.state.weights = "unknown"
 
     def note_asleep(self, *, is_lost: bool) -> None:
         """Leave the weights alone until :meth:`note_awake`; ``is_lost``: they will not come back.
 
-        To be called before they go to sleep.
+        Call it before they go to sleep.
         """
-        self._weights.is_asleep = True
+        self.state.is_asleep = True
         if self.receiver is not None:
             self.receiver.wait_unread()
         if is_lost:
             self.note_foreign_load("going to sleep without a copy of the weights")
 
     def note_awake(self) -> None:
-        """Read and write the weights again; to be called after they were woken."""
-        self._weights.is_asleep = False
+        """Read and write the weights again. Call it after they were woken."""
+        self.state.is_asleep = False
         if self.receiver is not None:
             self.receiver.note_awake()
 
@@ -103,7 +98,7 @@ class RankEndpoint:
     def do(
         self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
     ) -> messages.RankAnswer:
-        """Do what was asked, or raise; ``make_rank`` is called where this rank is to be known."""
+        """Serve a request, or raise; ``make_rank`` is called where the request needs the rank."""
         match request:
             case messages.BeginRequest():
                 self.begin(make_rank, request)
@@ -118,13 +113,18 @@ class RankEndpoint:
                 self._following()
                 self.note_foreign_load("a request to load it again")
             case messages.AwakeRequest():
-                self._weights.require_awake()
+                self.state.require_awake()
             case messages.EndRequest():
                 self.end()
         return messages.RankAnswer()
 
     def begin(self, make_rank: Callable[[], EngineRank], request: messages.BeginRequest) -> None:
-        """Follow a store, on all ranks or on none."""
+        """Follow a store, on all ranks or on none.
+
+        Raises:
+            UnsupportedError: some rank cannot, whatever becomes of the store.
+            EngineUpdateError: some rank cannot now.
+        """
         rank = make_rank()
         if request.if_idle:
             # Together: a rank that began alone would wait for those that need not.
@@ -136,12 +136,39 @@ class RankEndpoint:
                 raise errors.EngineUpdateError(
                     f"the engine cannot follow {request.options.store}: {failure}"
                 ) from failure
-        # What was ended, or could not begin, still knows which weights the model has.
-        self._last, self.receiver = self.receiver or self._last, None
-        self.receiver = start_on_all_ranks(rank, request.options, self._last, self._weights)
+        engine_id = rank.engine_id(request.options)
+        self.end()
+        self.receiver = self._start_on_all_ranks(rank, request.options, engine_id)
+
+    def _start_on_all_ranks(
+        self, rank: EngineRank, options: EngineOptions, engine_id: str
+    ) -> RankReceiver:
+        receiver: RankReceiver | None = None
+        problem, is_final = None, False
+        try:
+            receiver = RankReceiver(rank, options, self.state, engine_id)
+        except Exception as error:
+            logger.warning("cannot follow %s", options.store, exc_info=True)
+            problem = f"{type(error).__name__}: {error}"
+            # It would go no better the next time.
+            is_final = isinstance(error, errors.UnsupportedError | errors.OptionError)
+        kind: type[errors.DBufferError] = errors.EngineUpdateError
+        try:
+            answers = rank.ranks.gather((problem, is_final), begins=True)
+            problems, finals = zip(*answers, strict=True)
+            if receiver is not None and not any(problems):
+                return receiver
+            why = by_rank(problems)
+            if any(finals):
+                kind = errors.UnsupportedError
+        except errors.RankFailedError as failure:
+            why = str(failure)
+        if receiver is not None:
+            receiver.close()
+        raise kind(f"the engine cannot follow {options.store}: {why}")
 
     def _is_following(self, rank: EngineRank, options: EngineOptions) -> bool:
-        """Whether it follows with these options, under the name that they give."""
+        """Whether the rank follows with these options, under the name that they give."""
         names = rank.engine_id(options), options.instance_id or rank.instance_id
         if self.receiver is None or names != (self.receiver.engine_id, self.receiver.instance_id):
             return False
@@ -166,49 +193,7 @@ class RankEndpoint:
             raise errors.WeightsMismatchError(no_places(trace.unused))
 
     def end(self) -> None:
+        """Stop following; the model keeps its weights, and this knows which."""
         if self.receiver is not None:
-            self._last, self.receiver = self.receiver, None
-            self._last.close()
-
-
-def start_on_all_ranks(
-    rank: EngineRank,
-    options: EngineOptions,
-    before: RankReceiver | None = None,
-    weights: WeightsState | None = None,
-) -> RankReceiver:
-    """Begin to follow a store on all ranks, or on none; after what was followed before.
-
-    Raises:
-        UnsupportedError: some rank cannot, whatever becomes of the store.
-        EngineUpdateError: some rank cannot now.
-    """
-    engine_id = rank.engine_id(options)
-    if before is None:
-        serving = ModelState(rank.make_model(None), weights=weights)
-    else:
-        serving = before.serving(options.store)
-        serving = serving._replace(model=rank.make_model(serving.model))
-        before.close()
-    receiver: RankReceiver | None = None
-    problem, is_final = None, False
-    try:
-        receiver = RankReceiver(rank, options, serving, engine_id)
-    except Exception as error:
-        logger.warning("cannot follow %s", options.store, exc_info=True)
-        problem = f"{type(error).__name__}: {error}"
-        # It would go no better the next time.
-        is_final = isinstance(error, errors.UnsupportedError | errors.OptionError)
-    kind: type[errors.DBufferError] = errors.EngineUpdateError
-    try:
-        problems, finals = zip(*rank.ranks.gather((problem, is_final), begins=True), strict=True)
-        if receiver is not None and not any(problems):
-            return receiver
-        why = by_rank(problems)
-        if any(finals):
-            kind = errors.UnsupportedError
-    except errors.RankFailedError as failure:
-        why = str(failure)
-    if receiver is not None:
-        receiver.close()
-    raise kind(f"the engine cannot follow {options.store}: {why}")
+            receiver, self.receiver = self.receiver, None
+            receiver.close()

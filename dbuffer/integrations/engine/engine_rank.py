@@ -1,14 +1,15 @@
-"""What a receiver needs of the rank that it is in, and of the model that serves there."""
+"""The contract of one rank of an engine: its model, its rank, and what its model has."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from dbuffer.errors import EngineBusyError
+from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.rank_channel import RankChannel
@@ -16,7 +17,7 @@ from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.weights.targets import LoadedNames
 
 ENDPOINT_ATTR = "_dbuffer_endpoint"
-"""The attribute of a model under which it keeps what a follower reaches."""
+"""Attribute of a model that holds its :class:`RankEndpoint`."""
 
 
 class AppliedVersion(NamedTuple):
@@ -24,31 +25,18 @@ class AppliedVersion(NamedTuple):
 
     version: int
     history: str | None
-    """Which run of versions it belongs to; None: there is no store yet that would say."""
+    """History that it belongs to; None: there is no store yet that would say."""
 
-    def is_of_another_run(self, history: str | None) -> bool:
+    @classmethod
+    def of(cls, record: ReceiverRecord | None) -> AppliedVersion | None:
+        """Read the version that an engine's record says it serves; None: none of this store."""
+        if record is None or record.applied_version is None or record.state == "broken":
+            return None
+        return cls(record.applied_version, record.history)
+
+    def is_of_another_history(self, history: str | None) -> bool:
         """Whether versions of this history say nothing about this one."""
         return None not in (self.history, history) and self.history != history
-
-
-@dataclass(slots=True)
-class WeightsState:
-    """State of a model's weights beside their version; shared by its successive receivers."""
-
-    is_asleep: bool = False
-    """The engine sleeps: the weights may be neither read nor written."""
-    is_unknown: bool = False
-    """Something else wrote or discarded them: the next update reloads all of them."""
-    is_updating: bool = False
-    """dbuffer is writing them."""
-
-    def require_awake(self) -> None:
-        """Raise :class:`EngineBusyError` while they are asleep."""
-        if self.is_asleep:
-            raise EngineBusyError(
-                "the engine's weights are asleep, and their memory may be gone: wake it up first "
-                "(its weights are enough: tags=['weights']), then sync"
-            )
 
 
 class ServingModel(Protocol):
@@ -72,50 +60,77 @@ class ServingModel(Protocol):
 
 
 class EngineRank:
-    """What a receiver needs to know of the rank that it is in; each engine has one of its own."""
+    """The rank that a receiver runs in; each engine subclasses it."""
 
     ranks: RankChannel
     """All ranks of the engine."""
     module: torch.nn.Module
     """The model that serves."""
     on_device: bool
-    """Its weights are not in main memory."""
+    """Whether its weights are outside of main memory."""
     is_stage: bool = False
-    """It holds some of the model's layers only: other ranks hold the rest."""
+    """Whether it holds some of the model's layers only, and other ranks hold the rest."""
     not_weights: Collection[str] = (ENDPOINT_ATTR,)
-    """Attributes of its layers that change while it serves: its caches, and what is ours."""
+    """Attributes of its layers that change while it serves: its caches, and dbuffer's own."""
     wrapper: str | None = None
-    """What its layers are called in those that wrap them; None: none is wrapped."""
+    """Name of a layer in the layer that wraps it; None: none is wrapped."""
     packing: Packing | None = None
-    """How its layers pack their weights, as far as that is known."""
+    """Packing of its layers, as far as it is known."""
     instance_id: str = ""
-    """As the engine's follower knows it: different after each start, one for all ranks; empty
-    where the follower always tells it."""
+    """Id of this start of the engine, as its follower knows it: one for all ranks; empty where the
+    follower always sends it."""
 
     def engine_id(self, options: EngineOptions) -> str:
-        """The engine's name among the store's receivers; the same on all of its ranks."""
+        """Return the engine's name among the store's receivers; the same on all of its ranks."""
         raise NotImplementedError
 
     def make_model(self, before: ServingModel | None) -> ServingModel:
-        """The model, to swap weights in; ``before`` is what an earlier receiver swapped them in."""
+        """Return the model, to swap weights in; ``before``: the one of the receiver before."""
         raise NotImplementedError
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
-        """What tells, while the model serves, whether weights fit it, all or a part of them.
+        """Return a check of weights against the model, for use while the model serves.
 
-        And what the model's loaders do with them.
+        It traces what the model's loaders do with them. ``partial``: a part of them will do.
         """
         raise NotImplementedError
 
 
-class ModelState(NamedTuple):
-    """What one rank's model has; passed on from one receiver to the next."""
+@dataclass(slots=True)
+class ModelState:
+    """State of one rank's model: its weights, and whether they may be used.
 
-    model: ServingModel
-    served: AppliedVersion | None = None
-    """Out of the store; None: what the engine was started with."""
+    It belongs to the model's endpoint, and outlives each receiver. `weights` is the only statement
+    about them: the engine's record is written from it, and the engine's label from the record.
+    """
+
+    weights: AppliedVersion | Literal["initial", "unknown"] = "initial"
+    """A version of `store`; or those that the engine was started with; or what something else
+    wrote, so that the next update reloads all of them."""
+    store: str | None = None
+    model: ServingModel | None = None
     broken: str | None = None
-    """Why it refuses to serve."""
-    loaded_names: LoadedNames | None = None
-    """Which tensors versions contained, of whichever store."""
-    weights: WeightsState | None = None
+    """Why the model refuses to serve."""
+    loaded_names: LoadedNames = field(default_factory=LoadedNames)
+    """Names of tensors that versions contained, of whichever store."""
+    is_asleep: bool = False
+    """Whether the engine sleeps: the weights may be neither read nor written."""
+    is_updating: bool = False
+    """Whether dbuffer is writing them."""
+
+    @property
+    def is_unknown(self) -> bool:
+        return self.weights == "unknown"
+
+    def applied_of(self, store: str) -> AppliedVersion | None:
+        """Return the version of this store that the model has."""
+        is_version = isinstance(self.weights, AppliedVersion) and self.store == store
+        return self.weights if is_version else None  # type: ignore[return-value]
+
+    def require_awake(self) -> None:
+        """Raise :class:`EngineBusyError` while the weights are asleep."""
+        if self.is_asleep:
+            raise EngineBusyError(
+                "the engine's weights are asleep, and their memory may be gone: wake it up first "
+                "(its weights are enough: tags=['weights']), then sync"
+            )

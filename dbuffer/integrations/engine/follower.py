@@ -1,9 +1,12 @@
 """`Follower`: switches an engine to a store's newest version, call by call.
 
-One switch is: wait until every rank has the version ready, which costs the engine nothing; pause;
-drop all caches; let the ranks agree and load; tell the engine which version it reports; resume.
-Caches go first, because that can fail, and a failure must come before the weights change; nothing
-fills them while the engine is paused.
+One switch: wait until every rank has the version ready, which costs the engine nothing; pause; drop
+all caches; let the ranks agree and load; read from the engine's record what came of it; set the
+engine's label, which it reports with its responses; resume. Caches go first, because that can fail,
+and a failure must come before the weights change; nothing fills them while the engine is paused.
+
+The engine's record in the store is the one statement about an attempt. The answers of its ranks
+only say that it may be read, and give a failure its words.
 """
 
 from __future__ import annotations
@@ -35,8 +38,7 @@ from dbuffer.integrations.engine.protocol import (
     EngineFacts,
     PauseMode,
 )
-from dbuffer.integrations.engine.reporting import Failure, FollowerReport, Switch
-from dbuffer.integrations.engine.states import FollowerEvent, FollowerState
+from dbuffer.integrations.engine.reporting import FollowerReport, Switch
 from dbuffer.integrations.engine.store_view import StoreView
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
@@ -48,14 +50,13 @@ _followers: weakref.WeakValueDictionary[tuple[str, str], Follower] = weakref.Wea
 """Last follower in this process that began with each engine."""
 
 _MIN_WAIT_S = 0.5
-"""Between two attempts, also when a newer version came at once after the one that failed."""
+"""Least wait between two attempts, also when a newer version follows the failed one at once."""
 
 
 class Follower(Closing):
     """Switches one engine when told to. Made by :func:`follow`.
 
-    It serves one thread. The engine must not be followed by anyone else. What it knows of the
-    engine is its :class:`FollowerState`, drawn there.
+    It serves one thread. The engine must not have another follower.
     """
 
     def __init__(
@@ -69,23 +70,29 @@ class Follower(Closing):
         self._engine = engine
         self._given = options
         self._pause_mode: PauseMode = pause
-        self._state = FollowerState.NEW
         self._view: StoreView | None = None
-        self._served: AppliedVersion | None = None
-        self._failure: Failure | None = None
+        self._has_started = False
+        self._applied: AppliedVersion | None = None
+        """Version that the engine's record named last; None: none of this store."""
+        self._is_known = False
+        """Whether the engine's ranks follow the store, and it still has what its record says."""
+        self._owes_resume = False
+        """Whether a pause that this follower began has not ended."""
+        self._is_failing = False
+        self._failed_version: int | None = None
         self.identity = secrets.token_hex(8)
-        """By which another process recognises this follower."""
+        """Id by which another process recognizes this follower."""
 
     @property
     def applied(self) -> int | None:
-        """The version that the engine serves; None: what it was started with."""
-        return None if self._served is None else self._served.version
+        """The version that the engine serves; None: weights that are no version of the store."""
+        return None if self._applied is None else self._applied.version
 
     def has_applied(self, version: int) -> bool:
         """Whether the engine serves this version, or a later one, of what the store holds now."""
-        if self._view is None or self._served is None or self._served.version < version:
+        if self._view is None or self._applied is None or self._applied.version < version:
             return False
-        return not self._served.is_of_another_run(self._view.history_now())
+        return not self._applied.is_of_another_history(self._view.history_now())
 
     @property
     def engine_id(self) -> str:
@@ -98,9 +105,6 @@ class Follower(Closing):
         if self._view is None:
             return None
         return self._view.engine_id, os.path.realpath(self._view.options.read_store)
-
-    def _note(self, event: FollowerEvent) -> None:
-        self._state = self._state.after(event)
 
     # Beginning
 
@@ -124,8 +128,7 @@ class Follower(Closing):
             EngineUpdateError: its ranks cannot follow the store now.
             EngineUnreachableError: (a server) it does not answer.
         """
-        self._note(FollowerEvent.LOST)  # until all of this is done
-        is_first = self._state is FollowerState.NEW
+        self._is_known = False  # until all of this is done
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
@@ -133,19 +136,18 @@ class Follower(Closing):
         _followers[_key_of(facts)] = self
         view = self._look_anew(facts, options)
         # Ranks that follow since the engine's start need not begin again, unless they were lost.
-        if_idle = is_first and options == facts.configured
+        if_idle = not self._has_started and options == facts.configured
         with self._paused_if(facts.begins_paused and not was_paused):
             self._begin(view, if_idle=if_idle)
         view.note_ranks()
-        self._served = _served_by(view.engine_record())
-        if self.applied is not None:
-            self._label(str(self.applied))
-        may_be_left = was_paused and is_first and self._engine.may_be_left_paused
+        self._applied = None
+        self._take_over(view.engine_record())
+        may_be_left = was_paused and not self._has_started and self._engine.may_be_left_paused
         if may_be_left and self._is_awake():
             # Left over by a follower that was killed in a switch; nobody else would end it.
             logger.warning("%s was paused when following began: resuming it", view.engine_id)
             self._engine.resume()
-        self._note(FollowerEvent.STARTED)
+        self._is_known = self._has_started = True
         serves = "what it was started with" if self.applied is None else f"version {self.applied}"
         logger.info("%s follows %s, and serves %s", view.engine_id, options.read_store, serves)
 
@@ -187,46 +189,51 @@ class Follower(Closing):
         # The ranks know themselves of which replica they are.
         shared = view.engine_id.removesuffix(view.facts.replica)
         options = replace(view.options, engine_id=shared, instance_id=view.facts.instance_id)
-        with self._in_our_terms("follow the store"):
+        with self._raising_ours("follow the store"):
             self._engine.do(BeginRequest(options=options, if_idle=if_idle))
 
     @contextlib.contextmanager
     def _paused_if(self, must_pause: bool) -> Iterator[None]:
-        """Keep the engine paused meanwhile, if it must be."""
+        """Keep the engine paused during the block, if it must be."""
         if not must_pause:
             yield
             return
-        self._note(FollowerEvent.PAUSED)
+        self._owes_resume = True
         try:
-            with self._in_our_terms("pause"):
+            with self._raising_ours("pause"):
                 self._engine.pause("keep")
             yield
         finally:
-            self._resume()
+            self._engine.resume()
+            self._owes_resume = False
 
     def _started(self) -> StoreView:
         self._engine.require_alive()
-        if self._view is not None and self._state.is_known:
+        if self._view is not None and self._is_known:
             self._note_foreign_loads(self._view)
-        if self._view is None or not self._state.is_known or self.has_restarted():
+        if self._view is None or not self._is_known or self.has_restarted():
             self.start()
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
 
     def _note_foreign_loads(self, view: StoreView) -> None:
-        """Learn from the engine's own record whether it still has what it was switched to."""
+        """Learn from the engine's record whether it still has what it was switched to."""
         record: ReceiverRecord | None = None
         with contextlib.suppress(errors.DBufferError, OSError):
             record = view.engine_record()
-        if record is None or _served_by(record) == self._served:
-            return
-        with self._in_our_terms("report its version"):
-            version = record.applied_version
-            self._label(UNKNOWN_VERSION if version is None else str(version))
-        self._served = _served_by(record)
+        if record is not None:
+            with self._raising_ours("report its version"):
+                self._take_over(record)
+
+    def _take_over(self, record: ReceiverRecord | None) -> None:
+        """Believe the engine's record, and label the engine with the version that it names."""
+        applied = AppliedVersion.of(record)
+        if applied != self._applied:
+            self._label(UNKNOWN_VERSION if applied is None else str(applied.version))
+        self._applied = applied
 
     def has_restarted(self) -> bool:
-        """Whether this is another engine than was switched last; only a server can be."""
+        """Whether this is not the engine that was switched last, as only a server can be."""
         if self._view is None or not self._engine.is_server:
             return False
         if self.applied is not None:
@@ -270,34 +277,34 @@ class Follower(Closing):
                 view = self._started()
             finally:
                 # Also where it cannot be followed now: whatever it has is whole, or it refuses.
-                if self._state.owes_resume:
-                    self._resume_as_unknown()
+                if self._owes_resume:
+                    self._label_and_resume()
             if force and view.newer_than(None) is not None:
                 self._forget(view)
-            goal = view.newer_than(self._served, at_least)
+            goal = view.newer_than(self._applied, at_least)
             if goal is not None:
                 switch = self._switch_when_ready(view, goal, timeout_s, stop_event)
         except Exception as error:
             if stop_event is None or not stop_event.is_set():
                 self._note_failure(error, None if goal is None else goal.version)
             raise
-        self._failure = None
+        self._is_failing, self._failed_version = False, None
         view.report.following()
         return switch
 
     def _forget(self, view: StoreView) -> None:
-        with self._in_our_terms("forget its weights"):
+        with self._raising_ours("forget its weights"):
             self._engine.do(ForgetRequest())
         self._note_foreign_loads(view)
 
     def is_ready(self, at_least: int | None = None) -> bool:
         """Whether :meth:`sync` would return, or raise, without waiting for a rank."""
         view = self._started()
-        goal = view.newer_than(self._served, at_least)
+        goal = view.newer_than(self._applied, at_least)
         if goal is None:
             return True
         try:
-            view.wait_ready(goal, self._served, 0.0, None)
+            view.wait_ready(goal, self._applied, 0.0, None)
         except errors.WaitTimeoutError:
             return False
         except errors.DBufferError:
@@ -314,27 +321,24 @@ class Follower(Closing):
         timeout_s = view.options.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
         view.wait_ready(
-            goal, self._served, timeout_s, stop_event, require_alive=self._engine.require_alive
+            goal, self._applied, timeout_s, stop_event, require_alive=self._engine.require_alive
         )
-        with self._in_our_terms(f"switch to version {goal.version}"):
+        with self._raising_ours(f"switch to version {goal.version}"):
             return self._switch(view, goal, time.monotonic() - started)
 
     def _switch(self, view: StoreView, goal: AppliedVersion, wait_s: float) -> Switch:
-        # A pause that somebody else began is theirs to end.
-        if not self._engine.is_paused():
-            self._note(FollowerEvent.PAUSED)
+        # dbuffer never ends a pause that it did not start.
+        self._owes_resume = self._owes_resume or not self._engine.is_paused()
         started = time.monotonic()
         try:
             self._engine.pause(self._pause_mode)
             record, load_s = self._load(view, goal)
-            self._served = _served_by(record)
         except errors.EngineBusyError:
             # It fell asleep, and goes on when it is woken: a resume would let it compute before.
-            self._note(FollowerEvent.RESUMED)
+            self._owes_resume = False
             raise
         finally:
-            if self._state.owes_resume:
-                self._resume()
+            self._label_and_resume()
         switch = Switch(
             version=record.applied_version or goal.version,
             stage_s=record.stats.get("stage_s", 0.0),
@@ -346,59 +350,76 @@ class Follower(Closing):
         view.report.switched(switch)
         # It has switched, whatever has become of the store meanwhile: the next look tells.
         with contextlib.suppress(errors.DBufferError, OSError):
-            view.newer_than(self._served)
+            view.newer_than(self._applied)
         return switch
 
     def _load(self, view: StoreView, goal: AppliedVersion) -> tuple[ReceiverRecord, float]:
-        """Load, on all ranks; what the engine says it has, and how long that took, in seconds."""
-        started = time.monotonic()
-        attempt = secrets.token_hex(8)
-        request = UpdateRequest(at_least=goal.version, history=goal.history, attempt=attempt)
-        with self._learning_what_it_has(view, attempt):
-            self._engine.do(request)
-            load_s = time.monotonic() - started
-            record = view.acknowledgement(goal)
-            self._label(str(record.applied_version))
-        return record, load_s
-
-    def _resume_as_unknown(self) -> None:
-        """End our pause of an earlier attempt, as of no version unless it is known which it has."""
-        if not self._state.is_known:
-            self._label(UNKNOWN_VERSION)
-        self._resume()
-
-    def _resume(self) -> None:
-        self._engine.resume()
-        self._note(FollowerEvent.RESUMED)
-
-    def _learning_what_it_has(self, view: StoreView, attempt: str) -> TranslatedErrors:
-        """Never let new weights answer under the old version, whatever goes wrong.
+        """Load on all ranks; return the engine's record, and the seconds that it took.
 
         Raises:
-            EngineBrokenError: in the place of an error after which the engine refuses to serve.
+            EngineBrokenError: some ranks are half loaded, and the engine refuses to serve.
+            EngineUpdateError: it serves on with what its record says; or there is no record of
+                this attempt, and it may have anything.
         """
+        attempt = secrets.token_hex(8)
+        request = UpdateRequest(at_least=goal.version, history=goal.history, attempt=attempt)
+        self._is_known = False  # until the record says what came of the attempt
+        started = time.monotonic()
+        try:
+            self._engine.do(request)
+        except Exception as error:
+            record = self._outcome_of(view, attempt)
+            if record is None or not record.has_applied(*goal):
+                if _is_broken(record) and isinstance(error, errors.EngineUpdateError):
+                    raise errors.EngineBrokenError(str(error)) from error
+                raise
+            logger.warning("%s switched, and its answer was lost: %s", self.engine_id, error)
+        else:
+            record = self._outcome_of(view, attempt)
+        load_s = time.monotonic() - started
+        if record is None:
+            raise errors.EngineUpdateError(
+                f"{view.engine_id} did not acknowledge version {goal.version} in "
+                f"{view.options.store}: do its workers see the same directory, and may they write "
+                "there?"
+            )
+        if _is_broken(record) or not record.has_applied(*goal):
+            # On a rank whose errors the engine does not pass on.
+            kind = errors.EngineBrokenError if _is_broken(record) else errors.EngineUpdateError
+            raise kind(record.problem or f"{view.engine_id} has not switched, and does not say why")
+        return record, load_s
 
-        def learn(error: BaseException) -> None:
-            # Its first rank records how the attempt ended. Without that the engine may have
-            # anything: an answer may be lost on its way, and a full disk may prevent the record.
-            record = view.outcome_of(attempt)
-            is_serving = record is not None and record.state == "serving"
-            if is_serving and _served_by(record) == self._served:
-                return
-            self._note(FollowerEvent.LOST)
-            with contextlib.suppress(errors.DBufferError), self._in_our_terms("report its version"):
-                self._label(UNKNOWN_VERSION)
-            is_broken = record is not None and record.state == "broken"
-            if is_broken and isinstance(error, errors.EngineUpdateError):
-                raise errors.EngineBrokenError(str(error)) from error
+    def _outcome_of(self, view: StoreView, attempt: str) -> ReceiverRecord | None:
+        """Believe the engine's record, if it tells how this attempt ended; None: it does not.
 
-        return TranslatedErrors(learn)
+        The record may be missing: a full disk prevents it, and a rank that was killed writes none.
+        """
+        record: ReceiverRecord | None = None
+        with contextlib.suppress(errors.DBufferError, OSError):
+            record = view.engine_record()
+        if record is None or record.attempt != attempt:
+            return None
+        if not _is_broken(record):
+            self._take_over(record)
+            self._is_known = True
+        return record
+
+    def _label_and_resume(self) -> None:
+        """End this follower's pause; before that, label weights that may be of no version.
+
+        An engine that takes no label stays paused: it must not answer under that of other weights.
+        """
+        if not self._is_known:
+            self._label(UNKNOWN_VERSION)
+        if self._owes_resume:
+            self._engine.resume()
+            self._owes_resume = False
 
     def _label(self, version: str) -> None:
         if self._engine.weight_version() != version:
             self._engine.set_weight_version(version)
 
-    def _in_our_terms(self, what: str) -> TranslatedErrors:
+    def _raising_ours(self, what: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:
             if isinstance(error, Exception) and not isinstance(error, errors.DBufferError):
                 # From another process: whatever the engine raises, with the worker's message in it.
@@ -414,7 +435,7 @@ class Follower(Closing):
         Args:
             tensors: name, dtype (``"bfloat16"``) and shape of each.
         """
-        with self._in_our_terms("check the tensors"):
+        with self._raising_ours("check the tensors"):
             return self._engine.misfits(specs_of(tensors))
 
     def apply_once(self, store: str) -> None:
@@ -432,8 +453,7 @@ class Follower(Closing):
         finally:
             if other._view is not None:
                 other._view.close()
-            if other._state.owes_resume:
-                self._note(FollowerEvent.PAUSED)
+            self._owes_resume = self._owes_resume or other._owes_resume
             self.start()
         self._label(UNKNOWN_VERSION)
 
@@ -441,11 +461,14 @@ class Follower(Closing):
 
     def _note_failure(self, error: Exception, version: int | None) -> None:
         if isinstance(error, errors.EngineUnreachableError):
-            self._note(FollowerEvent.LOST)
-        failure = Failure(version)
+            self._is_known = False
+        versions = {version, self._failed_version}
+        is_new = not self._is_failing or (None not in versions and len(versions) > 1)
+        self._is_failing, self._failed_version = True, version
         if self._view is not None:
-            self._view.report.failed(failure, self._failure, is_engine_known=self._state.is_known)
-        self._failure = failure
+            self._view.report.failed(
+                version, is_new_incident=is_new, is_engine_known=self._is_known
+            )
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
         """Wait until something newer is there than the version that failed, or the time is over.
@@ -454,7 +477,7 @@ class Follower(Closing):
         """
         end = time.monotonic() + timeout_s
         stop_event.wait(min(timeout_s, _MIN_WAIT_S))
-        failed = None if self._failure is None else self._failure.version
+        failed = self._failed_version
         if self._view is not None:
             self._view.report.retried()
             if failed is not None and not stop_event.is_set():
@@ -480,18 +503,18 @@ class Follower(Closing):
     def stop_workers(self) -> None:
         """Let the engine's ranks look at the store no more. The engine keeps its weights."""
         if self._view is not None:
-            with self._in_our_terms("stop following"):
+            with self._raising_ours("stop following"):
                 self._engine.do(EndRequest())
-        self._note(FollowerEvent.LOST)  # a later sync must begin anew
+        self._is_known = False  # a later sync must begin anew
 
     def close(self) -> None:
         """Stop following. The engine keeps its weights; its ranks go on looking at the store.
 
         A pause that this follower began and could not end is ended, if the engine answers now.
         """
-        if self._state.owes_resume:
+        if self._owes_resume:
             try:
-                self._resume_as_unknown()
+                self._label_and_resume()
             except errors.EngineEndedError:
                 pass  # so it does not stand still
             except (errors.DBufferError, OSError) as error:
@@ -512,8 +535,5 @@ def _engine_id(facts: EngineFacts, options: EngineOptions) -> str:
     return (options.engine_id or facts.name) + facts.replica
 
 
-def _served_by(record: ReceiverRecord | None) -> AppliedVersion | None:
-    """What an engine says it has; None: what it was started with."""
-    if record is None or record.applied_version is None:
-        return None
-    return AppliedVersion(record.applied_version, record.history)
+def _is_broken(record: ReceiverRecord | None) -> bool:
+    return record is not None and record.state == "broken"

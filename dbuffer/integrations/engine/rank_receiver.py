@@ -31,12 +31,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.engine_rank import (
-    AppliedVersion,
-    EngineRank,
-    ModelState,
-    WeightsState,
-)
+from dbuffer.integrations.engine.engine_rank import AppliedVersion, EngineRank, ModelState
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch, Tensors
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed
@@ -50,7 +45,7 @@ from dbuffer.receive.stager import Staged, Stager
 from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
-from dbuffer.weights.targets import LoadedNames, refuse_adapter
+from dbuffer.weights.targets import refuse_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -74,17 +69,14 @@ class RankReceiver:
     """
 
     def __init__(
-        self, rank: EngineRank, options: EngineOptions, serving: ModelState, engine_id: str
+        self, rank: EngineRank, options: EngineOptions, state: ModelState, engine_id: str
     ) -> None:
         self.ranks = rank.ranks
         self.ranks.timeout_s = RANK_TIMEOUT_S + options.timeout_s
         self.options = options
         """As they were given."""
-        self._model = serving.model
-        self._served = serving.served
-        self._broken = serving.broken
-        self._loaded_names = serving.loaded_names or LoadedNames()
-        self._weights = serving.weights or WeightsState()
+        self._state = state
+        self._model = state.model = rank.make_model(state.model)
         self._reading = threading.Lock()
         """Held while the stager's thread may read the model's weights."""
         self._attempt: str | None = None
@@ -139,32 +131,23 @@ class RankReceiver:
         self._record.set(instance=names.instance, is_ephemeral=self.instance_id in engine_id)
         self._record_engine()
 
-    def serving(self, store: str) -> ModelState:
-        """What the model has, as far as a receiver of ``store`` can go on with it.
-
-        Whether that store was begun anew since shows when it is read again.
-        """
-        is_known = store == self.options.store and not self._weights.is_unknown
-        served = self._served if is_known else None
-        return ModelState(self._model, served, self._broken, self._loaded_names, self._weights)
-
     # Loads that are not dbuffer's
 
     def note_foreign_load(self, what: str) -> None:
-        """Say in the store that the engine no longer has a version of it, and stage the newest.
+        """Forget the weights after ``what`` wrote or discarded them, and stage the newest version.
 
-        Called in the worker's main thread, after ``what`` wrote or discarded weights.
+        Called in the worker's main thread; the engine's record then names no version.
         """
-        if self._served is not None:
+        if self._version is not None:
             logger.warning(
                 "rank %d no longer has version %d of %s after %s: its weights are unknown until "
                 "the next update",
                 self.ranks.rank,
-                self._served.version,
+                self._version,
                 self.options.store,
                 what,
             )
-        self._served = None
+        self._state.weights = "unknown"
         if self._loader is not None:
             self._loader.forget_base()
         self._stager.stage_again()
@@ -177,15 +160,20 @@ class RankReceiver:
 
     def note_awake(self) -> None:
         """Stage anew: what came while the weights slept could not be compared with them."""
-        self._stager.stage_again(applied=self._applied, history=self._history)
+        self._stager.stage_again(applied=self._version, history=self._history)
 
     @property
-    def _applied(self) -> int | None:
-        return None if self._served is None else self._served.version
+    def _applied(self) -> AppliedVersion | None:
+        """Version of this store that the model has."""
+        return self._state.applied_of(self.options.store)
+
+    @property
+    def _version(self) -> int | None:
+        return None if self._applied is None else self._applied.version
 
     @property
     def _history(self) -> str | None:
-        return None if self._served is None else self._served.history
+        return None if self._applied is None else self._applied.history
 
     def catch_up(self) -> None:
         """Switch to the newest version, if there is one; for an engine that is just starting."""
@@ -215,11 +203,11 @@ class RankReceiver:
             EngineBrokenError: it refuses to serve, until an update succeeds.
         """
         self._attempt = request.attempt if isinstance(request, UpdateRequest) else None
-        self._weights.is_updating = True
+        self._state.is_updating = True
         try:
             staged = self._prepare(request)
-            if staged is not None:
-                self._commit(staged)
+            stats = {} if staged is None else self._commit(staged)
+            self._record_engine(**stats)
         except RankFailedError as error:
             # What it does when it goes on, nobody knows: it may have heard of what was agreed.
             raise EngineBrokenError(self._refuse(str(error))) from None
@@ -229,8 +217,8 @@ class RankReceiver:
             self._record_engine()
             raise
         finally:
-            self._weights.is_updating = False
-            self._stager.release(applied=self._applied, history=self._history)
+            self._state.is_updating = False
+            self._stager.release(applied=self._version, history=self._history)
 
     def close(self) -> None:
         """Stop following. What the engine acknowledged stays in the store."""
@@ -314,7 +302,7 @@ class RankReceiver:
 
     def _require_no_mix(self, layout: Layout, version: int) -> None:
         if self.options.partial:
-            self._loaded_names.require_all(layout.all_names, version)
+            self._state.loaded_names.require_all(layout.all_names, version)
 
     def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
         """Yield a version's contents under the names that the check offered to the model."""
@@ -341,12 +329,12 @@ class RankReceiver:
             return changed | {alias: changed[name] for alias, name in aliases if name in changed}
 
         with self._reading:
-            if self._weights.is_asleep or self._weights.is_unknown:
+            if self._state.is_asleep or self._state.is_unknown:
                 return None
             return self._loader.prepare(tensors, trace, changed_since)
 
     def _load(self, staged: Staged) -> None:
-        self._loaded_names.add(staged.layout.all_names, staged.version)
+        self._state.loaded_names.add(staged.layout.all_names, staged.version)
         switch = self._prepared_of(staged)
         if (
             self._loader is not None
@@ -355,7 +343,7 @@ class RankReceiver:
         ):
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch were enough
-        if self._weights.is_unknown and self.options.partial:
+        if self._state.is_unknown and self.options.partial:
             self._model.load_checkpoint()  # for the layers that are in no version
         tensors = dict(self._as_offered(staged.tensors, staged.layout))
 
@@ -373,7 +361,7 @@ class RankReceiver:
 
     def _prepared_of(self, staged: Staged) -> PreparedSwitch | None:
         """Copies that switch to a version; None where only a reload does."""
-        if self._weights.is_unknown or not isinstance(staged.prepared, PreparedSwitch):
+        if self._state.is_unknown or not isinstance(staged.prepared, PreparedSwitch):
             return None
         return staged.prepared
 
@@ -387,7 +375,7 @@ class RankReceiver:
         must_load = False
         for round_ in range(_MAX_ROUNDS):
             staged, problem = self._take(request, must_load=must_load, is_first=round_ == 0)
-            version = staged.version if staged else self._applied
+            version = staged.version if staged else self._version
             answer = version, staged.identity if staged else "", problem
             answers = self.ranks.gather(answer, begins=round_ == 0)
             self._require_no_problem(request, [problem for _, _, problem in answers])
@@ -416,7 +404,7 @@ class RankReceiver:
         try:
             if isinstance(request, OptionError):
                 raise request
-            self._weights.require_awake()
+            self._state.require_awake()
             if is_first and request.version is not None:
                 self._require_published(request.version)
             if self._has_already(request) and not must_load:
@@ -468,31 +456,32 @@ class RankReceiver:
         wanted = request.version or request.at_least or version
         if wanted is None:
             raise VersionError(f"nothing was published in {self.options.store} yet")
-        if self._is_of_another_run(request.history or history):
+        if self._is_replaced(request.history or history):
             return False
-        if self._applied is None or wanted > self._applied:
+        if self._version is None or wanted > self._version:
             return False
-        if wanted < self._applied and request.version is not None:
+        if wanted < self._version and request.version is not None:
             raise VersionError(
-                f"version {wanted} of {self.options.store} is below version {self._applied}, "
+                f"version {wanted} of {self.options.store} is below version {self._version}, "
                 "which the engine has; versions never go back"
             )
-        return self._broken is None
+        return self._state.broken is None
 
-    def _is_of_another_run(self, history: str | None) -> bool:
-        """Whether versions of this history say nothing about the one that the engine has."""
-        if self._served is None or not self._served.is_of_another_run(history):
+    def _is_replaced(self, history: str | None) -> bool:
+        """Whether the store's history is another one than that of the engine's version."""
+        if self._applied is None or not self._applied.is_of_another_history(history):
             return False
         if self.options.new_history == "refuse":
             raise VersionRegressedError(
                 f"{self.options.store} was emptied or replaced, and begun anew; the engine has "
-                f"version {self._served.version} of the run before. To go on with what is there "
+                f"version {self._version} of the run before. To go on with what is there "
                 "now, let it follow the store again with new_history='follow'",
                 history,
             )
         return True
 
-    def _commit(self, staged: Staged) -> None:
+    def _commit(self, staged: Staged) -> dict[str, float]:
+        """Load a version on all ranks; return what the engine's record is to say of it."""
         started = time.monotonic()
         try:
             failures = self._on_all_ranks(lambda: self._load(staged))
@@ -502,15 +491,15 @@ class RankReceiver:
         if any(failures):
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
-        self._served = AppliedVersion(staged.version, staged.history)
+        self._state.weights = AppliedVersion(staged.version, staged.history)
+        self._state.store = self.options.store
         self._failure = None, None
-        self._weights.is_unknown = False
-        self._is_whole_again()
-        self._record_engine(
-            load_s=time.monotonic() - started,
-            stage_s=staged.duration_s,
-            bytes=staged.num_bytes,
-        )
+        self._serve_again()
+        return {
+            "load_s": time.monotonic() - started,
+            "stage_s": staged.duration_s,
+            "bytes": staged.num_bytes,
+        }
 
     def _recover(self, what: str, staged: Staged) -> Staged:
         """After a failed load: the version before; or else, where it is gone, this one once more.
@@ -520,15 +509,15 @@ class RankReceiver:
             EngineBrokenError: some rank has neither.
         """
         why = "the weights before were not of this store"
-        if not self._weights.is_unknown:
-            logger.error("%s; going back to version %s", what, self._applied)
-            failures = self._on_all_ranks(lambda: self._load_again(self._served))
+        if not self._state.is_unknown:
+            logger.error("%s; going back to version %s", what, self._version)
+            failures = self._on_all_ranks(lambda: self._load_again(self._applied))
             if not any(failures):
-                self._is_whole_again()
+                self._serve_again()
                 what = f"{what}; all ranks went back, and {self._serves_on}"
                 self._failure = what, staged.version
                 raise EngineUpdateError(what)
-            why = self._describe(f"go back to version {self._applied}", failures)
+            why = self._describe(f"go back to version {self._version}", failures)
         logger.error("%s; loading version %s once more", why, staged.version)
         failures = self._on_all_ranks(
             lambda: self._load_again(AppliedVersion(staged.version, staged.history))
@@ -539,21 +528,24 @@ class RankReceiver:
         raise EngineBrokenError(self._refuse(f"{what}; {why}; {again}"))
 
     def _refuse(self, why: str) -> str:
-        self._broken = f"half-loaded weights: {why}; update again, or restart the engine"
-        self._model.refuse_to_serve(self._broken)
+        broken = f"half-loaded weights: {why}; update again, or restart the engine"
+        self._state.broken = broken
+        self._model.refuse_to_serve(broken)
         self._record_engine()
-        return self._broken
+        return broken
 
-    def _load_again(self, wanted: AppliedVersion | None) -> None:
-        if wanted is None or self.options.partial:
+    def _load_again(self, goal: AppliedVersion | None) -> None:
+        if goal is None or self.options.partial:
             # A partial version does not tell what a later one has overwritten in addition.
             self._model.load_checkpoint()
-            self._loaded_names.forget()
-        if wanted is not None:
-            self._load(self._take_whole(wanted.version, wanted.history))
+            self._state.loaded_names.forget()
+        if goal is not None:
+            self._load(self._take_whole(goal.version, goal.history))
+        else:
+            self._state.weights = "initial"
 
-    def _is_whole_again(self) -> None:
-        self._broken = None
+    def _serve_again(self) -> None:
+        self._state.broken = None
         self._model.serve_again()
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:
@@ -574,17 +566,17 @@ class RankReceiver:
         if isinstance(request, OptionError) and all(problems):
             raise request  # all were told so: a ValueError, as vLLM's contract has it
         if all(problems):
-            self._weights.require_awake()
+            self._state.require_awake()
         what = f"{self._describe('prepare', problems)}; no rank was touched"
-        if self._broken is not None:
-            raise EngineBrokenError(f"{what}; {self._broken}")
+        if self._state.broken is not None:
+            raise EngineBrokenError(f"{what}; {self._state.broken}")
         raise EngineUpdateError(f"{what}, and {self._serves_on}")
 
     @property
     def _serves_on(self) -> str:
-        if self._weights.is_unknown:
+        if self._state.is_unknown:
             return "the engine serves on with weights that are not of this store"
-        return f"the engine serves on with version {self._applied}"
+        return f"the engine serves on with version {self._version}"
 
     def _describe(self, step: str, problems: list[str | None]) -> str:
         return f"engine {self.engine_id} could not {step}: {by_rank(problems)}"
@@ -596,13 +588,14 @@ class RankReceiver:
 
     def _record_engine(self, **stats: float) -> None:
         if self.ranks.rank == 0:
-            problem, version = (self._broken, None) if self._broken else self._failure
+            broken = self._state.broken
+            problem, version = self._failure if broken is None else (broken, None)
             self._record.write(
-                applied_version=self._applied,
+                applied_version=self._version,
                 history=self._history,
                 problem=problem,
                 problem_version=version,
-                state="serving" if self._broken is None else "broken",
+                state="serving" if broken is None else "broken",
                 attempt=self._attempt,
                 stats=stats or self._record.current.stats,
             )

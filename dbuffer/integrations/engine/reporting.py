@@ -46,20 +46,6 @@ class Switch:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The last attempt failed."""
-
-    version: int | None
-    """To switch to this version; None: before one was found."""
-
-    def is_another(self, before: Failure | None) -> bool:
-        """Whether it begins an incident, and is not one more failure of the one before."""
-        if before is None:
-            return True
-        return None not in (self.version, before.version) and self.version != before.version
-
-
 class FollowerReport:
     """One engine's metrics and log. A gauge whose value is not known is not there.
 
@@ -81,11 +67,11 @@ class FollowerReport:
         """An attempt succeeded, or found nothing to do."""
         self._set("following", 1)
 
-    def failed(self, failure: Failure, before: Failure | None, *, is_engine_known: bool) -> None:
-        """An attempt failed; an incident counts once."""
-        self._add("failures", 1 if failure.is_another(before) else 0)
+    def failed(self, version: int | None, *, is_new_incident: bool, is_engine_known: bool) -> None:
+        """Report a failed attempt at a version; None: it failed before one was found."""
+        self._add("failures", 1 if is_new_incident else 0)
         self._set("following", 0)
-        if failure.version is None:
+        if version is None:
             self._forget("version_available", "lag_versions", "lag_seconds")
         if not is_engine_known:
             self._forget("version_applied", "lag_versions", "lag_seconds")

@@ -78,31 +78,6 @@ class StoreView:
     def _record(self, receiver_id: str) -> ReceiverRecord | None:
         return self._names.record(self._store, receiver_id)
 
-    def acknowledgement(self, goal: AppliedVersion) -> ReceiverRecord:
-        """The engine's own record, which must tell of this version or a later one."""
-        record = self.engine_record()
-        if record is not None and record.problem is not None:
-            # Of a rank whose errors the engine does not pass on.
-            kind = (
-                errors.EngineBrokenError if record.state == "broken" else errors.EngineUpdateError
-            )
-            raise kind(record.problem)
-        if record is None or not record.has_applied(goal.version, goal.history):
-            raise errors.EngineUpdateError(
-                f"{self.engine_id} did not acknowledge version {goal.version} in "
-                f"{self.options.store}: do its workers see the same directory, and may they write "
-                "there?"
-            )
-        return record
-
-    def outcome_of(self, attempt: str) -> ReceiverRecord | None:
-        """The engine's own record, if it tells how this attempt to switch it ended."""
-        with contextlib.suppress(errors.DBufferError, OSError):
-            record = self.engine_record()
-            if record is not None and record.attempt == attempt:
-                return record
-        return None
-
     # What the store holds
 
     def history_now(self) -> str | None:
@@ -134,7 +109,7 @@ class StoreView:
         pointer = store.newest_pointer()
         newest, history = (pointer.version, pointer.history) if pointer else (0, None)
         has = 0 if served is None else served.version
-        if served is not None and served.is_of_another_run(history):
+        if served is not None and served.is_of_another_history(history):
             self._admit_new_history(served, AppliedVersion(newest, history))
             has = 0  # of what is there now
         elif newest < has:

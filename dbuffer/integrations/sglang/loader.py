@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine import messages
@@ -19,7 +20,7 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions
 from dbuffer.integrations.sglang import foreign_loads
 from dbuffer.integrations.sglang.commands import Command
-from dbuffer.integrations.sglang.rank import SchedulerRank, all_ranks
+from dbuffer.integrations.sglang.rank import SchedulerRank
 from dbuffer.store.records import RecordFile
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     logger.error("%s: %s", type(request).__name__, answer.problem)
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(answer.problem)
-    elif isinstance(request, messages.BeginRequest) and all_ranks().rank == 0:
+    elif isinstance(request, messages.BeginRequest) and get_parallel().tp_group.rank_in_group == 0:
         _record_refusal(request.options, answer)
 
 

@@ -1,4 +1,4 @@
-"""`SchedulerRank`: what a receiver needs to know of the SGLang scheduler process that it is in."""
+"""`SchedulerRank`: the SGLang scheduler process that a receiver runs in."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ from dbuffer.integrations.sglang.shape_check import sglang_shape_check
 from dbuffer.weights.names import NameMap
 
 
-def all_ranks() -> RankChannel:
-    """All ranks of this tensor-parallel engine, each in a scheduler process of its own."""
-    return RankChannel(get_parallel().tp_group)
-
-
 class SchedulerRank(EngineRank):
     """One rank of an SGLang engine."""
 
@@ -28,7 +23,7 @@ class SchedulerRank(EngineRank):
         self.module = model
         self._names = names
         self.on_device = next(model.parameters()).device.type != "cpu"
-        self.ranks = all_ranks()
+        self.ranks = RankChannel.of(get_parallel().tp_group)
 
     def engine_id(self, options: EngineOptions) -> str:
         """The engine's name among the store's receivers: its follower has chosen it."""

@@ -16,7 +16,7 @@ from typing import Any
 from dbuffer.errors import EngineBusyError, EngineUpdateError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
 from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.engine_options import EngineNames, UpdateRequest
+from dbuffer.integrations.engine.engine_options import EngineNames
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.sglang.commands import Command
@@ -60,10 +60,7 @@ def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
 
 
 class _Sglang(Engine):
-    """Asks an engine's ranks by commands, and learns from the store how it went.
-
-    SGLang returns nothing of what a rank answers.
-    """
+    """Calls an engine's ranks by commands. SGLang passes no answer of a rank on."""
 
     pauses = tuple(_PAUSES)
 
@@ -100,24 +97,19 @@ class _Sglang(Engine):
         self._command_ranks(self._command(None), flush_cache=True)
 
     def _outcome_of(self, request: messages.RankRequest) -> messages.RankAnswer:
-        """What the engine's record says; the ranks themselves must not raise it."""
+        """Return the refusal to follow that the engine's record tells; the ranks must not raise it.
+
+        The outcome of an update is read from that record in any case, by the follower.
+        """
+        if not isinstance(request, messages.BeginRequest):
+            return messages.RankAnswer()
         if self._store is None or not self._store.exists():
             return messages.RankAnswer()
         record = self._names.record(self._store, self._names.engine_id)
-        if record is None or record.problem is None:
-            return messages.RankAnswer()
         # What was half loaded before following began is repaired by an update.
-        if isinstance(request, messages.BeginRequest) and record.state != "broken":
-            return messages.RankAnswer(messages.RankOutcome.UNSUPPORTED, record.problem)
-        if isinstance(request, UpdateRequest) and not record.has_applied(
-            request.at_least or 0, request.history
-        ):
-            is_broken = record.state == "broken"
-            return messages.RankAnswer(
-                messages.RankOutcome.BROKEN if is_broken else messages.RankOutcome.REFUSED,
-                record.problem,
-            )
-        return messages.RankAnswer()
+        if record is None or record.problem is None or record.state == "broken":
+            return messages.RankAnswer()
+        return messages.RankAnswer(messages.RankOutcome.UNSUPPORTED, record.problem)
 
 
 class OfflineSglang(_Sglang):

@@ -24,7 +24,7 @@ from dbuffer.integrations.vllm.callback_loading import (
     leave_layers_alone,
 )
 from dbuffer.integrations.vllm.config import options_of
-from dbuffer.integrations.vllm.rank import WorkerChannel, WorkerRank
+from dbuffer.integrations.vllm.rank import WorkerRank, raising_once
 from dbuffer.integrations.vllm.sparse_patches import (
     trainer_send_sparse_weights,
     trainer_send_weights,
@@ -144,7 +144,6 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _follow_in_worker(self, vllm_config: Any, device: Any) -> None:
         self._vllm_config, self._device = vllm_config, device
-        self._ranks = WorkerChannel(vllm_config)
         self._endpoint = RankEndpoint.of(self.model)
         options = options_of(vllm_config.additional_config)
         if options is not None:
@@ -156,7 +155,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Check ``init_info``; None on ranks that must not raise."""
         if self._callback_loader is not None:
             return DBufferInitInfo.parse(init_dict)
-        with self._ranks.raising_once():
+        with raising_once(self._vllm_config):
             return DBufferInitInfo.parse(init_dict)
         return None
 
@@ -173,7 +172,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._callback_loader is not None:
             self._callback_loader.begin(init_info)
             return
-        with self._ranks.raising_once():
+        with raising_once(self._vllm_config):
             self._begin(init_info)
 
     def start_weight_update(self) -> None:
@@ -227,5 +226,5 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._endpoint.begin(rank, BeginRequest(options=options))
 
     def _update(self, request: DBufferUpdateInfo | OptionError) -> None:
-        with self._ranks.raising_once():
+        with raising_once(self._vllm_config):
             self._endpoint.update(request)

@@ -29,7 +29,7 @@ from dbuffer.integrations.engine.messages import (
 from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.reporting import Switch
-from dbuffer.integrations.vllm.rank import WorkerChannel
+from dbuffer.integrations.vllm.rank import worker_group
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from dbuffer.ranks.agreement import Agreement
 
@@ -81,9 +81,9 @@ class LaunchedFollower:
 
     def __init__(self, llm: Any, options: EngineOptions | None) -> None:
         self._mine = OfflineVllm(llm)
-        ranks = WorkerChannel(llm.llm_engine.vllm_config)
+        group = worker_group(llm.llm_engine.vllm_config.parallel_config)
         timeout_s = RANK_TIMEOUT_S + (options.timeout_s if options is not None else 0.0)
-        self._agreement = Agreement(ranks.process_group, timeout_s=timeout_s)
+        self._agreement = Agreement(group.cpu_group, timeout_s=timeout_s)
         self._leader: Follower | None = None
         if self._agreement.rank == 0:
             self._leader = Follower(_AllRanks(self._agreement, llm), options)

@@ -1,4 +1,4 @@
-"""What a receiver needs to know of the vLLM worker that it is in, and of all of them."""
+"""`WorkerRank`: the vLLM worker that a receiver runs in; and the group of all workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WorkerRank(EngineRank):
         self._device = device
         self.on_device = device.type != "cpu"
         self.packing = None if self.on_device else CpuPacking()
-        self.ranks = WorkerChannel(vllm_config)
+        self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
         self.instance_id = vllm_config.instance_id
         self.is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         if is_launched(vllm_config.parallel_config):  # each process has made up its own
@@ -60,31 +60,26 @@ class WorkerRank(EngineRank):
         return vllm_shape_check(self._vllm_config, self.module, partial=partial)
 
 
-class WorkerChannel(RankChannel):
-    """All workers of a vLLM engine, of all replicas that step together."""
+@contextlib.contextmanager
+def raising_once(vllm_config: Any) -> Iterator[None]:
+    """Let an error out on one rank of an engine only. All ranks have logged it.
 
-    def __init__(self, vllm_config: Any) -> None:
-        parallel = vllm_config.parallel_config
-        super().__init__(_group_of(parallel))
-        # vLLM's executor of several processes reads replies in the order of ranks, and stops at
-        # the first failed one; the rest stay in their queues, and every later call reads answers
-        # that are one call old. So only the rank that is read last may raise. Where each process
-        # has a front end of its own, each must hear of it.
-        is_last = self.rank % parallel.world_size == parallel.world_size - 1
-        self._may_raise: bool = is_last or is_launched(parallel)
-
-    @contextlib.contextmanager
-    def raising_once(self) -> Iterator[None]:
-        """Let an error out on one rank only: vLLM reads no further. All ranks have logged it."""
-        try:
-            yield
-        except DBufferError:
-            if self._may_raise:
-                raise
+    vLLM's executor of several processes reads replies in the order of ranks, and stops at the first
+    failed one; the rest stay in their queues, and every later call reads answers that are one call
+    old. So only the rank that is read last may raise. Where each process has a front end of its
+    own, each must hear of it.
+    """
+    parallel = vllm_config.parallel_config
+    last = parallel.world_size - 1
+    try:
+        yield
+    except DBufferError:
+        if is_launched(parallel) or worker_group(parallel).rank_in_group % (last + 1) == last:
+            raise
 
 
-def _group_of(parallel: Any) -> Any:
-    """All workers of an engine, as a group of vLLM's.
+def worker_group(parallel: Any) -> Any:
+    """Return all workers of an engine, of all replicas that step together, as a group of vLLM's.
 
     Its world is torch.distributed's, which several engines share where torchrun started them.
     """
