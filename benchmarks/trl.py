@@ -84,20 +84,43 @@ def _times_s(model: Model, place: Path, rounds: int) -> dict[str, list[float]]:
 def _make_trainer(model: Model, place: Path) -> Any:
     engines.import_vllm(live=True)  # past vLLM's packing of weights TRL's way loads
     from datasets import Dataset
-    from trl import GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer
 
-    from dbuffer.examples.common import make_tokenizer
-    from dbuffer.examples.trl import configuration
     from dbuffer.integrations.trl import over_store
 
     checkpoint = Checkpoint(place / "checkpoint", model)
     checkpoint.save(model.weights(seed=0))
-    make_tokenizer().save_pretrained(checkpoint.directory)
+    _make_tokenizer().save_pretrained(checkpoint.directory)
+    configuration = GRPOConfig(
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=256,
+        vllm_gpu_memory_utilization=0.1,
+        output_dir=str(place / "trainer"),
+        use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=2,
+        num_generations=2,
+        bf16=False,
+        report_to=[],
+        model_init_kwargs={"dtype": "bfloat16"},
+    )
     return over_store(GRPOTrainer, place / "store")(
         model=str(checkpoint.directory),
         reward_funcs=lambda completion_ids, **_: [0.0] * len(completion_ids),
-        args=configuration(place, 1, model_init_kwargs={"dtype": "bfloat16"}),
-        train_dataset=Dataset.from_dict({"prompt": ["word-1 word-2"]}),
+        args=configuration,
+        train_dataset=Dataset.from_dict({"prompt": ["word-1"]}),
+    )
+
+
+def _make_tokenizer() -> Any:
+    """One of two words, which is all that the trainer asks for."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(WordLevel({"word-0": 0, "word-1": 1}, unk_token="word-0"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="word-0", eos_token="word-1"
     )
 
 

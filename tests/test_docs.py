@@ -203,6 +203,8 @@ def test_modules_that_are_run_exist(page: Path) -> None:
         if name.startswith(("dbuffer", "benchmarks")):
             path = ROOT.joinpath(*name.rstrip(".").split("."))
             assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
+    for name in re.findall(r"examples/\w+\.py", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).is_file(), name
 
 
 # JSON.

@@ -51,7 +51,6 @@ ROOMS = (
     "mirror",
     "integrations",
     "tools",
-    "examples",
 )
 """Imports point from right to left."""
 
@@ -115,7 +114,7 @@ def test_imports_no_optional_package(probes):
 def test_imports_neither_command_line_nor_integrations(probes):
     for probe in probes:
         outer = {name.split(".")[1] for name in probe["submodules"]}
-        assert not outer & {"tools", "examples", "integrations", "__main__"}
+        assert not outer & {"tools", "integrations", "__main__"}
 
 
 def test_takes_little_longer_than_tensordict(probes):

@@ -82,8 +82,9 @@ def test_the_sources_can_be_tested(built: Path) -> None:
     [source_tree] = (entry for entry in built.iterdir() if entry.is_dir())
     for name in ("dev.py", "README.md", "requirements-cpu.txt", "requirements-sglang-cpu.txt"):
         assert (source_tree / name).is_file(), name
-    tests = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")}
-    assert tests == {path.relative_to(source_tree) for path in source_tree.glob("tests/**/*.py")}
+    for folder in ("tests", "examples"):
+        there = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*.py")}
+        assert there == {p.relative_to(source_tree) for p in source_tree.glob(f"{folder}/**/*.py")}
 
 
 def test_what_is_installed_publishes_and_receives(built: Path, tmp_path: Path) -> None:

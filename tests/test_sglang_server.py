@@ -179,8 +179,9 @@ def test_restarted_trainer_goes_on(world: World) -> None:
 
 
 def test_example_samples_with_the_newest_weights_each_time(world: World, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dbuffer.examples.sglang_rollouts", str(world.checkpoint)]
-    command += [world.server.url, str(tmp_path / "store")]
+    example = Path(__file__).parents[1] / "examples" / "sglang_server.py"
+    command = [sys.executable, str(example), str(world.checkpoint), world.server.url]
+    command.append(str(tmp_path / "store"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "".join(

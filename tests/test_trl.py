@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -138,8 +139,9 @@ class TestRanks:
             assert max(seen["differences"]) < MAX_DIFFERENCE
 
     @in_soaks_alone
-    def test_each_rank_switches_the_engine_in_its_process(self, tmp_path: Path) -> None:
-        for seen in run("colocate", tmp_path):
+    @pytest.mark.parametrize("kind", ["colocate", "colocate lora"])
+    def test_each_rank_switches_the_engine_in_its_process(self, tmp_path: Path, kind: str) -> None:
+        for seen in run(kind, tmp_path):
             assert seen["version"] == NUM_RANK_STEPS + 1
             assert len(seen["differences"]) == NUM_RANK_STEPS
             assert max(seen["differences"]) < MAX_DIFFERENCE_BF16
@@ -240,12 +242,10 @@ def signature_of(function: Callable[..., Any]) -> list[list[str]]:
 
 class Program:
     def __init__(self, directory: Path) -> None:
-        from dbuffer.examples.trl import first_model, save
-        from dbuffer.tools.demo.policy import Task
+        from trl_parts import first_model, save
 
         self.directory = directory
         self.store = directory / "store"
-        self.task = Task(seed=0)
         self.checkpoints = {
             kind: save(first_model(lora=kind == "lora"), directory / f"first-{kind}")
             for kind in KINDS
@@ -295,20 +295,17 @@ class Program:
 
     def trainer(self, kind: str, *, store: Path | None = None, **options: Any) -> Any:
         from trl import GRPOTrainer
+        from trl_parts import LORA, configuration, make_dataset
 
-        from dbuffer.examples.trl import LORA, configuration, make_dataset
         from dbuffer.integrations.trl import over_store
 
         self.rewards: list[float] = []
         self.on_step: Callable[[int], None] = lambda _: None
         config = configuration(
             self.directory,
-            len(self.task.prompts),
             vllm_mode="server",
             vllm_server_base_url=self.server.url,
             max_steps=NUM_STEPS,
-            logging_strategy="steps",
-            logging_steps=1,
             **options,
         )
         timeout_s = 300.0 if store is None else 0.5
@@ -316,19 +313,21 @@ class Program:
             model=str(self.checkpoints[kind]),
             reward_funcs=self.reward,
             args=config,
-            train_dataset=make_dataset(self.task.prompts),
+            train_dataset=make_dataset(),
             peft_config=LORA if kind == "lora" else None,
         )
 
     def reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        found = self.task.rewards(tuple(map(tuple, completion_ids)))
-        self.rewards.append(found.mean().item())
+        from trl_parts import rewards_of
+
+        rewards = rewards_of(completion_ids)
+        self.rewards.append(statistics.fmean(rewards))
         self.on_step(len(self.rewards))
-        return found.tolist()
+        return rewards
 
     def train(self, kind: str, *, held_back: bool = False, kill: bool = False) -> dict[str, Any]:
         """A whole run, as a script of TRL's has it."""
-        from dbuffer.examples.trl import save, whole
+        from trl_parts import ask_fresh_engine, merged, save
 
         killed: list[int] = []
 
@@ -355,8 +354,8 @@ class Program:
         }
         trainer.weight_sync.close()
         if not held_back:
-            last = save(whole(trainer.model), self.directory / f"last-{kind}")
-            seen |= {"expected": self.fresh_answers(last), "metadata": self.metadata()}
+            last = save(merged(trainer.model), self.directory / f"last-{kind}")
+            seen |= {"expected": ask_fresh_engine(last), "metadata": self.metadata()}
         return seen
 
     def metadata(self) -> Any:
@@ -388,8 +387,7 @@ class Program:
         """
         from accelerate import Accelerator
         from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-
-        from dbuffer.examples.trl import first_model, save
+        from trl_parts import ask_fresh_engine, first_model, save
 
         model = first_model(lora=True)
         with torch.no_grad():
@@ -419,7 +417,7 @@ class Program:
             "answers": self.answers(),
             "serves": self.server.version(),
             "answers before": before,
-            "expected": self.fresh_answers(save(model, self.directory / "asynchronous")),
+            "expected": ask_fresh_engine(save(model, self.directory / "asynchronous")),
             "paused": paused,
             "meanwhile": meanwhile,
             "tensors": len(list(model.parameters())),
@@ -429,18 +427,9 @@ class Program:
 
     def answers(self) -> Any:
         """The server's, greedy."""
-        from dbuffer.examples.atropos import ask
+        from trl_parts import ask_server
 
-        return ask(self.server.client, self.task.prompts, temperature=0.0)
-
-    def fresh_answers(self, checkpoint: Path) -> Any:
-        """Those of an engine that was started from a checkpoint."""
-        from dbuffer.tools.demo.engines import generate, start_llm
-
-        llm = start_llm(checkpoint, seed=0)
-        answers = generate(llm, self.task.prompts, greedy=True)
-        llm.llm_engine.engine_core.shutdown()
-        return answers
+        return ask_server(self.server.client)
 
     def error_of(self, action: Callable[[], Any]) -> list[str]:
         try:
@@ -453,36 +442,30 @@ class Program:
 def train_as_rank(directory: Path) -> None:
     """One rank of a trainer that torchrun started; the first leaves what all of them saw."""
     from trl import GRPOTrainer
+    from trl_parts import LORA, configuration, first_model, make_dataset, rewards_of, save
 
-    from dbuffer.examples.trl import LORA, configuration, first_model, make_dataset, save
     from dbuffer.integrations.trl import over_store
-    from dbuffer.tools.demo.policy import Task
 
     kind, *server = sys.argv[2:]
     torch.set_num_threads(1)
-    task, has_adapter = Task(seed=0), kind.endswith("lora")
+    has_adapter = kind.endswith("lora")
     checkpoint = directory / "first"
     if distributed.get_rank() == 0:
         save(first_model(lora=has_adapter), checkpoint)
     distributed.barrier()
     config = configuration(
         directory,
-        len(task.prompts),
         per_device_train_batch_size=32,
         max_steps=NUM_RANK_STEPS,
-        logging_strategy="steps",
-        logging_steps=1,
         deepspeed=deepspeed_configuration(kind),
         **({"vllm_mode": "server", "vllm_server_base_url": server[1]} if server else {}),
     )
     store = server[0] if server else directory / "store"
     trainer: Any = over_store(GRPOTrainer, store, timeout_s=300)(
         model=str(checkpoint),
-        reward_funcs=lambda completion_ids, **_: task.rewards(
-            tuple(map(tuple, completion_ids))
-        ).tolist(),
+        reward_funcs=lambda completion_ids, **_: rewards_of(completion_ids),
         args=config,
-        train_dataset=make_dataset(task.prompts),
+        train_dataset=make_dataset(),
         peft_config=LORA if has_adapter else None,
     )
     trainer.train()

@@ -1,17 +1,14 @@
-r"""A trainer whose rollouts come from an SGLang server, with every new policy through a store.
+"""A trainer whose rollouts come from an SGLang server that follows through a store.
 
-Start the server anywhere that sees the store, and then this::
+Start the server on any host that sees the store, then this::
 
     python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init \
         --custom-weight-loader dbuffer.integrations.sglang.load_from_store
-    python -m dbuffer.examples.sglang_rollouts MODEL http://localhost:30000 /dev/shm/policy
+    python examples/sglang_server.py MODEL http://localhost:30000 /dev/shm/policy
 
-Training is left out: a step here moves the weights a little, at random. What is shown is that each
-batch of rollouts is sampled with the weights of the step before it, and says so. Needs transformers
-and httpx; SGLang only where the server is.
+Training is left out: a step moves the weights a little, at random. Each batch of rollouts must be
+sampled with the weights of the step before it, and say so. Needs transformers and httpx.
 """
-
-from __future__ import annotations
 
 import sys
 from typing import Any
@@ -21,26 +18,24 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import dbuffer
-from dbuffer.examples.common import say
-from dbuffer.integrations.sglang import BackgroundFollower, follow
+from dbuffer.integrations.sglang import follow
 
 PROMPTS = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
 NUM_STEPS = 3
 TIMEOUT_S = 600.0
 
 
-def run(checkpoint: str, url: str, store: str) -> None:
+def main(checkpoint: str, url: str, store: str) -> None:
     """Publish, wait until the server has switched, and sample."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with dbuffer.WeightSender(store) as sender, follow(url, store) as follower:
-        assert isinstance(follower, BackgroundFollower)  # noqa: S101 - a URL's always is
         for step in range(NUM_STEPS):
             version = sender.send(model, metadata={"step": step}).version
             follower.wait_applied(version, TIMEOUT_S)
-            versions = {answer["meta_info"]["weight_version"] for answer in sample(url)}
-            say(f"step {step}: rollouts of version {', '.join(sorted(versions))}")
+            versions = {rollout["meta_info"]["weight_version"] for rollout in sample(url)}
+            print(f"step {step}: rollouts of version {', '.join(sorted(versions))}", flush=True)
             if versions != {str(version)}:
-                sys.exit(f"and not of version {version}, which was published last")
+                sys.exit(f"version {version} was published last")
             train(model)
 
 
@@ -54,10 +49,10 @@ def sample(url: str) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def train(model: torch.nn.Module) -> None:
-    """Stands for a step of training on the rollouts."""
+    """Stand in for a step of training on the rollouts."""
     for parameter in model.parameters():
         parameter.add_(1e-3 * torch.randn_like(parameter))
 
 
 if __name__ == "__main__":
-    run(*sys.argv[1:])
+    main(*sys.argv[1:])
