@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -87,5 +88,8 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: st
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    with pytest.raises(DBufferError, match=rf"the demo needs {package}.*\.\[demo\]"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(DBufferError, match=rf"the demo needs {package}.*\.\[demo\]"),
+    ):
         demo()

@@ -22,7 +22,9 @@ import dbuffer
 from dbuffer.errors import DBufferError, OptionError, WaitTimeoutError
 from dbuffer.tools.commands.demo import demo
 from dbuffer.tools.commands.doctor import doctor
+from dbuffer.tools.commands.exec import run_for_each
 from dbuffer.tools.commands.follow import follow
+from dbuffer.tools.commands.follow_server import follow_server
 from dbuffer.tools.commands.ls import ls
 from dbuffer.tools.commands.mirror import mirror
 from dbuffer.tools.commands.publish import publish
@@ -45,8 +47,9 @@ checkpoint into it, `follow` reacts to each new version, `status` shows who is w
 Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
 """,
 )
-for _command in (publish, follow, mirror, status, verify, ls, doctor, demo):
+for _command in (publish, follow, follow_server, mirror, status, verify, ls, doctor, demo):
     app.command()(_command)
+app.command("exec")(run_for_each)
 
 
 def run(arguments: Sequence[str]) -> int:

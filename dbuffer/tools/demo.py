@@ -11,17 +11,16 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import transformers
+import vllm
 from torch import nn
 
+from dbuffer.integrations.vllm import follow
 from dbuffer.publish.sender import WeightSender
 from dbuffer.tools.commands.shared import print_line
-
-if TYPE_CHECKING:
-    import vllm
 
 Answers: TypeAlias = list[list[int]]
 """Token ids, a row for each prompt."""
@@ -37,27 +36,10 @@ _SAMPLES_PER_PROMPT = 8
 _PROMPT_TOKENS = (4, 7, 12, 20, 31, 33, 48, 70)
 """Some prompts are longer than vLLM's cache block: a stale prefix cache shows only in those."""
 _BLOCK_TOKENS = 32
-_ENVIRONMENT = {
-    # With two threads for so small a model, the median pause was 62 ms and not 18 ms, on two cores.
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 def run_demo() -> bool:
-    """Train, with a line for each step; return whether the engine followed its trainer.
-
-    Raises:
-        ModuleNotFoundError: a package that the demo needs is not installed.
-    """
-    os.environ |= _ENVIRONMENT | os.environ
-    import vllm  # noqa: F401  # here, before anything is made that needs it
-
-    from dbuffer.integrations.vllm import follow
-
+    """Train, with a line for each step; return whether the engine followed its trainer."""
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)  # the model is too small for more, and the engine needs the others
     trainer, rewards = _Trainer(), []
@@ -137,8 +119,6 @@ class _Trainer:
 
 
 def _start_engine(model: nn.Module, checkpoint: Path) -> vllm.LLM:
-    import vllm
-
     model.save_pretrained(checkpoint)  # type: ignore[operator]
     return vllm.LLM(
         str(checkpoint),
@@ -156,8 +136,6 @@ def _start_engine(model: nn.Module, checkpoint: Path) -> vllm.LLM:
 
 
 def _generate(engine: vllm.LLM, prompts: Answers, temperature: float) -> Answers:
-    import vllm
-
     sampling = vllm.SamplingParams(
         temperature=temperature, max_tokens=_ANSWER_TOKENS, ignore_eos=True, detokenize=False
     )

@@ -1,4 +1,4 @@
-"""``dbuffer follow``: print versions, run a command for each, or switch a server to them."""
+"""``dbuffer follow``: print each new version."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import contextlib
 import json
 import logging
 import math
-import os
-import subprocess
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 import dbuffer
 from dbuffer import errors
@@ -21,9 +17,7 @@ from dbuffer.runtime import options
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.runtime.trouble import Trouble
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.filesystem import path_of
 from dbuffer.tools.commands import shared
-from dbuffer.tools.commands.follow_server import Server, follow_server
 
 if TYPE_CHECKING:
     from dbuffer.receive.snapshot import Snapshot
@@ -33,137 +27,57 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 """How often it can be logged that trouble with a store is over, while nothing new comes."""
 
-_MAX_VARIABLE_BYTES = 128 << 10
-"""Linux's limit for one variable of an environment, with its name and the zero at its end."""
-
 
 def follow(
     store: shared.StoreArgument,
-    command: Annotated[
-        str | None,
-        typer.Option(
-            "--exec",
-            metavar="CMD",
-            help="Run this shell command for each version, with DBUFFER_VERSION, DBUFFER_STORE, "
-            "DBUFFER_WEIGHTS (a file, safe to read until the command ends; on a network mount a "
-            "copy in TMPDIR) and DBUFFER_METADATA_FILE (JSON) in its environment, and the same "
-            "JSON in DBUFFER_METADATA if it is below 128 KB. A failing command stops following, "
-            "and its version is not acknowledged.",
-        ),
-    ] = None,
-    newer_than: Annotated[
-        int | None, typer.Option(help="Begin above this version.  [default: with what is there]")
-    ] = None,
+    newer_than: shared.NewerThanOption = None,
     count: shared.CountOption = None,
-    timeout_s: Annotated[
-        float | None,
-        typer.Option(help="Stop with exit code 3 if no version comes for this many seconds."),
-    ] = None,
-    receiver_id: Annotated[
-        str | None, typer.Option(help="The name under which versions are acknowledged.")
-    ] = None,
-    verify_checksums: Annotated[
-        bool, typer.Option("--verify", help="Check every tensor's checksum.")
-    ] = False,
-    vllm: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Keep the vLLM server at this address on the newest version. It must run with "
-            "VLLM_SERVER_DEV_MODE=1, and see the store under the same path.",
-        ),
-    ] = None,
-    sglang: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Keep the SGLang server at this address on the newest version. It must be started "
-            "with --custom-weight-loader dbuffer.integrations.sglang.load_from_store.",
-        ),
-    ] = None,
-    rename: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --sglang: a mapping file, from the store's names to the server's.",
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="The server's API key."),
-    ] = None,
-    pause: Annotated[
-        str,
-        typer.Option(
-            help="What happens to the server's requests in flight during a switch: 'keep', 'abort' "
-            "or (vLLM only) 'wait'."
-        ),
-    ] = "keep",
-    partial: Annotated[
-        bool,
-        typer.Option(
-            "--partial",
-            help="Versions may hold a part of the vLLM server's model; the rest stays as it is.",
-        ),
-    ] = False,
-    unused_tensors: Annotated[
-        str,
-        typer.Option(
-            metavar="refuse|warn",
-            help="With --vllm or --sglang, when a version has tensors that the server's model has "
-            "no place for: 'refuse' it; or 'warn' once, and leave them out.",
-        ),
-    ] = "refuse",
-    new_history: Annotated[
-        str,
-        typer.Option(
-            metavar="follow|refuse",
-            help="When the store was emptied or replaced by another run: 'follow' the new "
-            "versions, with a warning; or 'refuse' them, and stop.",
-        ),
-    ] = "follow",
+    timeout_s: shared.TimeoutOption = None,
+    receiver_id: shared.ReceiverOption = None,
+    verify: shared.VerifyOption = False,
+    new_history: shared.NewHistoryOption = "follow",
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
-    *,
-    context: typer.Context,
 ) -> None:
-    """Print each new version as it comes, and acknowledge it; with --exec, run a command.
+    """Print each new version as it comes, and acknowledge it."""
+    follow_versions(
+        store,
+        lambda snapshot: report_version(snapshot, as_json=as_json),
+        newer_than=newer_than,
+        count=count,
+        timeout_s=timeout_s,
+        receiver_id=receiver_id,
+        verify=verify,
+        new_history=new_history,
+        allow_shared_store=allow_shared_store,
+    )
 
-    With --vllm or --sglang, switch a server to it instead, and print how long that took. The
-    server is resumed after each switch; one that was restarted is switched again.
+
+def follow_versions(
+    store: Path,
+    on_version: Callable[[Snapshot], None],
+    *,
+    newer_than: int | None,
+    count: int | None,
+    timeout_s: float | None,
+    receiver_id: str | None,
+    verify: bool,
+    new_history: str,
+    allow_shared_store: bool,
+) -> None:
+    """Call ``on_version`` with each new version, which is acknowledged when it returns.
+
+    Raises:
+        OptionError: an option is invalid.
+        WaitTimeoutError: no version came for ``timeout_s``.
     """
     if timeout_s is not None:
         options.seconds("timeout_s", timeout_s)
-    options.choice("pause", pause, ("keep", "abort", "wait"))
     options.choice("new_history", new_history, ("follow", "refuse"))
-    options.choice("unused_tensors", unused_tensors, ("refuse", "warn"))
-    has_server = vllm is not None or sglang is not None
-    _refuse_unless(sglang is not None, "--sglang", context, "rename")
-    _refuse_unless(vllm is not None, "--vllm", context, "partial")
-    _refuse_unless(has_server, "--vllm or --sglang", context, "pause", "api_key", "unused_tensors")
-    if has_server:
-        if command is not None or newer_than is not None or None not in (vllm, sglang):
-            raise typer.BadParameter(
-                "use one of these at a time", param_hint="--exec, --newer-than, --vllm, --sglang"
-            )
-        follow_server(
-            Server(vllm or sglang or "", sglang is not None, api_key, pause, rename),
-            store,
-            count=count,
-            timeout_s=timeout_s,
-            as_json=as_json,
-            engine_id=receiver_id,
-            verify=verify_checksums or "auto",
-            allow_shared_store=allow_shared_store,
-            partial=partial,
-            unused_tensors=unused_tensors,
-            new_history=new_history,
-        )
-        return
     receiver = dbuffer.WeightReceiver(
         store,
         receiver_id=receiver_id,
-        verify=verify_checksums or "auto",
+        verify=verify or "auto",
         allow_shared_store=allow_shared_store,
     )
     with receiver:
@@ -172,23 +86,11 @@ def follow(
         while count is None or count > 0:
             held = contextlib.ExitStack()
             snapshot = _hold_next(receiver, held, newer_than, timeout_s, new_history)
-            # That the store was emptied meanwhile is found, and decided on, by the next look.
+            # A store that is emptied meanwhile is found, and decided on, by the next look.
             with contextlib.suppress(errors.VersionRegressedError), held:
-                _report(snapshot, as_json=as_json)
-                if command is not None:
-                    _execute(command, store, snapshot)
+                on_version(snapshot)
             newer_than = snapshot.version
             count = None if count is None else count - 1
-
-
-def _refuse_unless(is_used: bool, with_option: str, context: typer.Context, *names: str) -> None:
-    """Refuse options that were given on the command line, and that nothing uses."""
-    for name in () if is_used else names:
-        source = context.get_parameter_source(name)
-        # One from an environment variable may be meant for other commands.
-        if source is not None and source.name == "COMMANDLINE":
-            hint = "--" + name.replace("_", "-")
-            raise typer.BadParameter(f"only together with {with_option}", param_hint=hint)
 
 
 def _hold_next(
@@ -229,7 +131,8 @@ def _hold_next(
             )
 
 
-def _report(snapshot: Snapshot, *, as_json: bool) -> None:
+def report_version(snapshot: Snapshot, *, as_json: bool) -> None:
+    """Print a version's number, size and metadata."""
     num_tensors = len(snapshot.specs)
     num_bytes = sum(spec.num_bytes for spec in snapshot.specs)
     counts = {"version": snapshot.version, "num_tensors": num_tensors, "num_bytes": num_bytes}
@@ -240,31 +143,3 @@ def _report(snapshot: Snapshot, *, as_json: bool) -> None:
     shared.print_line(
         f"version {snapshot.version}: {num_tensors} tensors, {format_bytes(num_bytes)}{metadata}"
     )
-
-
-def _execute(command: str, store: Path, snapshot: Snapshot) -> None:
-    metadata = json.dumps(snapshot.metadata)
-    with snapshot.as_file() as weights, tempfile.TemporaryFile("w") as metadata_file:
-        metadata_file.write(metadata)
-        metadata_file.flush()
-        environment = {
-            **os.environ,
-            "DBUFFER_VERSION": str(snapshot.version),
-            "DBUFFER_STORE": str(store),
-            "DBUFFER_WEIGHTS": str(weights),
-            "DBUFFER_METADATA": metadata,
-            "DBUFFER_METADATA_FILE": str(path_of(metadata_file.fileno())),
-        }
-        if len(f"DBUFFER_METADATA={metadata}") >= _MAX_VARIABLE_BYTES:
-            del environment["DBUFFER_METADATA"]
-            logger.warning(
-                "metadata of %d bytes does not fit into DBUFFER_METADATA; read it from the file "
-                "that DBUFFER_METADATA_FILE names",
-                len(metadata),
-            )
-        # A shell command is what --exec promises.
-        done = subprocess.run(command, shell=True, env=environment, check=False)  # noqa: S602
-    if done.returncode:
-        raise errors.DBufferError(
-            f"the command for version {snapshot.version} ended with {done.returncode}: {command}"
-        )

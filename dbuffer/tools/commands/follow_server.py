@@ -1,88 +1,119 @@
-"""``dbuffer follow --vllm`` and ``--sglang``: a server is switched to each new version."""
+"""``dbuffer follow-server``: switch an inference server to each new version."""
 
 from __future__ import annotations
 
+import enum
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from dbuffer.errors import DBufferError, OptionError, UnsupportedError, WaitTimeoutError
+from dbuffer.runtime import options
 from dbuffer.tools.commands import shared
 from dbuffer.weights.names import NameMap
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.engine_options import EngineOptions
-    from dbuffer.integrations.engine.follower import Follower
     from dbuffer.integrations.engine.server import EngineServer
 
 
-class Server(NamedTuple):
-    """The server to follow with."""
+class ServerKind(enum.StrEnum):
+    """The inference servers that can be followed from outside."""
 
-    url: str
-    is_sglang: bool
-    api_key: str | None
-    pause: str
-    rename: Path | None
-
-    def follower(self, options: EngineOptions) -> Follower:
-        """What switches it.
-
-        Raises:
-            DBufferError: a package that it needs is not installed.
-            OptionError: ``pause`` or ``rename`` is not for this kind of server.
-        """
-        try:
-            from dbuffer.integrations.engine.follower import Follower
-
-            server = self._engine()
-            return Follower(server, options, pause=self.pause)  # type: ignore[arg-type]  # checked there
-        except ModuleNotFoundError as error:
-            raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
-
-    def _engine(self) -> EngineServer:
-        if self.is_sglang:
-            from dbuffer.integrations.sglang.sglang_engine import SglangServer
-
-            names = None if self.rename is None else NameMap.read(self.rename)
-            return SglangServer(self.url, names, api_key=self.api_key)
-        from dbuffer.integrations.vllm.vllm_engine import VllmServer
-
-        return VllmServer(self.url, api_key=self.api_key)
+    VLLM = "vllm"
+    SGLANG = "sglang"
 
 
 def follow_server(
-    server: Server,
-    store: Path,
-    *,
-    count: int | None,
-    timeout_s: float | None,
-    as_json: bool,
-    **options: Any,
+    store: shared.StoreArgument,
+    url: Annotated[str, typer.Argument(show_default=False, help="The server's address.")],
+    engine: Annotated[
+        ServerKind,
+        typer.Option(
+            help="A vLLM server runs with VLLM_SERVER_DEV_MODE=1; an SGLang server with "
+            "--custom-weight-loader dbuffer.integrations.sglang.load_from_store."
+        ),
+    ] = ServerKind.VLLM,
+    count: shared.CountOption = None,
+    timeout_s: shared.TimeoutOption = None,
+    receiver_id: shared.ReceiverOption = None,
+    verify: shared.VerifyOption = False,
+    names: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rename the store's tensors for the server by the rules in this JSON file (SGLang "
+            "only; for vLLM, rename where you publish).",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="The server's API key."),
+    ] = None,
+    pause: Annotated[
+        str,
+        typer.Option(
+            metavar="keep|abort|wait",
+            help="Requests in flight during a switch: 'keep' them, 'abort' them, or 'wait' for "
+            "their end (vLLM only).",
+        ),
+    ] = "keep",
+    partial: Annotated[
+        bool,
+        typer.Option(
+            "--partial", help="Accept versions that hold a part of the model (vLLM only)."
+        ),
+    ] = False,
+    unused_tensors: Annotated[
+        str,
+        typer.Option(
+            metavar="refuse|warn",
+            help="Versions with tensors that the server's model has no place for: 'refuse' them, "
+            "or 'warn' once and leave those tensors out.",
+        ),
+    ] = "refuse",
+    new_history: shared.NewHistoryOption = "follow",
+    as_json: shared.JsonLinesOption = False,
+    allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Switch a server until ``count`` switches were made, or this process is asked to stop.
+    """Keep an inference server on the newest version, and print each switch and how long it took.
 
-    Raises:
-        WaitTimeoutError: there was no switch for ``timeout_s``.
-        UnsupportedError, OptionError: it cannot follow, which trying again does not change.
+    The server must see the store under the same path. It is resumed after each switch; a server
+    that was restarted is switched again.
     """
-    from dbuffer.integrations.engine.background import follow_for_ever
-    from dbuffer.integrations.engine.engine_options import EngineOptions
-    from dbuffer.integrations.engine.reporting import Switch
+    if timeout_s is not None:
+        options.seconds("timeout_s", timeout_s)
+    options.choice("pause", pause, ("keep", "abort", "wait"))
+    try:
+        from dbuffer.integrations.engine.background import follow_for_ever
+        from dbuffer.integrations.engine.engine_options import EngineOptions
+        from dbuffer.integrations.engine.follower import Follower
+        from dbuffer.integrations.engine.reporting import Switch
 
+        engine_options = EngineOptions(
+            store=str(store.absolute()),
+            engine_id=receiver_id,
+            verify=verify or "auto",
+            allow_shared_store=allow_shared_store,
+            partial=partial,
+            unused_tensors=unused_tensors,  # type: ignore[arg-type]  # checked there
+            new_history=new_history,  # type: ignore[arg-type]  # checked there
+        )
+        server = _server(engine, url, names, api_key)
+        follower = Follower(server, engine_options, pause=pause)  # type: ignore[arg-type]  # checked there
+    except ModuleNotFoundError as error:
+        raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
     last = time.monotonic()
-    with (
-        # A switch that has begun must end with the server resumed, also when this is asked to stop.
-        shared.stopped_by_signals() as stop,
-        server.follower(EngineOptions(store=str(store.absolute()), **options)) as follower,
-    ):
+    # A switch that has begun must end with the server resumed, also when this is asked to stop.
+    with shared.stopped_by_signals() as stop, follower:
         follower.require_followable()
         shared.explain_wait(store)
         for outcome in follow_for_ever(follower, stop):
             if isinstance(outcome, Switch):
                 last = time.monotonic()
                 text = (
-                    f"version {outcome.version}: {server.url} switched, ready after "
+                    f"version {outcome.version}: {url} switched, ready after "
                     f"{1e3 * outcome.wait_s:.1f} ms, paused for {1e3 * outcome.pause_s:.1f} ms"
                 )
                 shared.report(outcome, text, as_json=as_json)
@@ -93,5 +124,18 @@ def follow_server(
                 raise outcome
             elif timeout_s is not None and time.monotonic() - last > timeout_s:
                 raise WaitTimeoutError(
-                    f"no switch of {server.url} for {timeout_s:g} s: {outcome or 'nothing new'}"
+                    f"no switch of {url} for {timeout_s:g} s: {outcome or 'nothing new'}"
                 )
+
+
+def _server(engine: ServerKind, url: str, names: Path | None, api_key: str | None) -> EngineServer:
+    if engine is ServerKind.SGLANG:
+        from dbuffer.integrations.sglang.sglang_engine import SglangServer
+
+        rename = None if names is None else NameMap.read(names)
+        return SglangServer(url, rename, api_key=api_key)
+    if names is not None:
+        raise OptionError("a vLLM server takes its checkpoint's names: rename where you publish")
+    from dbuffer.integrations.vllm.vllm_engine import VllmServer
+
+    return VllmServer(url, api_key=api_key)

@@ -70,6 +70,26 @@ JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON ob
 CountOption = Annotated[
     int | None, typer.Option(min=1, help="Stop after N versions.  [default: never]", metavar="N")
 ]
+NewerThanOption = Annotated[
+    int | None,
+    typer.Option(help="Start above this version.  [default: with the newest one in the store]"),
+]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(help="Stop with exit code 3 if no version comes for this many seconds."),
+]
+ReceiverOption = Annotated[
+    str | None, typer.Option(help="Name under which versions are acknowledged.")
+]
+VerifyOption = Annotated[bool, typer.Option("--verify", help="Check every tensor's checksum.")]
+NewHistoryOption = Annotated[
+    str,
+    typer.Option(
+        metavar="follow|refuse",
+        help="If the store was emptied or replaced by another run: 'follow' the new versions, with "
+        "a warning, or 'refuse' them and stop.",
+    ),
+]
 
 
 def print_json(value: Any) -> None:

@@ -1,0 +1,93 @@
+"""``dbuffer exec``: run a command for each new version."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dbuffer.errors import DBufferError
+from dbuffer.store.filesystem import path_of
+from dbuffer.tools.commands import shared
+from dbuffer.tools.commands.follow import follow_versions, report_version
+
+if TYPE_CHECKING:
+    from dbuffer.receive.snapshot import Snapshot
+
+logger = logging.getLogger(__name__)
+
+_MAX_VARIABLE_BYTES = 128 << 10
+"""Linux's limit for one variable of an environment, with its name and the zero at its end."""
+
+
+def run_for_each(
+    store: shared.StoreArgument,
+    command: Annotated[
+        str, typer.Argument(metavar="COMMAND", show_default=False, help="The shell command.")
+    ],
+    newer_than: shared.NewerThanOption = None,
+    count: shared.CountOption = None,
+    timeout_s: shared.TimeoutOption = None,
+    receiver_id: shared.ReceiverOption = None,
+    verify: shared.VerifyOption = False,
+    new_history: shared.NewHistoryOption = "follow",
+    as_json: shared.JsonLinesOption = False,
+    allow_shared_store: shared.SharedOption = False,
+) -> None:
+    """Run a shell command for each new version as it comes, then acknowledge the version.
+
+    Its environment holds DBUFFER_VERSION, DBUFFER_STORE, DBUFFER_WEIGHTS (a file, safe to read
+    until the command ends; on a network mount a copy in TMPDIR), DBUFFER_METADATA_FILE (JSON), and
+    the same JSON in DBUFFER_METADATA if it is below 128 KB. A command that fails ends `exec` with
+    exit code 1, and its version is not acknowledged.
+    """
+
+    def run(snapshot: Snapshot) -> None:
+        report_version(snapshot, as_json=as_json)
+        _run(command, store, snapshot)
+
+    follow_versions(
+        store,
+        run,
+        newer_than=newer_than,
+        count=count,
+        timeout_s=timeout_s,
+        receiver_id=receiver_id,
+        verify=verify,
+        new_history=new_history,
+        allow_shared_store=allow_shared_store,
+    )
+
+
+def _run(command: str, store: Path, snapshot: Snapshot) -> None:
+    metadata = json.dumps(snapshot.metadata)
+    with snapshot.as_file() as weights, tempfile.TemporaryFile("w") as metadata_file:
+        metadata_file.write(metadata)
+        metadata_file.flush()
+        environment = {
+            **os.environ,
+            "DBUFFER_VERSION": str(snapshot.version),
+            "DBUFFER_STORE": str(store),
+            "DBUFFER_WEIGHTS": str(weights),
+            "DBUFFER_METADATA": metadata,
+            "DBUFFER_METADATA_FILE": str(path_of(metadata_file.fileno())),
+        }
+        if len(f"DBUFFER_METADATA={metadata}") >= _MAX_VARIABLE_BYTES:
+            del environment["DBUFFER_METADATA"]
+            logger.warning(
+                "metadata of %d bytes does not fit into DBUFFER_METADATA; read it from the file "
+                "that DBUFFER_METADATA_FILE names",
+                len(metadata),
+            )
+        # The argument is a shell command by contract.
+        done = subprocess.run(command, shell=True, env=environment, check=False)  # noqa: S602
+    if done.returncode:
+        raise DBufferError(
+            f"the command for version {snapshot.version} ended with {done.returncode}: {command}"
+        )
