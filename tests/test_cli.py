@@ -114,18 +114,20 @@ def test_errors_are_one_line_and_debug_a_traceback(capsys, tmp_path):
         ("publish",),
         ("status", "x", "--colour"),
         ("publish", "a", "b", "--dtype", "q"),
-        ("follow", "x", "--partial"),  # what is loaded, and where to, is up to the command
-        ("follow", "x", "--partial", "--sglang", "http://localhost:1"),
-        ("follow", "x", "--rename", "y"),
-        ("follow", "x", "--pause", "abort"),
-        ("follow", "x", "--api-key", "secret"),
-        ("follow", "x", "--vllm", "localhost:8000"),
-        ("follow", "x", "--sglang", "//localhost:8000"),
+        ("follow", "x", "--partial"),
+        ("exec", "x"),
+        ("exec", "x", "true", "--pause", "abort"),
+        ("follow-server", "x"),
+        ("follow-server", "x", "localhost:8000"),
+        ("follow-server", "x", "//localhost:8000", "--engine", "sglang"),
+        ("follow-server", "x", "http://localhost:1", "--engine", "bogus"),
+        ("follow-server", "x", "http://localhost:1", "--names", "y"),
+        ("follow-server", "x", "http://localhost:1", "--engine", "sglang", "--pause", "wait"),
         ("status", "x", "--watch", "--json"),
-        ("follow", "x", "--vllm", "http://localhost:1", "--pause", "bogus"),
+        ("follow-server", "x", "http://localhost:1", "--pause", "bogus"),
         ("follow", "x", "--new-history", "bogus"),
-        ("follow", "x", "--unused-tensors", "warn"),  # the same
-        ("follow", "x", "--vllm", "http://localhost:1", "--unused-tensors", "bogus"),
+        ("follow-server", "x", "http://localhost:1", "--new-history", "bogus"),
+        ("follow-server", "x", "http://localhost:1", "--unused-tensors", "bogus"),
         ("follow", "x", "--timeout-s", "nan"),
         ("ls", "x", "--names", "y"),
         ("demo", "--steps", "3"),
@@ -171,11 +173,6 @@ def test_a_publish_that_is_refused_touches_nothing(
     assert contents(tmp_path) == before
 
 
-def test_an_api_key_in_the_environment_is_for_servers(capsys, monkeypatch, store):
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    assert call(capsys, "follow", store, "--count", 1)[0] == 0
-
-
 @pytest.mark.parametrize("command", ["follow", "mirror"])
 @pytest.mark.parametrize("is_there", [True, False])
 def test_waiting_for_a_first_version_is_said(tmp_path, checkpoint, command, is_there):
@@ -199,7 +196,7 @@ def test_waiting_for_a_first_version_is_said(tmp_path, checkpoint, command, is_t
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "arguments", [["follow"], ["mirror", "local"], ["follow", "--vllm", "http://127.0.0.1:9"]]
+    "arguments", [["follow"], ["mirror", "local"], ["follow-server", "http://127.0.0.1:9"]]
 )
 def test_a_command_that_is_stopped_ends_by_the_signal(
     monkeypatch, tmp_path, checkpoint, arguments, number
@@ -213,7 +210,10 @@ def test_a_command_that_is_stopped_ends_by_the_signal(
         assert waiting.wait() == -number
 
 
-@pytest.mark.parametrize("command", ["publish", "follow", "status", "verify", "ls", "demo"])
+@pytest.mark.parametrize(
+    "command",
+    ["publish", "follow", "exec", "follow-server", "mirror", "status", "verify", "ls", "demo"],
+)
 def test_help_of_each_command(capsys, command):
     code, out, _ = call(capsys, command, "--help")
     assert code == 0
@@ -308,10 +308,10 @@ def test_ls(capsys, store):
     assert not list((store / "receivers").iterdir()), "looking is not receiving"
 
 
-def test_follow_runs_a_command_and_acknowledges(capsys, tmp_path, store):
+def test_exec_runs_a_command_and_acknowledges(capsys, tmp_path, store):
     log = tmp_path / "log"
     command = f'echo "$DBUFFER_VERSION $DBUFFER_METADATA" >> {log}; test -s "$DBUFFER_WEIGHTS"'
-    arguments = ["follow", store, "--count", 1, "--exec", command, "--receiver-id", "me"]
+    arguments = ["exec", store, command, "--count", 1, "--receiver-id", "me"]
     code, out, err = call(capsys, *arguments)
     assert code == 0, err
     assert "version 2: 3 tensors" in out
@@ -342,7 +342,7 @@ def test_a_command_reads_its_version_for_as_long_as_it_takes(monkeypatch, tmp_pa
     command = f'touch {seen}; {until_there(go)}; cp "$DBUFFER_WEIGHTS" {copy}'
     with dbuffer.WeightSender(store, reader_timeout_s=0.01) as sender:
         sender.send({"a": torch.full((8,), 1.0), "b": torch.full((3,), 2.0)})
-        arguments = [*("follow", store, "--count", 1), "--exec", command]
+        arguments = ["exec", store, command, "--count", 1]
         follower = threading.Thread(target=cli.run, args=([str(a) for a in arguments],))
         follower.start()
         wait_for(seen)
@@ -380,7 +380,7 @@ def test_a_version_in_parts_is_one_file_for_a_command(monkeypatch, tmp_path):
 def test_no_room_for_a_commands_copy(monkeypatch, capsys, tmp_path, store):
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "not there"))
-    code, _, err = call(capsys, "follow", store, "--count", 1, "--exec", "true")
+    code, _, err = call(capsys, "exec", store, "true", "--count", 1)
     assert code == 1
     assert "not there" in err
 
@@ -393,7 +393,7 @@ def test_metadata_of_any_size_reaches_a_command(capsys, monkeypatch, tmp_path, n
     with dbuffer.WeightSender(store) as sender:
         sender.send({"w": torch.ones(2)}, metadata=metadata)
     command = 'cat "$DBUFFER_METADATA_FILE" > "$OUT"; printenv DBUFFER_METADATA > "$OUT.2"; true'
-    code, _, err = call(capsys, "follow", store, "--count", 1, "--exec", command)
+    code, _, err = call(capsys, "exec", store, command, "--count", 1)
     assert code == 0, err
     assert json.loads((tmp_path / "out").read_text()) == metadata
     in_variable = (tmp_path / "out.2").read_text()
@@ -403,8 +403,8 @@ def test_metadata_of_any_size_reaches_a_command(capsys, monkeypatch, tmp_path, n
         assert in_variable == ""
 
 
-def test_follow_stops_at_a_failing_command_and_acknowledges_nothing(capsys, store):
-    code, _, err = call(capsys, "follow", store, "--count", 1, "--exec", "exit 9")
+def test_exec_stops_at_a_failing_command_and_acknowledges_nothing(capsys, store):
+    code, _, err = call(capsys, "exec", store, "exit 9", "--count", 1)
     assert code == 1
     assert "ended with 9" in err
     with dbuffer.WeightSender(store) as sender, pytest.raises(TimeoutError):
@@ -427,8 +427,8 @@ def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint, new_h
     """The next experiment in the same place, whose number is the one that was seen last."""
     go = tmp_path / "go"
     command = until_there(go) if command == "wait" else command
-    options = ["--json", "--count", "2", "--new-history", new_history, "--exec", command]
-    with Command(tmp_path, "follow", store, *options) as follower:
+    options = ["--json", "--count", "2", "--new-history", new_history]
+    with Command(tmp_path, "exec", store, command, *options) as follower:
         assert json.loads(follower.line(0))["version"] == 2
         shutil.rmtree(store)
         with dbuffer.WeightSender(store) as sender:
@@ -441,18 +441,6 @@ def test_follow_of_a_store_that_is_begun_anew(tmp_path, store, checkpoint, new_h
         else:
             assert (code, out.count("\n")) == (1, 1)
         assert err.count("is of another run") == 1
-
-
-@pytest.mark.parametrize("partial", [True, False])
-def test_an_engine_is_told_whether_parts_will_do(capsys, monkeypatch, store, partial):
-    told = []
-    monkeypatch.setattr(
-        "dbuffer.tools.commands.follow.follow_server",
-        lambda server, store, **options: told.append(options),
-    )
-    arguments = ["follow", store, "--vllm", "http://localhost:1", *["--partial"] * partial]
-    assert call(capsys, *arguments)[0] == 0
-    assert [options["partial"] for options in told] == [partial]
 
 
 ODD = "[/red]\x1b]0;title\x07\x9b2J\x7f\u202e\u00fc.weight"
@@ -514,7 +502,7 @@ def commands_for(store: Path, tmp_path: Path) -> dict[str, tuple[tuple, int]]:
         "status": (("status", store), 0),
         "verify": (("verify", store), 1),
         "follow": (("follow", store, "--count", "1"), 0),
-        "follow a command": (("follow", store, "--count", "1", "--exec", f"false '{ODD}'"), 1),
+        "exec": (("exec", store, f"false '{ODD}'", "--count", "1"), 1),
         "publish": (("publish", tmp_path / "[/x]\x1b[31m", tmp_path / "[/y]"), 1),
         "debug": (("--debug", "ls", tmp_path / "[/x]\x1b[31m"), 1),
         "help": (("--help",), 0),
@@ -536,7 +524,7 @@ def test_nothing_raw_reaches_the_terminal(tmp_path, odd_store, encoding):
         assert code == expected, (name, told)
         assert not [c for c in told if not c.isprintable() and c != "\n"], (name, told)
         assert ("Traceback" in told) == (name == "debug"), (name, told)
-        if name in ("ls", "ls against", "verify", "follow a command", "status"):
+        if name in ("ls", "ls against", "verify", "exec", "status"):
             assert shown in squeezed(told), (name, told)
         if name == "publish":
             assert r"[/x]\x1b[31m" in told

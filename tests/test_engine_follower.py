@@ -955,8 +955,8 @@ def test_follow_command_names_what_is_wrong_from_the_start(
 
 def test_follow_command_waits_for_a_server_in_one_line(store: Path, tmp_path: Path) -> None:
     pytest.importorskip("httpx")
-    url = ["--vllm", "http://127.0.0.1:9", "--timeout-s", "3"]
-    with Command(tmp_path, "follow", store, *url) as follower:
+    url = ["http://127.0.0.1:9", "--timeout-s", "3"]
+    with Command(tmp_path, "follow-server", store, *url) as follower:
         code, _, errors = follower.communicate(WAIT_S)
     assert code == 3
     assert errors.count("trying again") == 1

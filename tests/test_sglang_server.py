@@ -1,4 +1,4 @@
-"""An SGLang server that follows a store: driven in the background, and by `dbuffer follow`.
+"""An SGLang server that follows a store: driven in the background, and by `dbuffer follow-server`.
 
 The follower runs in this process, which has no SGLang. The model reveals its version: an answer's
 tokens say from which weights each of them came, and a token of two versions' weights is 0.
@@ -152,8 +152,9 @@ def test_pause_and_session_of_a_killed_follower_are_ended_by_the_next(world: Wor
 
 
 def test_command_line_follows_and_a_restarted_server_is_followed_again(world: World) -> None:
-    command = [sys.executable, "-m", "dbuffer", "follow", str(world.store), "--json"]
-    command += ["--sglang", world.server.url, "--count", "2", "--receiver-id", "engine"]
+    command = [sys.executable, "-m", "dbuffer", "follow-server", str(world.store)]
+    command += [world.server.url, "--engine", "sglang", "--json", "--count", "2"]
+    command += ["--receiver-id", "engine"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

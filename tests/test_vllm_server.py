@@ -1,4 +1,4 @@
-"""A vLLM server that follows a store: by itself, by `dbuffer follow`, by vLLM's own trainer.
+"""A vLLM server that follows a store: by itself, by `dbuffer follow-server`, by vLLM's own trainer.
 
 Two programs (this file, run with a role) each start a server, kill it, start it again, and leave
 what they saw; a third starts servers that must not come up. The tests judge that. The model reveals
@@ -311,10 +311,10 @@ def test_driven_server_ends_cleanly(outside: dict[str, Any]) -> None:
 
 
 class FollowCommand(Command):
-    """``dbuffer follow STORE --vllm URL --json``."""
+    """``dbuffer follow-server STORE URL --json``."""
 
     def __init__(self, store: Path, url: str, directory: Path, *options: str) -> None:
-        super().__init__(directory, "follow", store, "--vllm", url, "--json", *options)
+        super().__init__(directory, "follow-server", store, url, "--json", *options)
 
     def lines(self) -> list[dict[str, Any]]:
         """What it has printed so far."""
@@ -524,8 +524,8 @@ class Inside:
             for method, paths in DEVELOPMENT_ROUTES.items()
             for path in paths
         }
-        command = [sys.executable, "-m", "dbuffer", "follow", str(self.store)]
-        command += ["--vllm", server.url, "--timeout-s", "0.1"]
+        command = [sys.executable, "-m", "dbuffer", "follow-server", str(self.store)]
+        command += [server.url, "--timeout-s", "0.1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
         self.seen["driven from outside"] = done.returncode, " ".join(done.stderr.split())
 

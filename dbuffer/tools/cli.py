@@ -42,7 +42,8 @@ app = typer.Typer(
     help="""Move weights from a trainer to its inference workers through a directory.
 
 A *store* is a directory with two buffers and a pointer to the newest one. `publish` writes a
-checkpoint into it, `follow` reacts to each new version, `status` shows who is where.
+checkpoint into it; `follow`, `exec` and `follow-server` print each new version, run a command for
+it, or switch an inference server to it; `status` shows who is where.
 
 Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
 """,
