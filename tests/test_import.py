@@ -55,7 +55,7 @@ ROOMS = (
 """Imports point from right to left."""
 
 MAX_ENTRIES = 12
-BESIDES = {"__init__.py", "__main__.py", "__pycache__", "errors.py", "py.typed"}
+BESIDES = {"__init__.py", "__main__.py", "__pycache__", "api.py", "errors.py", "py.typed"}
 
 PROBE = """
 import json, logging, os, signal, sys, threading, time
@@ -137,9 +137,10 @@ def test_torch_is_imported_when_it_is_needed():
     done = run(
         "import sys, dbuffer, dbuffer.errors, dbuffer.weights.names\n"
         "assert 'torch' not in sys.modules\n"
-        "assert set(dbuffer.__all__) <= set(dir(dbuffer))\n"
+        "assert not hasattr(dbuffer, '__wrapped__')\n"
         "assert 'torch' not in sys.modules\n"
         "sender = dbuffer.WeightSender\n"
+        "assert set(dbuffer.__all__) <= set(dir(dbuffer))\n"
         "assert 'torch' in sys.modules\n"
         "from dbuffer.publish.sender import WeightSender\n"
         "assert sender is WeightSender is dbuffer.WeightSender\n"
@@ -175,16 +176,23 @@ def test_all_names_are_there():
 
 
 def test_type_checkers_see_the_same_names():
-    """As a type checker reads them: the errors by their star, and what is imported ``X as X``."""
-    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    """As a type checker reads them: all errors, and what `dbuffer.api` imports as ``X as X``."""
+    tree, api = (
+        ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
+        for name in ("__init__.py", "api.py")
+    )
     imported = {
         alias.name: node.module
-        for node in imports
+        for node in api.body
+        if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.asname == alias.name
     }
-    assert [node.module for node in imports if node.names[0].name == "*"] == ["dbuffer.errors"]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert [node.module for node in imports if node.names[0].name == "*"] == [
+        "dbuffer.errors",
+        "dbuffer.api",
+    ]
     errors = {name for name in vars(dbuffer.errors) if not name.startswith("_")}
     assert {*imported, *errors, "__version__"} == set(dbuffer.__all__)
     for name, module in imported.items():

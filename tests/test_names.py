@@ -62,6 +62,18 @@ def write(path, content):
     return path
 
 
+def test_a_map_builds_its_rules():
+    names = NameMap().exact("a", "b").prefix("model.", "").pattern(r"(.*)\.gamma", r"\1.weight")
+    assert names.rules == (
+        Exact("a", "b"),
+        Prefix("model.", ""),
+        Pattern(r"(.*)\.gamma", r"\1.weight"),
+    )
+    assert [names(name) for name in ("a", "model.x", "n.gamma", "c")] == ["b", "x", "n.weight", "c"]
+    with pytest.raises(ValueError, match="invalid rule"):
+        names.pattern("(a)", r"\2")
+
+
 def test_a_file_of_rules(tmp_path):
     rules = [
         {"name": "score.weight", "to": "head.weight"},

@@ -215,7 +215,7 @@ def fail_at_first(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) 
 
 
 def rename(engine: Any, store: Path, weights: Any, seen: dict[str, Any]) -> None:
-    names = dbuffer.NameMap([dbuffer.Prefix("actor.", "model.")])
+    names = dbuffer.NameMap().prefix("actor.", "model.")
     with (
         dbuffer.WeightSender(
             store, rename={name: f"actor.{name[6:]}" for name in weights[1]}

@@ -21,7 +21,7 @@ import pytest
 from sglang_engines import PYTHON, WHOLE
 
 import dbuffer
-from dbuffer import Exact, NameMap, Pattern, Prefix
+from dbuffer import NameMap
 from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.messages import BeginRequest, RankRequest, decode_request
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
@@ -88,7 +88,7 @@ def server() -> Recorded:
 
 @pytest.fixture
 def engine(server: Recorded) -> Iterator[ServerEngine]:
-    engine = ServerEngine("http://engine:30000", NameMap([Prefix("a.", "b.")]))
+    engine = ServerEngine("http://engine:30000", NameMap().prefix("a.", "b."))
     engine.close()
     engine._client = httpx.Client(
         base_url="http://engine:30000", transport=httpx.MockTransport(server)
@@ -235,7 +235,7 @@ def test_engine_that_was_started_again_is_another_one(
 
 
 def test_rules_reach_the_ranks_as_they_are() -> None:
-    names = NameMap([Exact("a", "b"), Prefix("model.", ""), Pattern(r"(.*)\.gamma", r"\1.weight")])
+    names = NameMap().exact("a", "b").prefix("model.", "").pattern(r"(.*)\.gamma", r"\1.weight")
     sent = Command(request=None, rename=names.as_json())
     there = Command.parse(pickle.loads(sent.as_payload())).names
     assert there is not None

@@ -1,7 +1,4 @@
-"""Names: from those of a trainer's tensors to those that an engine expects.
-
-Whatever takes a ``rename`` takes a :class:`NameMap`, a plain mapping of names, or a function.
-"""
+"""`NameMap`: rules that rename tensors, from a trainer's names to those that an engine expects."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from typing import Any, Self, TypeAlias
 from dbuffer.errors import InvalidWeightsError, OptionError
 
 MAX_FILE_BYTES = 64 << 20
-"""A mapping file of 100,000 tensors with all that others write into theirs is smaller."""
+"""A mapping file of 100,000 tensors, with all that other programs write into theirs, is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """One name becomes another."""
+    """Rule for one name."""
 
     name: str
     to: str
@@ -29,7 +26,7 @@ class Exact:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The beginning of names becomes another; ``Prefix("", "model.")`` is put before all."""
+    """Rule for the beginning of names."""
 
     prefix: str
     to: str
@@ -37,7 +34,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    r"""Names of which the whole fits a regular expression; ``to`` may use its groups, as ``\1``.
+    r"""Rule for names that match a regular expression; ``to`` may use its groups, as ``\1``.
 
     Raises:
         OptionError: (a ``ValueError``) it is not a regular expression, or has no such group.
@@ -49,7 +46,7 @@ class Pattern:
     def __post_init__(self) -> None:
         """Raise now, rather than in the middle of a publish."""
         try:
-            # With an empty alternative, there is a match to expand without a name that fits.
+            # With an empty alternative there is a match to expand, without a name that fits.
             empty = re.compile(f"{self.pattern}|").fullmatch("")
             if empty is not None:
                 empty.expand(self.to)
@@ -62,13 +59,17 @@ Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
 class NameMap:
-    """Renames by rules: the first that fits a name; a name that none fits stays.
+    r"""Rules that rename tensors. The first rule that fits a name decides; other names stay.
+
+    Start with an empty map and add rules in the order in which they are tried::
+
+        NameMap().exact("score.weight", "head.weight").pattern(r"(.*)\.gamma", r"\1.weight")
 
     Args:
-        rules: in the order in which they are tried.
+        rules: the first rules.
     """
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
+    def __init__(self, rules: Iterable[Rule] = ()) -> None:
         self.rules = tuple(rules)
         self._exact: dict[str, int] = {}
         self._others: list[tuple[int, Prefix | re.Pattern[str]]] = []
@@ -80,44 +81,70 @@ class NameMap:
             else:
                 self._others.append((index, re.compile(rule.pattern)))
 
+    def exact(self, name: str, to: str) -> Self:
+        """Return a map with one more rule: this name becomes ``to``."""
+        return type(self)((*self.rules, Exact(name, to)))
+
+    def prefix(self, prefix: str, to: str) -> Self:
+        """Return a map with one more rule: names that begin so begin with ``to``.
+
+        ``prefix("", "model.")`` puts ``model.`` before all names.
+        """
+        return type(self)((*self.rules, Prefix(prefix, to)))
+
+    def pattern(self, pattern: str, to: str) -> Self:
+        r"""Return a map with one more rule: names that match as a whole become ``to``.
+
+        Args:
+            pattern: a regular expression.
+            to: the new name; ``\1`` stands for the first group of the match.
+
+        Raises:
+            OptionError: (a ``ValueError``) not a regular expression, or ``to`` names a group that
+                it does not have.
+        """
+        return type(self)((*self.rules, Pattern(pattern, to)))
+
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        r"""Read a mapping file, which is JSON and comes in two forms.
+        r"""Read a mapping file, JSON in one of two forms.
 
         ``{"rules": [...]}`` has rules in their order, each ``{"name": "a", "to": "b"}``,
         ``{"prefix": "model.", "to": ""}`` or ``{"pattern": "(.*)\\.gamma", "to": "\\1.weight"}``.
-        ``{"param_mappings": {"a": {"vllm_name": "b"}}}`` is Atropos' (whatever else it says of a
-        tensor is passed over).
+        ``{"param_mappings": {"a": {"vllm_name": "b"}}}`` is Atropos' form; other fields of a tensor
+        are ignored.
 
         Raises:
-            OptionError: (a ``ValueError``) there is no such file, or it is something else.
+            OptionError: (a ``ValueError``) there is no such file, or it has another form.
         """
         return cls.parse(read_mapping_file(path), os.fspath(path))
 
     @classmethod
     def parse(cls, content: Any, source: str) -> Self:
-        """Make one of what a mapping file holds; ``source`` is for the message.
+        """Make a map from a mapping file's content; ``source`` names the file in errors.
 
         Raises:
-            OptionError: (a ``ValueError``) it is something else.
+            OptionError: (a ``ValueError``) the content has another form.
         """
         return cls(_parse(content, source))
 
     def as_json(self) -> dict[str, Any]:
-        """What a mapping file with these rules holds."""
+        """Return the content of a mapping file with these rules."""
         return {"rules": [asdict(rule) for rule in self.rules]}
 
     def __call__(self, name: str) -> str:
-        found = self._find(name)
-        return name if found is None else found[1]
+        """Return a tensor's new name."""
+        match = self._match(name)
+        return name if match is None else match[1]
 
     def unused_rules(self, names: Iterable[str]) -> list[Rule]:
-        """Rules that rename none of these names, probably misspelt."""
-        used = {found[0] for name in names if (found := self._find(name)) is not None}
+        """Return the rules that rename none of these names, and are probably misspelled."""
+        used = {match[0] for name in names if (match := self._match(name)) is not None}
         return [rule for index, rule in enumerate(self.rules) if index not in used]
 
-    def _find(self, name: str) -> tuple[int, str] | None:
-        """Which rule fits first, and the new name. Exact ones, of which many are, are looked up."""
+    def _match(self, name: str) -> tuple[int, str] | None:
+        """Return the first rule that fits, by its index, and the new name."""
+        # There may be 100,000 exact rules: they are looked up, the others tried one by one.
         exact = self._exact.get(name, len(self.rules))
         for index, rule in self._others:
             if index > exact:
@@ -134,7 +161,7 @@ class NameMap:
 
 
 def read_mapping_file(path: str | os.PathLike[str]) -> Any:
-    """What is in a mapping file; :meth:`NameMap.parse` makes a map of it."""
+    """Return the content of a mapping file, for :meth:`NameMap.parse`."""
     file = Path(path)
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
@@ -145,7 +172,11 @@ def read_mapping_file(path: str | os.PathLike[str]) -> Any:
 
 
 def renamed(name: str, rename: Rename | None) -> str:
-    """A tensor's new name."""
+    """Return a tensor's new name.
+
+    Raises:
+        InvalidWeightsError: ``rename`` returned something else than a string.
+    """
     if rename is None:
         return name
     new = rename.get(name, name) if isinstance(rename, Mapping) else rename(name)

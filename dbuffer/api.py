@@ -1,0 +1,15 @@
+"""Public names of `dbuffer`, besides its errors."""
+
+from dbuffer.mirror.mirror import Mirror as Mirror
+from dbuffer.publish.patches import SparsePatch as SparsePatch
+from dbuffer.publish.publication import (
+    PendingPublication as PendingPublication,
+    Publication as Publication,
+)
+from dbuffer.publish.resident import ResidentModel as ResidentModel
+from dbuffer.publish.sender import WeightSender as WeightSender
+from dbuffer.publish.sharded import ShardedWeightSender as ShardedWeightSender
+from dbuffer.receive.receiver import WeightReceiver as WeightReceiver
+from dbuffer.receive.snapshot import Snapshot as Snapshot
+from dbuffer.weights.checkpoint import LazyTensor as LazyTensor
+from dbuffer.weights.names import NameMap as NameMap
