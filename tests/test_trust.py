@@ -317,7 +317,7 @@ def watch_for_pickles(connection: Connection, store: Path) -> None:
             found.append(f"{event} {arguments}"[:80])
 
     local = store.with_name("local")
-    import dbuffer.mirror.mirror
+    import dbuffer.api
     import dbuffer.receive.stager
     import dbuffer.tools.verification
 
