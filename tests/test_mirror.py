@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -957,17 +959,39 @@ def test_one_that_stands_by_is_closed_at_once_while_the_network_is_away(
     assert newest(local) == 1
 
 
-def test_a_stale_mirror_is_emptied_if_nobody_uses_it(remote: Path, local: Path) -> None:
+@pytest.mark.parametrize("is_there", [True, False], ids=["another store", "a store that is away"])
+def test_a_stale_mirror_is_refused_with_the_command_that_removes_it(
+    remote: Path, local: Path, is_there: bool
+) -> None:
     publish(remote, 50)
     with quick(remote, local).start() as one:
         one.wait_until_current(10)
-    another = remote.with_name("another")
-    publish(another, 1, 2)
+    another, before = remote.with_name("another"), contents(local)
+    if is_there:
+        publish(another, 1, 2)
+    for begin in (Mirror.start, Mirror.run):
+        with quick(another, local) as one, pytest.raises(dbuffer.OptionError) as refused:
+            begin(one)
+        assert contents(local) == before
+    [command] = re.findall(r"\((rm .*)\)", str(refused.value))
+    subprocess.run(shlex.split(command), check=True)
     with quick(another, local).start() as one:
-        assert newest(local) in (None, 2)
+        publish(another, 3)
         one.wait_until_current(10)
-        assert newest(local, verify=True) == 2
+        assert newest(local, verify=True) == 3
     assert_tidy(local)
+
+
+def test_a_store_that_began_anew_while_no_mirror_ran_is_not_mixed_with_the_one_before(
+    remote: Path, local: Path
+) -> None:
+    publish(remote, 50)
+    with quick(remote, local).start() as one:
+        one.wait_until_current(10)
+    shutil.rmtree(remote)
+    publish(remote, 50)
+    with pytest.raises(dbuffer.OptionError, match="remove it"):
+        quick(remote, local).start()
 
 
 def read_and_stay(connection: Connection, store: Path, name: str) -> None:
@@ -988,12 +1012,9 @@ def test_a_stale_mirror_that_is_in_use_is_refused(remote: Path, local: Path) -> 
     with Child(read_and_stay, local, "user") as user:
         assert user.receive() == 50
         before = contents(local)
-        with pytest.raises(dbuffer.OptionError, match=r"user use .*give another directory"):
+        with pytest.raises(dbuffer.OptionError, match=r"stop user, which read it, and"):
             quick(another, local).start()
         assert contents(local) == before
-    with quick(another, local).start() as one:  # the user has died
-        one.wait_until_current(10)
-        assert newest(local) == 1
 
 
 def test_two_remote_stores_do_not_share_a_local_one(
@@ -1021,10 +1042,10 @@ def test_acknowledgements_of_another_store_are_not_carried_on(remote: Path, loca
     with Child(read_and_stay, local, "worker") as worker:
         assert worker.receive() == 50
     another = remote.with_name("another")
-    with dbuffer.WeightSender(another) as sender, quick(another, local).start() as one:
+    with dbuffer.WeightSender(another) as sender, quick(another, local) as one:
         sender.send(SMALL.weights(1))
-        one.wait_until_current(10)
-        time.sleep(0.2)  # four looks of the relay
+        with pytest.raises(dbuffer.OptionError):
+            one.run()
         with pytest.raises((dbuffer.WaitTimeoutError, dbuffer.ReceiverFailedError)):
             sender.wait_applied(1, receivers=["worker"], timeout_s=0.2)
 

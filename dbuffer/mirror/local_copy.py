@@ -1,0 +1,138 @@
+"""`LocalCopy`: the local store of a mirror while it copies one history of the remote one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from dbuffer.errors import StoreCorruptError, StoreFullError, StoreNotFoundError, UnsupportedError
+from dbuffer.format.layout import Layout
+from dbuffer.io.copier import Copier
+from dbuffer.io.footer import Footer
+from dbuffer.io.transfer import chunks_of
+from dbuffer.mirror.relay import AcknowledgementRelay
+from dbuffer.publish.delta_chain import Link, names_in, trimmed
+from dbuffer.publish.draft import Draft, Drafts
+from dbuffer.publish.publication import Publication
+from dbuffer.publish.sender import Progress, counter
+from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.runtime.closing import Closing
+from dbuffer.store.buffer import DoubleBuffer, Held
+from dbuffer.store.writer import BufferWriter
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layouts:
+    """Layouts of a version, which the next one mostly shares."""
+
+    remote_xxh3: str | None
+    remote: Layout
+    footer: Footer
+    """Footer of the local file, in which parts are joined."""
+
+
+class LocalCopy(Closing):
+    """Publishes versions of a remote store once more, and relays acknowledgements to it.
+
+    It owns ``writer``.
+    """
+
+    def __init__(
+        self,
+        writer: BufferWriter,
+        local: DoubleBuffer,
+        remote: Path,
+        *,
+        copier: Copier,
+        progress: Progress | None,
+    ) -> None:
+        self._copier = copier
+        self._progress = progress
+        self._chain: list[Link] = []
+        """Deltas up to the version copied last."""
+        self._layouts: _Layouts | None = None
+        with contextlib.ExitStack() as begun:
+            self._drafts = Drafts(writer)
+            begun.callback(self._drafts.close)
+            begun.callback(AcknowledgementRelay(local, remote).close)
+            self._ending = begun.pop_all()
+
+    def close(self) -> None:
+        self._ending.close()
+
+    def copy(self, held: Held, receiver: WeightReceiver) -> Publication | None:
+        """Publish a held version once more; None if it was overwritten meanwhile."""
+        started = time.monotonic()
+        layouts, manifest = self._layouts_of(held), held.manifest
+        footer = layouts.footer
+        hashed = manifest.checksums_xxh3 is not None
+        with (
+            receiver.reporting_unreadable(held),
+            self._drafts.begin(manifest.version, footer, hashed=hashed) as draft,
+        ):
+            if not self._fill(draft, held, receiver, layouts.remote) or not held.is_unchanged():
+                return None
+            chain = self._copy_deltas(held, draft, layouts)
+            before, self._chain = self._chain, []
+            draft.commit(
+                manifest.metadata,
+                published_at=manifest.published_at,
+                origin=manifest.identity,
+                chain=names_in(chain),
+            )
+            copied = [link.delta_bytes for link in chain[1:] if link not in before]
+            self._chain = chain
+        delta_bytes = sum(copied) if copied else None
+        return Publication.of(manifest.version, footer.layout, started, delta_bytes)
+
+    def _fill(self, draft: Draft, held: Held, receiver: WeightReceiver, remote: Layout) -> bool:
+        """Fill a draft with a held version; False if a writer was faster.
+
+        Only what changed since the version in the draft's file is read, if deltas lead from there
+        and checksums show that the file still holds it.
+        """
+        layout = draft.footer.layout
+        if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
+            on_bytes = counter(self._progress, layout.checksums_offset)
+            since = draft.claim.held_before
+            draft.checksums = receiver.apply_changes(draft.mapped, since, held, on_bytes)
+            if draft.checksums is not None:
+                return True
+        try:
+            on_bytes = counter(self._progress, layout.checksums_offset)
+            draft.fill_from(held, remote, self._copier, on_bytes)
+        except StoreNotFoundError as error:
+            held.require_overtaken(error)
+            return False
+        checksums = draft.checksums
+        return checksums is None or receiver.checksums_match(held, layout, checksums)
+
+    def _copy_deltas(self, held: Held, draft: Draft, layouts: _Layouts) -> list[Link]:
+        """Copy the deltas that lead from the version copied last; return the chain they make."""
+        manifest, chain = held.manifest, self._chain
+        leads_here = chain and chain[-1].identity in manifest.chain
+        if not leads_here or layouts.footer.layout_xxh3 != layouts.remote_xxh3:
+            return [Link(manifest.identity, 0)]
+        try:
+            for identity in manifest.deltas_after(chain[-1].identity):
+                path, file = held.open_delta(identity)
+                with file:
+                    num_bytes = draft.add_delta(chunks_of(file, path), identity)
+                chain = [*chain, Link(identity, num_bytes)]
+        except (StoreNotFoundError, StoreCorruptError, StoreFullError, UnsupportedError) as error:
+            # The version itself is here, whole.
+            logger.warning("copying version %d without its deltas: %s", manifest.version, error)
+            return [Link(manifest.identity, 0)]
+        return trimmed(chain, layouts.footer.layout, None)
+
+    def _layouts_of(self, held: Held) -> _Layouts:
+        if self._layouts is None or self._layouts.remote_xxh3 != held.manifest.layout_xxh3:
+            remote = held.read_layout()
+            footer = Footer.of(remote.joined())
+            self._layouts = _Layouts(held.manifest.layout_xxh3, remote, footer)
+        return self._layouts
