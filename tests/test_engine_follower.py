@@ -167,7 +167,7 @@ class LightEngine(Engine):
         self._call()
         return EngineFacts(instance_id="one", name="engine", num_ranks=1)
 
-    def ask(self, request: RankRequest) -> list[RankAnswer]:
+    def call(self, request: RankRequest) -> list[RankAnswer]:
         self._call()
         request = decode_request(json.loads(json.dumps(encode_request(request))))
         answer = capture_answer(lambda: self.endpoint.do(request, self.make_rank))
@@ -1262,10 +1262,10 @@ class MeetsInSteps(LightEngine):
     def facts(self) -> EngineFacts:
         return replace(super().facts(), begins_paused=True)
 
-    def ask(self, request: RankRequest) -> list[RankAnswer]:
+    def call(self, request: RankRequest) -> list[RankAnswer]:
         if isinstance(request, BeginRequest):
             self.began_paused.append(self.paused)
-        return super().ask(request)
+        return super().call(request)
 
 
 def test_ranks_that_meet_in_each_step_begin_in_a_pause(

@@ -189,7 +189,7 @@ def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank: OneRank) -> 
     fitting = tuple(TensorSpec(name, "float32", (1,)) for name in SMALL.names)
     assert rank.ask(CheckRequest(tensors=fitting)) == RankAnswer()
     answer = rank.ask(CheckRequest(tensors=(TensorSpec("another", "float32", (1,)),)))
-    assert answer.outcome is RankOutcome.MISFIT
+    assert answer.outcome is RankOutcome.MISMATCH
     assert "another" in answer.problem
 
 

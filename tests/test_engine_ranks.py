@@ -343,7 +343,7 @@ class LoneEngine(Engine):
     def facts(self) -> EngineFacts:
         return EngineFacts(instance_id=self.rank.instance_id, name=NAME, num_ranks=1)
 
-    def ask(self, request: RankRequest) -> list[RankAnswer]:
+    def call(self, request: RankRequest) -> list[RankAnswer]:
         return [capture_answer(lambda: self.endpoint.do(request, lambda: self.rank))]
 
     def pause(self, mode: str) -> None: ...

@@ -139,7 +139,7 @@ def kill_in_calls(llm: Any) -> dict[str, Any]:
     engine = OfflineVllm(llm)
     [core] = llm.llm_engine.engine_core.resources.engine_manager.processes
     calls: dict[str, Callable[[], Any]] = {
-        "check": lambda: engine.misfits([]),
+        "check": lambda: engine.mismatches([]),
         "pause": lambda: engine.pause("keep"),
         "weight_version": engine.weight_version,
         "set_weight_version": lambda: engine.set_weight_version("3"),

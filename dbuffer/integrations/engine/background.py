@@ -1,4 +1,4 @@
-"""Following until told to stop, after any trouble: in a thread, or in the caller's own."""
+"""`BackgroundFollower`: follows until it is closed, and retries whatever fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundFollowing(Closing, ABC):
-    """What follows until it is closed: an engine, or all replicas of one."""
+    """An engine, or all replicas of one, followed until :meth:`close`."""
 
     @property
     @abstractmethod
@@ -32,19 +32,19 @@ class BackgroundFollowing(Closing, ABC):
     @property
     @abstractmethod
     def applied(self) -> int | None:
-        """The version that the engine serves; None: what it was started with."""
+        """The version that the engine serves; None: weights that are no version of the store."""
 
     @abstractmethod
     def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
-        """Wait until the engine serves this version or a later one; which one.
+        """Wait until the engine serves this version or a later one, and return it.
 
         Raises:
             OptionError: a value is invalid.
-            WaitTimeoutError: it does not, in time; the message says what went wrong last.
+            WaitTimeoutError: it does not, in time; the message has the last problem.
         """
 
     async def wait_applied_async(self, version: int, timeout_s: float = 60.0) -> int:
-        """As :meth:`wait_applied`, in an event loop."""
+        """Wait as :meth:`wait_applied` does, in an event loop."""
         return await asyncio.to_thread(self.wait_applied, version, timeout_s)
 
     @abstractmethod
@@ -60,7 +60,7 @@ class BackgroundFollowing(Closing, ABC):
         """Stop following, after the switch that is under way. Not for the engine's event loop."""
 
     async def aclose(self) -> None:
-        """As :meth:`close`, in the engine's event loop, which a switch needs to end."""
+        """Close as :meth:`close` does, in the engine's event loop, which a switch needs to end."""
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> Self:
@@ -138,16 +138,16 @@ class BackgroundFollower(BackgroundFollowing):
 class ReplicaFollowers(BackgroundFollowing):
     """Follows with each replica of an engine by itself, so that the others serve on meanwhile.
 
-    One that cannot switch serves on with what it has, and is tried again; what it answers tells
-    its own version. All have a version when :attr:`applied` says so. The followers, one of each
-    replica, are not begun.
+    A replica that cannot switch serves on with the weights that it has, under their label, and is
+    retried. All have a version when :attr:`applied` says so. The followers, one of each replica,
+    must not have started.
     """
 
     def __init__(self, followers: Sequence[Follower]) -> None:
         for follower in followers:
             follower.require_followable()
         self.replicas = [BackgroundFollower(follower) for follower in followers]
-        """One for each."""
+        """Followers, one for each replica."""
 
     @property
     def engine_id(self) -> str:

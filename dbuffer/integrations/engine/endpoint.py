@@ -108,7 +108,7 @@ class RankEndpoint:
                 try:
                     self._check(make_rank(), request)
                 except errors.WeightsMismatchError as error:
-                    return messages.RankAnswer(messages.RankOutcome.MISFIT, str(error))
+                    return messages.RankAnswer(messages.RankOutcome.MISMATCH, str(error))
             case messages.ForgetRequest():
                 self._following()
                 self.note_foreign_load("a request to load it again")

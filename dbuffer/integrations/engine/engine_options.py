@@ -1,8 +1,8 @@
-"""What an engine is told: where its store is, and which version to switch to.
+"""`EngineOptions` and `UpdateRequest`: where an engine's store is, and which version to load.
 
-The same options reach it through ``follow`` of the integration; and a vLLM also as ``init_info`` of
-its weight transfer, or as ``additional_config["dbuffer"]``, from which its workers begin to follow,
-on the newest weights, before the engine is ready.
+The options come from ``follow`` of the integration. vLLM also takes them as ``init_info`` of its
+weight transfer, or as ``additional_config["dbuffer"]``; with these its workers begin to follow, on
+the newest weights, before the engine is ready.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from dbuffer.runtime import options as checks
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import Spare
 
-PAUSE_MODES = ("keep", "wait", "abort")
-
 
 @dataclass(frozen=True, slots=True)
 class EngineNames:
-    """What an engine and its ranks go by among a store's receivers.
+    """Names of an engine and its ranks among a store's receivers.
 
-    Replicas from one command line have one ``engine_id``. The first of them that comes has the
-    name; each other one has a name of its own, told by a warning. Which record is whose is not for
-    the name to say: it holds a digest of what tells this start of an engine from all others.
+    Replicas from one command line have one ``engine_id``. The first of them takes the name, and
+    each other one a name of its own, with a warning. So a record is known by the digest of the
+    engine's start that it holds, and not by its name.
     """
 
     engine_id: str
@@ -45,13 +43,13 @@ class EngineNames:
         return f"{self.engine_id}.rank-{rank}"
 
     def spare(self, receiver_id: str) -> Spare:
-        """What goes by another name, if the engine or its rank finds this one taken."""
+        """Return the other name of the engine or its rank, for when this one is taken."""
         own = f"{self.engine_id:.{_ID_CHARACTERS - 9}}-{self.instance[:8]}"
         tail = receiver_id.removeprefix(self.engine_id)
         return Spare(own + tail, own if tail else None)
 
     def record(self, store: DoubleBuffer, receiver_id: str) -> ReceiverRecord | None:
-        """What the engine or its rank says of itself; nothing that another one says."""
+        """Return the record of this very engine or rank, and of no other one of that name."""
         for name in (receiver_id, self.spare(receiver_id).receiver):
             record = store.receiver(name)
             if record is not None and record.instance == self.instance:
@@ -60,12 +58,12 @@ class EngineNames:
 
 
 _ID_CHARACTERS = 118
-"""Of an engine's name; its ranks' have a little more."""
+"""Longest name of an engine; the names of its ranks are a little longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How the workers of an engine receive. Made from JSON, so every type is checked.
+    """Options of the workers of an engine. Made from JSON, so every type is checked.
 
     Raises:
         OptionError: (a ``ValueError``) a value is invalid.
@@ -74,7 +72,7 @@ class EngineOptions:
     store: str
     """The store's directory, as the workers see it."""
     local_store: str | None = None
-    """A directory in shared memory, to which one process of the node copies each version once, and
+    """Directory in shared memory, to which one process of the node copies each version once, and
     from which all ranks map it. For a store on a network mount; all ranks must be on one node."""
     engine_id: str | None = None
     """The engine's name among the store's receivers. Default: one from what
@@ -86,9 +84,9 @@ class EngineOptions:
     verify: bool | Literal["auto"] = "auto"
     """Check every tensor against its checksum. ``"auto"``: on network mounts."""
     poll_interval_s: float = 1.0
-    """How often to look at the store when no event came."""
+    """Seconds between two looks at the store when no event came."""
     timeout_s: float = 60.0
-    """How long an update waits for its version to be staged."""
+    """Seconds that an update waits for its version to be staged."""
     num_threads: int | None = None
     """Threads that copy and verify."""
     allow_shared_store: bool = False
@@ -102,18 +100,18 @@ class EngineOptions:
     the model computes itself, a head equal to the embedding that it is tied to, and layers of a
     draft (MTP) are left out in any case."""
     new_history: NewHistory = "follow"
-    """What to do when the store was emptied or replaced, and begun anew: ``"follow"`` what it holds
-    now, with a warning; or ``"refuse"`` it, and serve on with the weights of the run before, until
-    the engine is told to follow again with ``"follow"``."""
+    """Policy for a store that was emptied or replaced, and started over: ``"follow"`` what it holds
+    now, with a warning; or ``"refuse"`` it, and serve on with the weights of the history before,
+    until the engine follows again with ``"follow"``."""
     plan: bool = True
-    """Switch by copies of bytes alone, once a switch through the engine's own reload has proven
-    that it does no more than that. Off: every switch is such a reload."""
+    """Switch by direct copies, once a switch through the engine's own reload has verified that
+    copies give the same result. Off: every switch is such a reload."""
     images: bool = True
-    """Pack layers that pack their weights while the engine serves, and switch to the outcome. Takes
+    """Pack layers that pack their weights while the engine serves, and switch to the result. Takes
     the memory of those layers once more. Off: a model that has such layers is reloaded."""
     instance_id: str | None = None
-    """What tells this start of the engine from all others; its follower sets it. Default: what the
-    worker knows, which vLLM changes in some processes once the engine is started."""
+    """Id of this start of the engine, which its follower sets. Default: the id that the worker
+    knows, which vLLM changes in some processes once the engine is started."""
 
     def __post_init__(self) -> None:
         for name in ("store", "local_store"):
@@ -145,7 +143,7 @@ class EngineOptions:
         return self.local_store or self.store
 
     def start_mirror(self) -> Mirror | None:
-        """Keep the local store up to date, or stand by while another process does."""
+        """Keep the local store, if any, up to date, or stand by for the process that does."""
         return start_mirror(
             self.store,
             self.local_store,
@@ -172,24 +170,24 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest:
-    """Which version to switch to: the store's newest, unless it says more.
+    """Request to switch to a version: to the store's newest, unless it says more.
 
     Raises:
         OptionError: (a ``ValueError``) a value is invalid.
     """
 
     version: int | None = None
-    """Exactly this one."""
+    """Exactly this version."""
     at_least: int | None = None
-    """This one, or a later one that is ready on all ranks."""
+    """This version, or a later one that is ready on all ranks."""
     history: str | None = None
-    """Of this run of versions. Default: of that whose versions are in the store now."""
+    """History of the version. Default: the one that the store holds now."""
     update_kind: Literal["dense", "sparse_flat"] = "dense"
-    """How the version came, in vLLM's words: as whole tensors, or by patches. It is in the store
-    either way, and is switched to in one way."""
+    """Kind of the update, in vLLM's words: whole tensors, or patches. Either way the store holds
+    the version whole, and the engine switches to it in the same way."""
     attempt: str | None = None
-    """What the engine's record is to name as the cause of what it says, when this has been done or
-    has failed: who asked knows by that which weights the engine has."""
+    """Id of this attempt. The engine's record names it once the attempt has succeeded or failed, so
+    that the follower knows which weights the engine has."""
 
     def __post_init__(self) -> None:
         for name in ("version", "at_least"):
@@ -214,7 +212,7 @@ class UpdateRequest:
 
     @classmethod
     def parse_or_error(cls, values: Mapping[str, Any]) -> Self | OptionError:
-        """As :meth:`parse`, with the error returned: all ranks must know before one raises."""
+        """Make one from ``update_info``, or return the error: all ranks must know of it."""
         try:
             return cls.parse(values)
         except OptionError as error:

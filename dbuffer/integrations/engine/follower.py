@@ -144,7 +144,7 @@ class Follower(Closing):
         self._take_over(view.engine_record())
         may_be_left = was_paused and not self._has_started and self._engine.may_be_left_paused
         if may_be_left and self._is_awake():
-            # Left over by a follower that was killed in a switch; nobody else would end it.
+            # A follower that was killed in a switch left it so, and no other process ends it.
             logger.warning("%s was paused when following began: resuming it", view.engine_id)
             self._engine.resume()
         self._is_known = self._has_started = True
@@ -429,14 +429,14 @@ class Follower(Closing):
 
         return TranslatedErrors(translate)
 
-    def misfits(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
+    def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
         """Why such tensors do not fit, for each rank on which they do not; empty if they fit.
 
         Args:
             tensors: name, dtype (``"bfloat16"``) and shape of each.
         """
         with self._raising_ours("check the tensors"):
-            return self._engine.misfits(specs_of(tensors))
+            return self._engine.mismatches(specs_of(tensors))
 
     def apply_once(self, store: str) -> None:
         """Load the newest version of another store, then follow this one again.

@@ -1,6 +1,7 @@
-"""What an engine's ranks are asked, what each of them answers, and how both travel: as JSON.
+"""Requests to an engine's ranks, and their answers; both travel as JSON.
 
-An answer says by an :class:`RankOutcome`, never by its wording, what has become of the engine.
+An answer says by a :class:`RankOutcome`, never by its wording, what has become of the engine. The
+outcome of an update is in the engine's record in the store: its answer only says that it ended.
 """
 
 from __future__ import annotations
@@ -61,17 +62,17 @@ _CALLS = {
 
 
 def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec, ...]:
-    """From name, dtype (``"bfloat16"``) and shape of each, as JSON has them."""
+    """Make specs of the name, dtype (``"bfloat16"``) and shape of each tensor, as JSON has them."""
     return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
 
 
 def encode_request(request: RankRequest) -> dict[str, Any]:
-    """As JSON has it."""
+    """Encode a request as JSON."""
     return {"call": _CALLS[type(request)], "arguments": asdict(request)}
 
 
 def decode_request(values: Any) -> RankRequest:
-    """The request that was encoded.
+    """Decode a request.
 
     Raises:
         OptionError: (a ``ValueError``) it is none, or has a value that it cannot have.
@@ -99,10 +100,10 @@ def decode_request(values: Any) -> RankRequest:
 
 
 class RankOutcome(enum.Enum):
-    """What has become of a request on one rank; the later ones are the worse ones."""
+    """Outcome of a request on one rank, from best to worst."""
 
     DONE = "done"
-    MISFIT = "misfit"
+    MISMATCH = "mismatch"
     """The tensors asked about have no places in the model."""
     INVALID = "invalid"
     """The request itself is wrong."""
@@ -111,7 +112,7 @@ class RankOutcome(enum.Enum):
     BUSY = "busy"
     """The weights are asleep; nothing was done."""
     REFUSED = "refused"
-    """It was not done."""
+    """The request was not done."""
     BROKEN = "broken"
     """The weights are half loaded, and the engine refuses to serve."""
 
@@ -128,7 +129,7 @@ _SEVERITY = list(RankOutcome)
 
 @dataclass(frozen=True, slots=True)
 class RankAnswer:
-    """What one rank answers."""
+    """Answer of one rank."""
 
     outcome: RankOutcome = RankOutcome.DONE
     problem: str = ""
@@ -146,7 +147,7 @@ class RankAnswer:
 
 
 def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
-    """The answer of the rank on which it went worst; that of the first, if on several.
+    """Return the worst answer; the first of several that are as bad.
 
     Raises:
         EngineUpdateError: no rank has answered, so that nothing is known to be done.
@@ -157,12 +158,12 @@ def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
 
 
 def encode_answer(answer: RankAnswer) -> dict[str, str]:
-    """As JSON has it."""
+    """Encode an answer as JSON."""
     return {"outcome": answer.outcome.value, "problem": answer.problem}
 
 
 def decode_answer(values: Any) -> RankAnswer:
-    """The answer that was encoded."""
+    """Decode an answer."""
     try:
         return RankAnswer(RankOutcome(values["outcome"]), str(values["problem"]))
     except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""`Engine`: what following a store needs of an inference engine, and what it is told of it."""
+"""`Engine`: the calls by which a follower drives an inference engine."""
 
 from __future__ import annotations
 
@@ -8,47 +8,48 @@ from typing import Literal
 
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.engine_options import PAUSE_MODES, EngineOptions
+from dbuffer.integrations.engine.engine_options import EngineOptions
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What becomes of requests in flight: they are kept and go on with the new weights, their caches
+"""Treatment of requests in flight: they are kept and go on with the new weights, their caches
 recomputed; or waited for; or aborted."""
 
+PAUSE_MODES = ("keep", "wait", "abort")
 
 UNKNOWN_VERSION = "unknown"
-"""Weight version of an engine whose weights are, or may be, no version of its store."""
+"""Label of an engine whose weights are, or may be, no version of its store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """How an engine was started, as far as it matters here."""
+    """Facts about an engine's start that a follower needs."""
 
     instance_id: str
-    """A different one after each start."""
+    """Id of this start of the engine."""
     name: str
-    """What it goes by among a store's receivers, unless a name is given."""
+    """Name among a store's receivers, unless the options give one."""
     num_ranks: int
     configured: EngineOptions | None = None
-    """The store and so on that it was started with, if with any."""
+    """Options that the engine was started with, if with any."""
     replica: str = ""
-    """What follows the name that its replicas share, in the name of this one."""
+    """Suffix of this replica's name, after the name that its replicas share."""
     begins_paused: bool = False
-    """Its ranks meet in each step: they may tell each other something only while it is paused, or
-    one of them waits in a step for another, which waits for it to tell something."""
+    """Whether it must be paused when following begins. Ranks that meet in each step can exchange
+    messages only in a pause: otherwise one waits in a step for another, which waits for it."""
 
 
 class Engine:
-    """What following needs of an engine; :meth:`ask` is the one way to its ranks.
+    """An engine that can follow a store; :meth:`call` is the one way to its ranks.
 
-    What is not overridden is as with one in this process, which does nothing between two calls.
+    The defaults fit an engine in this process, which does nothing between two calls.
     """
 
     is_server: bool = False
-    """It runs apart from this process, and may be restarted while it is followed."""
+    """Whether it runs apart from this process, and may be restarted while it is followed."""
     may_be_left_paused: bool = False
-    """Another process may have followed it before, and have died in a switch."""
+    """Whether another process may have followed it before, and have died in a switch."""
     pauses: Collection[str] = PAUSE_MODES
-    """Which modes of pausing it has."""
+    """Modes of pausing that it has."""
 
     def close(self) -> None:
         """Release what this process holds of it."""
@@ -57,40 +58,40 @@ class Engine:
         """Raise :class:`EngineEndedError` if it is dead for good; a server may come back."""
 
     def facts(self) -> EngineFacts:
-        """How it was started."""
+        """Return the facts about its start."""
         raise NotImplementedError
 
-    def ask(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
-        """Ask all ranks; what each answers."""
+    def call(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
+        """Send a request to all ranks; return the answer of each."""
         raise NotImplementedError
 
     def do(self, request: messages.RankRequest) -> None:
-        """Let all ranks do something, or raise what the one answers on which it went worst."""
-        messages.worst_of(self.ask(request)).require_done()
+        """Let all ranks do something, or raise the worst of their errors."""
+        messages.worst_of(self.call(request)).require_done()
 
-    def misfits(self, tensors: Sequence[TensorSpec]) -> list[str]:
-        """Why such tensors do not fit, on each rank on which they do not."""
-        answers = self.ask(messages.CheckRequest(tensors=tuple(tensors)))
+    def mismatches(self, tensors: Sequence[TensorSpec]) -> list[str]:
+        """Return why such tensors do not fit, for each rank on which they do not."""
+        answers = self.call(messages.CheckRequest(tensors=tuple(tensors)))
         messages.worst_of(answers).require_done()
         return [
-            answer.problem for answer in answers if answer.outcome is messages.RankOutcome.MISFIT
+            answer.problem for answer in answers if answer.outcome is messages.RankOutcome.MISMATCH
         ]
 
     def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
+        """Whether it is paused, by this follower or by another process."""
         return False
 
     def pause(self, mode: PauseMode) -> None:
-        """Let no step begin, and drop whatever was computed with the weights it has."""
+        """Let no step begin, and drop every cache computed with the present weights."""
         raise NotImplementedError
 
     def resume(self) -> None:
         """Let it go on."""
 
     def weight_version(self) -> str:
-        """What it reports with its responses."""
+        """Return the label that it reports with its responses."""
         raise NotImplementedError
 
     def set_weight_version(self, version: str) -> None:
-        """Let it report this with its responses."""
+        """Set the label that it reports with its responses."""
         raise NotImplementedError

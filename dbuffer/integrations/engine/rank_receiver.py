@@ -1,4 +1,4 @@
-"""`RankReceiver`: the receiver in one worker, and how all ranks of an engine switch as one.
+"""`RankReceiver`: the receiver of one rank, which switches together with all others.
 
 A switch has two halves. *Prepare*: every rank takes the version from its stager, where it has been
 held, checked against its checksums and against the model's shapes while the engine served; then
@@ -52,14 +52,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NETWORK_LAG_S = 5.0
-"""How long a host may see an older version than the newest on a network mount."""
+"""Longest time for which a host may see an older version than the newest on a network mount."""
 _LOOK_S = 0.05
 
 _KEPT_TRACES = 4
-"""Of how many layouts it is remembered how they are loaded."""
+"""Number of layouts whose traces are kept."""
 
 _MAX_ROUNDS = 5
-"""How often ranks that found different versions may try to meet in the newest of them."""
+"""Most attempts of ranks that took different versions to agree on the newest of them."""
 
 
 class RankReceiver:
@@ -74,7 +74,7 @@ class RankReceiver:
         self.ranks = rank.ranks
         self.ranks.timeout_s = RANK_TIMEOUT_S + options.timeout_s
         self.options = options
-        """As they were given."""
+        """Options as they were given."""
         self._state = state
         self._model = state.model = rank.make_model(state.model)
         self._reading = threading.Lock()
@@ -105,7 +105,7 @@ class RankReceiver:
         self.instance_id = options.instance_id or rank.instance_id
         names = EngineNames(engine_id, self.instance_id)
         name = names.of_rank(self.ranks.rank)
-        # Before anything is read: it puts away what an earlier run may have left there.
+        # Before anything is read: it retires what an earlier run may have left there.
         self._mirror = options.start_mirror()
         receiver = WeightReceiver(
             options.read_store,
@@ -193,11 +193,11 @@ class RankReceiver:
     def update(self, request: UpdateRequest | OptionError) -> None:
         """Switch the engine to a version. Nothing may be generating.
 
-        A version that the engine already has is no error, and nothing is loaded. A rank that was
-        given a bad request comes with what is wrong with it: the others wait to hear of it.
+        A version that the engine already has is no error, and nothing is loaded. A rank that got an
+        invalid request takes part with its error: the others wait for it.
 
         Raises:
-            OptionError: (a ``ValueError``) the request was bad on all ranks.
+            OptionError: (a ``ValueError``) the request was invalid on all ranks.
             EngineBusyError: its weights are asleep.
             EngineUpdateError: the engine serves on with the weights that it had.
             EngineBrokenError: it refuses to serve, until an update succeeds.
@@ -209,11 +209,11 @@ class RankReceiver:
             stats = {} if staged is None else self._commit(staged)
             self._record_engine(**stats)
         except RankFailedError as error:
-            # What it does when it goes on, nobody knows: it may have heard of what was agreed.
+            # That rank may have learned what was agreed, and load it once it goes on.
             raise EngineBrokenError(self._refuse(str(error))) from None
         except (EngineUpdateError, EngineBrokenError, EngineBusyError, OptionError):
-            # All ranks have agreed on that. After anything else nobody knows what the others have,
-            # and a record that does not name the attempt says so.
+            # All ranks have agreed on that. After any other error the weights of other ranks are
+            # unknown, and a record that does not name the attempt says so.
             self._record_engine()
             raise
         finally:
@@ -313,7 +313,7 @@ class RankReceiver:
                 yield name, stored[stored_as]
 
     def _prepare_switch(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        """In the stager's thread, while the engine serves."""
+        """Plan the copies that switch to a version; in the stager's thread, during service."""
         trace = self._trace_of(snapshot.layout)
         if trace is not None and not self._is_stage:  # another stage may have the head
             self._judge_twins(trace, snapshot)
@@ -356,7 +356,7 @@ class RankReceiver:
             self._loader.reload(reload, tensors, switch, staged.identity)
 
     def _is_enough(self, staged: Staged) -> bool:
-        """Whether what was prepared of a version is all that loading it takes."""
+        """Whether the prepared switch is all that loading a version takes."""
         return self._loader is not None and self._loader.is_enough(self._prepared_of(staged))
 
     def _prepared_of(self, staged: Staged) -> PreparedSwitch | None:
@@ -425,7 +425,7 @@ class RankReceiver:
                 staged = self._take_whole(staged.version, staged.history)
             # Once more: it may have been checked before the version before it was loaded.
             self._require_no_mix(staged.layout, staged.version)
-        # All ranks must hear of it, whatever it is; else they would wait for this one.
+        # All ranks must learn of it, whatever it is; else they would wait for this one.
         except Exception as error:  # noqa: BLE001
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
             return None, f"{type(error).__name__}: {error}"
@@ -485,7 +485,7 @@ class RankReceiver:
         started = time.monotonic()
         try:
             failures = self._on_all_ranks(lambda: self._load(staged))
-        except BaseException as error:  # Ctrl-C, or ranks that cannot be reached: nobody knows
+        except BaseException as error:  # Ctrl-C, or ranks that cannot be reached
             self._refuse(f"loading version {staged.version} was interrupted by {error!r}")
             raise
         if any(failures):
@@ -502,7 +502,7 @@ class RankReceiver:
         }
 
     def _recover(self, what: str, staged: Staged) -> Staged:
-        """After a failed load: the version before; or else, where it is gone, this one once more.
+        """Load the version before again, after a failed load; or, where it is gone, this one.
 
         Raises:
             EngineUpdateError: all ranks have the version before.
@@ -549,7 +549,7 @@ class RankReceiver:
         self._model.serve_again()
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:
-        """Do it on every rank; what went wrong on each."""
+        """Do something on every rank; return the problem on each."""
         problem = None
         try:
             action()
@@ -582,7 +582,7 @@ class RankReceiver:
         return f"engine {self.engine_id} could not {step}: {by_rank(problems)}"
 
     def record_problem(self, problem: str) -> None:
-        """Leave word of why an update failed, for who cannot be told in another way."""
+        """Record why an update failed, where the engine passes no answer on."""
         if self.ranks.rank == 0:
             self._record.write(problem=problem)
 
@@ -609,5 +609,5 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def by_rank(problems: Sequence[str | None]) -> str:
-    """What went wrong on which ranks, in one line."""
+    """Join the problems of all ranks in one line."""
     return "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(problems) if why)

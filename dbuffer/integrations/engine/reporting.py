@@ -1,4 +1,4 @@
-"""`FollowerReport`: what a follower tells of its engine, to Prometheus metrics and to the log.
+"""`FollowerReport`: a follower's Prometheus metrics and log.
 
 For an engine in this process, and for a server that follows by itself, the metrics are in the
 registry that vLLM's own ``/metrics`` shows.
@@ -25,37 +25,34 @@ GAUGES = {
     "lag_versions": "Versions published and not yet applied.",
     "lag_seconds": "Age of the newest version, while it is not applied.",
 }
-"""What is not known just now is not there."""
+"""Gauges by name. A gauge whose value is unknown is absent."""
 
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """An engine has switched."""
+    """A switch of an engine to a version."""
 
     version: int
     stage_s: float
-    """Making it ready on the slowest rank, while the engine served."""
+    """Seconds to make it ready on the slowest rank, while the engine served."""
     wait_s: float
-    """From seeing it in the store to its being ready on all ranks."""
+    """Seconds from seeing it in the store to its being ready on all ranks."""
     pause_s: float
-    """From the order to pause to the engine's going on; draining requests included."""
+    """Seconds from the call that pauses to the end of the one that resumes; draining included."""
     load_s: float
-    """The part of the pause in which ranks agree and load."""
+    """Seconds of the pause in which ranks agree and load."""
     num_bytes: int
 
 
 class FollowerReport:
-    """One engine's metrics and log. A gauge whose value is not known is not there.
-
-    Without prometheus-client the log is all.
-    """
+    """One engine's metrics and log; without prometheus-client, the log alone."""
 
     def __init__(self, engine_id: str) -> None:
         self._engine_id = engine_id
         self._families = _registered()
-        # A gauge is there when there is something to say.
+        # Gauges are added with their first value.
         self._metrics = {
             name: family.labels(engine=engine_id)
             for name, family in self._families.items()
@@ -64,7 +61,7 @@ class FollowerReport:
         self._rank_stats: dict[str, dict[str, float]] = {}
 
     def following(self) -> None:
-        """An attempt succeeded, or found nothing to do."""
+        """Report an attempt that succeeded, or found nothing to do."""
         self._set("following", 1)
 
     def failed(self, version: int | None, *, is_new_incident: bool, is_engine_known: bool) -> None:
@@ -80,7 +77,7 @@ class FollowerReport:
         self._add("retries")
 
     def ended(self) -> None:
-        """It is followed no longer."""
+        """Report the end of following."""
         self._set("following", 0)
         self._forget("version_available", "lag_versions", "lag_seconds")
 
@@ -99,14 +96,14 @@ class FollowerReport:
         self._add("bytes", switch.num_bytes)
 
     def lag(self, *, available: int, applied: int, num_behind: int, age_s: float) -> None:
-        """How far it is behind the store."""
+        """Report how far the engine is behind the store."""
         self._set("version_available", available)
         self._set("version_applied", applied)
         self._set("lag_versions", num_behind)
         self._set("lag_seconds", age_s)
 
     def ranks(self, records: Iterable[ReceiverRecord]) -> None:
-        """Carry what ranks count over into this process's metrics."""
+        """Add the counts of the ranks' records to this process's metrics."""
         for record in records:
             before = self._rank_stats.get(record.receiver, {})
             self._rank_stats[record.receiver] = record.stats
@@ -120,7 +117,7 @@ class FollowerReport:
             self._families[name].labels(engine=self._engine_id).set(value)
 
     def _forget(self, *names: str) -> None:
-        """Let gauges say nothing any more, until they are set again."""
+        """Remove gauges until they are set again."""
         for name in names:
             if name not in self._families:
                 continue
@@ -140,7 +137,7 @@ class FollowerReport:
 
 @functools.cache
 def _registered() -> dict[str, Any]:
-    """All metrics, registered once in a process."""
+    """Register all metrics, once in a process."""
     try:
         from prometheus_client import Counter, Gauge, Histogram
     except ImportError:

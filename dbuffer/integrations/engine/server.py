@@ -21,7 +21,7 @@ from dbuffer.runtime import options as checks
 _CONNECT_S = 5.0
 _CALL_S = 30.0
 _LONG_S = 600.0
-"""For calls that may have to wait for requests, or load."""
+"""Time-out of calls that may have to wait for requests, or load."""
 _RESUME_TRIES = 5
 _RESUME_RETRY_S = 0.2
 
@@ -44,9 +44,9 @@ class EngineServer(Engine):
     is_server = True
     may_be_left_paused = True
     IS_WHAT: str
-    """What serves there, for messages."""
+    """Name of the server's software, for messages."""
     WITHOUT_ROUTE: str
-    """What to do about a missing route."""
+    """Advice about a missing route, for messages."""
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         import httpx
@@ -63,9 +63,9 @@ class EngineServer(Engine):
         self._client.close()
 
     def _name(self) -> str:
-        """From its address, so that it is the same after a restart."""
+        """Make a name of the address, so that it is the same after a restart."""
         url = self._httpx.URL(self.url)
-        # "localhost" is another host for each of those that follow with one store.
+        # "localhost" is another host for each of the engines of one store.
         host = socket.gethostname() if _is_loopback(url.host) else url.host
         return f"{re.sub('[^A-Za-z0-9.-]', '-', host):.64}-{url.port or url.scheme}"
 
@@ -101,7 +101,7 @@ class EngineServer(Engine):
         return "; give its address without /v1" if self.url.endswith("/v1") else ""
 
     def _request_resume(self, path: str, **more: Any) -> None:
-        """Ask it to go on; a network that loses one answer must not leave it paused."""
+        """Resume it; a network that loses one answer must not leave it paused."""
         for _ in range(_RESUME_TRIES - 1):
             try:
                 self._request("POST", path, **more)

@@ -1,4 +1,4 @@
-"""`StoreView`: what the store says to a follower, of its newest version and of the engine's ranks.
+"""`StoreView`: a follower's view of the store: its newest version, and the records of the engine.
 
 It lives from one start of the engine to the next.
 """
@@ -24,13 +24,13 @@ from dbuffer.store.buffer import DoubleBuffer
 logger = logging.getLogger(__name__)
 
 _READY_CHECK_S = 0.002
-"""How often to look whether all ranks have a version ready: a few small files, in memory mostly."""
+"""Seconds between two looks whether all ranks are ready: a few small files, mostly in memory."""
 _GONE_S = 5.0
-"""A rank whose record has been missing for this long has left the store: it removes it itself."""
+"""Seconds after which a rank whose record is missing has left the store: it removes it itself."""
 
 
 class StoreView:
-    """The store as the follower of one engine sees it, which it reports to."""
+    """The store as the follower of one engine sees it."""
 
     def __init__(
         self, facts: EngineFacts, options: EngineOptions, engine_id: str, report: FollowerReport
@@ -40,12 +40,12 @@ class StoreView:
         self.report = report
         self.engine_id = engine_id
         self.name = engine_id
-        """As `engine_id`, unless another living engine has that name."""
+        """Name of the engine's record: `engine_id`, unless another living engine has that name."""
         self._names = EngineNames(engine_id, facts.instance_id)
         self._mirror = options.start_mirror()
         is_trusted = options.allow_shared_store
         self._store = DoubleBuffer(options.read_store, allow_shared_store=is_trusted)
-        # Where versions come from; a local store may be behind it.
+        # Source of the versions; a local store may be behind it.
         self._origin = DoubleBuffer(options.store, allow_shared_store=is_trusted)
         # It only waits for the pointer, holds nothing, and so leaves no record.
         self._receiver = WeightReceiver(
@@ -62,14 +62,14 @@ class StoreView:
         if self._mirror is not None:
             self._mirror.close()
 
-    # What the engine and its ranks say
+    # Records of the engine and its ranks
 
     def note_ranks(self) -> None:
         """Remember which ranks look at the store, so that one that leaves it is missed."""
         self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
 
     def engine_record(self) -> ReceiverRecord | None:
-        """What this very engine says of itself; not another one of that name."""
+        """Return the record of this very engine, and of no other one of that name."""
         record = self._record(self.engine_id)
         if record is not None:
             self.name = record.receiver
@@ -78,17 +78,17 @@ class StoreView:
     def _record(self, receiver_id: str) -> ReceiverRecord | None:
         return self._names.record(self._store, receiver_id)
 
-    # What the store holds
+    # Versions
 
     def history_now(self) -> str | None:
-        """Which run of versions the store holds; None where that cannot be read just now."""
+        """Return the history that the store holds; None: it cannot be read just now."""
         with contextlib.suppress(errors.DBufferError, OSError):
             pointer = self._store.newest_pointer()
             return None if pointer is None else pointer.history
         return None
 
     def _may_still_hold(self, history: str | None) -> bool:
-        """Whether the store, or the one that it mirrors, may still hold this run of versions."""
+        """Whether the store, or the one that it mirrors, may still hold this history."""
         pointers = []
         for store in (self._store, self._origin):
             with contextlib.suppress(errors.DBufferError, OSError):
@@ -99,12 +99,12 @@ class StoreView:
     def newer_than(
         self, served: AppliedVersion | None, at_least: int | None = None
     ) -> AppliedVersion | None:
-        """The newest version, or ``at_least``, if the engine does not have it."""
+        """Return the newest version, or ``at_least``, if the engine does not have it."""
         if self._store.exists():
             self._store.check()
         elif served is None:
             return None if at_least is None else AppliedVersion(at_least, None)
-        # What is known to be published may be on its way to a local store.
+        # A version that is known to be published may be on its way to a local store.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         pointer = store.newest_pointer()
         newest, history = (pointer.version, pointer.history) if pointer else (0, None)
@@ -160,9 +160,9 @@ class StoreView:
     def wait_for_version(
         self, newer_than: int | None, timeout_s: float, stop_event: threading.Event
     ) -> int | None:
-        """Wait until the store holds a version above this one, or those of another run.
+        """Wait until the store holds a version above this one, or another history.
 
-        Whether those are followed, :meth:`newer_than` decides.
+        :meth:`newer_than` decides whether that is followed.
         """
         try:
             return self._receiver.wait_for_version(newer_than, timeout_s, stop_event)
@@ -185,7 +185,7 @@ class StoreView:
     ) -> None:
         """Wait until every rank has this version ready, or a later one; or the engine has it.
 
-        Another process may follow with the same server.
+        (Another process may follow with the same server.)
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.

@@ -1,4 +1,4 @@
-"""What a follower tells an engine's processes: one command, as a tensor that has it for a name.
+"""`Command`: a follower's request to an engine's processes, as the name of a tensor.
 
 SGLang hands a ``custom_weight_loader`` what is in an update's tensors, and nothing else. So an
 update is one tensor without elements, whose name is the command; each rank then maps the weights
@@ -20,12 +20,12 @@ from dbuffer.weights.names import NameMap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """What all ranks are asked."""
+    """Request to all ranks, and the names that they load by."""
 
     request: dict[str, Any] | None
-    """See :func:`~dbuffer.integrations.engine.messages.encode_request`; None: nothing is asked."""
+    """See :func:`~dbuffer.integrations.engine.messages.encode_request`; None: do nothing."""
     rename: dict[str, Any] | None = None
-    """From the store's names to the engine's; see :meth:`NameMap.as_json`."""
+    """Map from the store's names to the engine's; see :meth:`NameMap.as_json`."""
 
     @property
     def names(self) -> NameMap | None:
@@ -35,7 +35,7 @@ class Command:
         return [(json.dumps(asdict(self)), torch.empty(0, dtype=torch.uint8))]
 
     def as_payload(self) -> bytes:
-        """As an engine in another process takes it.
+        """Encode the tensors for an engine in another process.
 
         Not torch's pickles for other processes: those pass memory on, through a connection.
         """

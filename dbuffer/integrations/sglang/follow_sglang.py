@@ -14,12 +14,12 @@ from dbuffer.runtime import options as checks
 from dbuffer.weights.names import NameMap
 
 SglangPause = Literal["keep", "abort"]
-"""What becomes of requests in flight: they are kept and go on with the new weights, their caches
-computed anew; or aborted."""
+"""Treatment of requests in flight: they are kept and go on with the new weights, their caches
+recomputed; or aborted."""
 
 
 class _Offline(Protocol):
-    """What a type checker can tell an ``sglang.Engine`` by."""
+    """An ``sglang.Engine``, to a type checker."""
 
     tokenizer_manager: Any
 
@@ -64,7 +64,7 @@ def follow(
             URL of a server: it is followed in the background, until ``close()``. Either was started
             with ``custom_weight_loader=["dbuffer.integrations.sglang.load_from_store"]``.
         store: the store's directory, as the engine's processes and this one see it.
-        pause: what becomes of requests in flight during a switch: ``"keep"`` (SGLang's
+        pause: treatment of requests in flight during a switch: ``"keep"`` (SGLang's
             ``retract``) or ``"abort"``. An ``Engine`` has none.
         rename: from the store's names to those in the engine's checkpoint: a map, or a mapping
             file.

@@ -1,8 +1,8 @@
 """`load_from_store`: the ``custom_weight_loader`` that receives in each of an engine's processes.
 
 SGLang calls it on all ranks, between two steps. It must not raise: that would end the process, and
-with it the engine. What went wrong stands in the engine's record in the store, where who gave the
-command reads it.
+with it the engine. A problem is written into the engine's record in the store, where the follower
+reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Do what a follower asks for: begin to follow a store, switch to a version, or stop."""
+    """Serve a follower's request: begin to follow a store, switch to a version, or stop."""
     try:
         command = Command.parse(named_tensors)
         if command.request is None:
@@ -51,7 +51,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
 
 
 def _record_refusal(options: EngineOptions, answer: messages.RankAnswer) -> None:
-    """Leave word of why nothing follows, in the record that a receiver would have kept."""
+    """Write why nothing follows into the record that a receiver would have kept."""
     names = EngineNames(options.engine_id or "", options.instance_id or "")
     spare = names.spare(names.engine_id)
     record = RecordFile(Path(options.read_store), names.engine_id, spare=spare)

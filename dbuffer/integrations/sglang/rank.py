@@ -30,7 +30,7 @@ class SchedulerRank(EngineRank):
         return options.engine_id or ""
 
     def make_model(self, before: ServingModel | None) -> SglangModel:  # noqa: ARG002
-        """The model, to swap weights in, under the names of who follows now."""
+        """Return the model, to swap weights in under the names of the current follower."""
         return SglangModel(self.module, self._names)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:

@@ -1,4 +1,4 @@
-"""The SGLang engines that can follow a store, behind the calls that a follower makes.
+"""`Engine` for SGLang: an ``sglang.Engine``, a server.
 
 An update is bracketed as SGLang asks for it: pause, flush the caches, ``begin_weight_update``, one
 ``update_weights_from_tensor`` in which each rank loads all of a version out of the store,
@@ -24,10 +24,10 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.names import NameMap
 
 LOADER = "dbuffer.integrations.sglang.load_from_store"
-"""For ``custom_weight_loader``, with which an engine must be started."""
+"""Value of ``custom_weight_loader`` that an engine must be started with."""
 
 _PAUSES = {"keep": "retract", "abort": "abort"}
-"""What SGLang calls them. It has no pause that waits for requests."""
+"""SGLang's names of the modes. It has no pause that waits for requests."""
 
 # A session that restores no weights when it opens, nor packs any when it closes: what a rank loads
 # it restores and packs itself, in one call, once all ranks have agreed to load.
@@ -35,7 +35,7 @@ _SESSION = "draft"
 
 
 def _facts(info: Mapping[str, Any], name: str) -> EngineFacts:
-    """How an engine was started, from its server information."""
+    """Read the facts about an engine's start from its server information."""
     if LOADER not in (info.get("custom_weight_loader") or []):
         raise UnsupportedError(
             f"this engine was not started for dbuffer: start it with custom_weight_loader="
@@ -69,7 +69,7 @@ class _Sglang(Engine):
         self._store: DoubleBuffer | None = None
         self._names = EngineNames("", "")
 
-    def ask(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
+    def call(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
         if isinstance(request, messages.CheckRequest):
             raise UnsupportedError("SGLang's ranks cannot be asked whether tensors fit")
         if isinstance(request, messages.BeginRequest):
@@ -214,9 +214,9 @@ class SglangServer(_Sglang, EngineServer):
             self._request("POST", "/begin_weight_update", json=begin)
 
     def is_paused(self) -> bool:
-        """Not that anybody could know: ``/ready`` says the same of a server that still starts.
+        """Return False: no route tells. ``/ready`` says the same of a server that still starts.
 
-        So a pause that somebody else began ends with the next switch.
+        So a pause that another process began ends with the next switch.
         """
         return False
 
@@ -241,7 +241,7 @@ class SglangServer(_Sglang, EngineServer):
 def sglang_engine_of(
     target: Any, names: NameMap | None = None, *, api_key: str | None = None
 ) -> OfflineSglang | SglangServer:
-    """The engine behind an ``sglang.Engine``, or a server's URL."""
+    """Return the engine behind an ``sglang.Engine``, or a server's URL."""
     if isinstance(target, str):
         return SglangServer(target, names, api_key=api_key)
     if hasattr(target, "tokenizer_manager") and hasattr(target, "update_weights_from_tensor"):

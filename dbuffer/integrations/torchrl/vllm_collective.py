@@ -316,9 +316,9 @@ def _require_fit(receiver: VLLMDoubleBufferWeightReceiver, model_metadata: Model
     tensors = [
         (name, DTYPE_NAMES[dtype], list(shape)) for name, (dtype, shape) in model_metadata.items()
     ]
-    misfits = [m for follower in receiver._followers for m in follower.misfits(tensors)]  # noqa: SLF001
-    if misfits:
-        raise WeightsMismatchError("; ".join(dict.fromkeys(misfits)))
+    mismatches = [m for follower in receiver._followers for m in follower.mismatches(tensors)]  # noqa: SLF001
+    if mismatches:
+        raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -16,20 +16,19 @@ from dbuffer.integrations.engine.background import BackgroundFollowing
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
-"""How often an API server looks whether it is its turn."""
+"""Seconds between two looks of an API server whether it is its turn."""
 
 _MAX_API_SERVERS = 4096
 
 
 class Leadership:
-    """Which of the API servers follows: the one that has a socket's name, for as long as it lives.
+    """Election of the API server that follows: it holds a socket's name for as long as it lives.
 
-    They are processes of one host and one parent, and vLLM ends them by SIGKILL: a name of the
-    kernel's, in no directory, is free again at once. It is not the store's lock: the store may not
-    be there yet.
+    They are processes of one host and one parent, and vLLM ends them by SIGKILL: a name in no
+    directory is free again at once. It is not the store's lock: the store may not exist yet.
 
     Args:
-        instance_id: what the API servers share, and no others.
+        instance_id: id that these API servers share, and no others.
     """
 
     def __init__(self, instance_id: str) -> None:
@@ -37,7 +36,7 @@ class Leadership:
         self._socket: socket.socket | None = None
 
     def try_take(self) -> bool:
-        """Take it, if nobody has it."""
+        """Take the name, if it is free."""
         taken = socket.socket(socket.AF_UNIX)
         try:
             taken.bind(self._name)
@@ -50,15 +49,15 @@ class Leadership:
         return True
 
     def say_ready(self) -> None:
-        """Tell the others that the engine serves what was there: they may serve, too."""
+        """Tell the others that the engine serves the newest version, and that they may serve."""
         assert self._socket is not None  # noqa: S101 - by try_take()
         self._socket.listen(_MAX_API_SERVERS)
 
     def is_ready(self) -> bool:
-        """Whether the one that has it has said so."""
+        """Whether the API server that follows has called :meth:`say_ready`."""
         with socket.socket(socket.AF_UNIX) as asking:
             asking.setblocking(False)
-            # A name that nobody listens at refuses; one that nobody has, as well.
+            # A connection is refused where no socket listens, or none has the name.
             return asking.connect_ex(self._name) in (0, errno.EAGAIN)
 
     def close(self) -> None:
@@ -82,7 +81,7 @@ class SharedFollowing:
         follow: Callable[[], BackgroundFollowing],
         follow_until_ready: Callable[[], Awaitable[BackgroundFollowing]],
     ) -> Self:
-        """Wait until the engine serves what is there, by this API server's doing or another's.
+        """Wait until the engine serves the newest version, whichever API server follows.
 
         Args:
             leadership: which of them follows.

@@ -39,14 +39,14 @@ class DBufferInitInfo(EngineOptions, WeightTransferInitInfo):  # type: ignore[mi
 class DBufferUpdateInfo(UpdateRequest, WeightTransferUpdateInfo):  # type: ignore[misc]
     """``update_info``: ``{}`` for the newest, or ``{"version": 7}``; see :class:`UpdateRequest`.
 
-    One of a sparse update may have the counts that vLLM 0.23 asks for; nothing else is done with
-    them than to check them.
+    For a sparse update it may have the counts that vLLM 0.23 requires. They are checked, and not
+    used otherwise.
     """
 
     names: list[str] | None = None
     """Names of the tensors that are patched."""
     num_updates_list: list[int] | None = None
-    """How many places of each are patched."""
+    """Number of places that are patched in each."""
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Self:

@@ -1,4 +1,4 @@
-"""What vLLM's configuration says of dbuffer, and what vLLM knows it by."""
+"""dbuffer's part of vLLM's configuration, and its names in vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WRAPPER = "base_layer"
 """The name of a layer in the one that wraps it, in an engine that takes LoRA requests."""
 
 FOLLOWER_KEYS = ("pause",)
-"""Keys of ``additional_config["dbuffer"]`` that are read by who follows, in the front end."""
+"""Keys of ``additional_config["dbuffer"]`` that the follower reads, in the front end."""
 
 
 def is_launched(parallel_config: Any) -> bool:
@@ -31,22 +31,22 @@ def is_launched(parallel_config: Any) -> bool:
 
 
 def shares_engine(vllm_config: Any) -> bool:
-    """Whether this is one of several API servers that have an engine together."""
+    """Whether this is one of several API servers of one engine."""
     return int(getattr(vllm_config.parallel_config, "_api_process_count", 1)) > 1
 
 
 def default_engine_id(instance_id: str) -> str:
-    """An engine's name among a store's receivers, from what vLLM calls the engine itself."""
+    """Make an engine's name among a store's receivers, from vLLM's own id of the engine."""
     return f"vllm-{host_in_id()}-{instance_id}"
 
 
 def replica_name(index: int) -> str:
-    """What follows an engine's name in that of one of its data-parallel replicas."""
+    """Return the suffix of the name of a data-parallel replica."""
     return f".dp-{index}" if index else ""
 
 
 def options_of(additional_config: Any) -> EngineOptions | None:
-    """Those in ``additional_config["dbuffer"]`` of an engine; None if there are none."""
+    """Read the options in ``additional_config["dbuffer"]`` of an engine; None: there are none."""
     values = engine_settings(additional_config)
     if not values:
         return None
@@ -55,7 +55,7 @@ def options_of(additional_config: Any) -> EngineOptions | None:
 
 
 def engine_settings(additional_config: Any) -> dict[str, Any]:
-    """All of ``additional_config["dbuffer"]``, for workers and followers alike."""
+    """Return all of ``additional_config["dbuffer"]``, for workers and followers alike."""
     is_mapping = isinstance(additional_config, Mapping)
     settings = additional_config.get(BACKEND, {}) if is_mapping else {}
     if not isinstance(settings, dict):

@@ -1,4 +1,4 @@
-"""What a vLLM engine's configuration says about following a store."""
+"""`EngineFacts` of a vLLM engine, from its configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EXTENSION_CLASS = "dbuffer.integrations.vllm.extension.WorkerExtension"
 
 
 def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
-    """From a ``VllmConfig``, or from what one looks like in JSON.
+    """Read them from a ``VllmConfig``, or from its JSON.
 
     Args:
         config: the front end's.
@@ -62,10 +62,10 @@ def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
 
 
 def replicas_of(config: Any) -> list[int]:
-    """Which data-parallel replicas a front end has, of those that step each by itself.
+    """List the data-parallel replicas of a front end that step each by itself.
 
-    Dense models' do, and nothing that one of them does reaches another. Replicas of a model with
-    experts step together, and are one engine.
+    Replicas of a dense model do, and do not depend on each other. Replicas of a model with experts
+    step together, and are one engine.
     """
     parallel = _get(config, "parallel_config")
     size = _get(parallel, "data_parallel_size")
@@ -76,7 +76,7 @@ def replicas_of(config: Any) -> list[int]:
 
 
 def _num_in_step(parallel: Any) -> int:
-    """How many replicas make each step together."""
+    """Return the number of replicas that make each step together."""
     size: int = _get(parallel, "data_parallel_size")
     if size == 1 or not _get(parallel, "is_moe_model"):
         return 1
@@ -90,7 +90,7 @@ def _num_in_step(parallel: Any) -> int:
 
 
 def _num_local(parallel: Any) -> int | None:
-    """How many replicas a front end has that does not have all; None: it has all."""
+    """Return the number of replicas of a front end that does not have all; None: it has all."""
     if _get(parallel, "data_parallel_rank_local") is not None:  # one LLM for each, side by side
         return 1
     kinds = ("data_parallel_hybrid_lb", "data_parallel_external_lb")
@@ -133,7 +133,7 @@ def _is_extension(qualified_name: str | None, *, may_import: bool) -> bool:
 
 
 def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
-    """Those of an engine that this process, or one of its children, runs; see :func:`facts_of`."""
+    """Read the facts of an engine that this process, or one of its children, runs."""
     from vllm.plugins import load_general_plugins
 
     # A front end whose configuration was made in another process has loaded none; its workers have.
@@ -146,5 +146,5 @@ def facts_here(config: Any, replica: int | None = None) -> EngineFacts:
 
 
 def instance_of_api_servers() -> str:
-    """What API servers of one engine share: each makes an id up; but one process started all."""
+    """Return an id that API servers of one engine share: that of the process that started all."""
     return digest(repr(Process.parent()).encode())

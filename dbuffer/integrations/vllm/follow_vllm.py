@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class _Offline(Protocol):
-    """What a type checker can tell a ``vllm.LLM`` by."""
+    """A ``vllm.LLM``, to a type checker."""
 
     llm_engine: Any
 
 
 class _Asynchronous(Protocol):
-    """An ``AsyncLLM``."""
+    """An ``AsyncLLM``, to a type checker."""
 
     engine_core: Any
 
@@ -88,7 +88,7 @@ def follow(
             The URL of a server in development mode: followed in the background, until ``close()``.
         store: the store's directory, as the engine's workers and this process see it. Default:
             the one in the engine's ``additional_config``.
-        pause: what becomes of requests in flight during a switch: ``"keep"``, ``"wait"`` or
+        pause: treatment of requests in flight during a switch: ``"keep"``, ``"wait"`` or
             ``"abort"``. An ``LLM`` has none.
         api_key: for a server.
         **options: more of :class:`EngineOptions`.

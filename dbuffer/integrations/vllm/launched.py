@@ -161,8 +161,8 @@ class _AllRanks(OfflineVllm):
         super().__init__(llm)
         self._agreement = agreement
 
-    def ask(self, request: RankRequest) -> list[RankAnswer]:
-        answers = self._order("ask", encode_request(request))
+    def call(self, request: RankRequest) -> list[RankAnswer]:
+        answers = self._order("call", encode_request(request))
         return [decode_answer(answer) for of_rank in answers for answer in of_rank]
 
     def pause(self, mode: PauseMode) -> None:
@@ -187,8 +187,8 @@ def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[_
 
     def do() -> Any:
         match order["call"], order["argument"]:
-            case "ask", request:
-                return [encode_answer(answer) for answer in mine.ask(decode_request(request))]
+            case "call", request:
+                return [encode_answer(answer) for answer in mine.call(decode_request(request))]
             case "pause", mode:
                 return mine.pause(mode)
             case _, version:

@@ -53,8 +53,8 @@ class FollowStore:
         log_as_vllm()
         try:
             follower = await _start(scope)
-        # Servers take whatever is raised here for an application without a lifespan, and serve. So
-        # it is said in the protocol's own words: this ends the server.
+        # Servers take an exception here for an application without a lifespan, and serve. This
+        # message of the protocol ends the server.
         except Exception as error:  # noqa: BLE001
             await receive()
             await send({"type": "lifespan.startup.failed", "message": _refusal(error)})
@@ -80,14 +80,14 @@ class FollowStore:
 
 
 def _refusal(error: Exception) -> str:
-    """In one line, however long the reason is."""
+    """Describe an error in one line, however long it is."""
     is_known = isinstance(error, DBufferError | OSError)
     reason = str(error) if is_known else f"{type(error).__name__}: {error}"
     return f"this server does not start, because it cannot follow: {' '.join(reason.split())}"
 
 
 async def _end(following: BackgroundFollowing | SharedFollowing) -> None:
-    """Stop following. What goes wrong must not keep the server from its end."""
+    """Stop following. An error must not keep the server from ending."""
     try:
         await following.aclose()
     except (DBufferError, OSError) as error:
@@ -95,7 +95,7 @@ async def _end(following: BackgroundFollowing | SharedFollowing) -> None:
 
 
 async def _start(scope: Scope) -> BackgroundFollowing | SharedFollowing:
-    """Begin to follow, and wait until the engine serves what is there."""
+    """Begin to follow, and wait until the engine serves the newest version."""
     engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if engine is None:
         raise UnsupportedError("FollowStore is for vLLM's API server, and this is another")
@@ -130,9 +130,9 @@ async def _start(scope: Scope) -> BackgroundFollowing | SharedFollowing:
 
 
 async def _wait_for_weights(follower: BackgroundFollowing, options: EngineOptions) -> None:
-    """Wait for the first version: weights of ``--load-format dummy`` are nobody's."""
+    """Wait for the first version: weights of ``--load-format dummy`` must not be served."""
     logger.info(
-        "%s has a dummy's weights: waiting %g s (timeout_s) for a version in %s",
+        "%s has dummy weights: waiting %g s (timeout_s) for a version in %s",
         follower.engine_id,
         options.timeout_s,
         options.store,

@@ -100,7 +100,7 @@ class VllmModel:
         self.load(loader.get_all_weights(config.model_config, self._model))
 
     def _find_places(self) -> dict[str, int]:
-        """Where each parameter lies in memory: captured graphs read there and nowhere else."""
+        """Return each parameter's address in memory: captured graphs read only there."""
         return {name: tensor.data_ptr() for name, tensor in self._model.named_parameters()}
 
     def refuse_to_serve(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""How vLLM packs layers on a CPU, where that touches nothing but the layer."""
+"""`CpuPacking`: vLLM's packing of layers on a CPU, where it touches nothing but the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes, through the entry point ``vllm.general_plugins``."""
+"""Plugin of vLLM: the entry point ``vllm.general_plugins`` calls it in each vLLM process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAPPER = "WorkerWrapperBase"
 
 
 def register() -> None:
-    """Make vLLM know ``backend="dbuffer"``, and its workers our method. Again does nothing."""
+    """Register ``backend="dbuffer"``, and add dbuffer's method to workers; idempotent."""
     log_as_vllm()
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def log_as_vllm() -> None:
-    """Let our log have vLLM's format and level, unless somebody has given it others."""
+    """Give dbuffer's log vLLM's format and level, unless it is configured already."""
     ours, theirs = logging.getLogger("dbuffer"), logging.getLogger("vllm")
     is_configured = ours.handlers or ours.level or logging.getLogger().handlers
     if is_configured or not theirs.handlers:
@@ -56,7 +56,7 @@ def log_as_vllm() -> None:
     for handler in theirs.handlers:
         ours.addHandler(handler)
     ours.setLevel(theirs.level)
-    # As vLLM's own: a handler that comes to the root later must not say it all a second time.
+    # As vLLM's own: a handler that is added to the root later must not log all of it twice.
     ours.propagate = False
 
 

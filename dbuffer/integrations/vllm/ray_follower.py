@@ -26,7 +26,7 @@ from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.runtime import options as checks
 
 _ASK_AGAIN_S = 0.02
-"""How often an actor is asked whether its ranks have a version ready; it serves meanwhile."""
+"""Seconds between two calls that ask an actor whether its ranks are ready; it serves meanwhile."""
 
 _FOLLOWER_IN_ACTOR = "_dbuffer_follower"
 
@@ -45,8 +45,8 @@ def is_ray_actor(target: Any) -> bool:
 class RayFollower:
     """Switches an ``LLM`` or ``AsyncLLM`` in a Ray actor when told to.
 
-    The actor needs no methods for it. One that does one thing at a time is told when it has done
-    what it is at.
+    The actor needs no methods for it. An actor that runs one task at a time switches after the
+    task that it runs.
 
     Args:
         actor: a handle. The actor is the engine, or one of its attributes is.
@@ -65,7 +65,7 @@ class RayFollower:
     def sync(
         self, *, at_least: int | None = None, timeout_s: float | None = None, force: bool = False
     ) -> Switch | None:
-        """As :meth:`Follower.sync`; the actor serves on until its ranks are ready."""
+        """Switch as :meth:`Follower.sync` does; the actor serves on until its ranks are ready."""
         timeout_s = self._options.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
         while not self._call(Follower.is_ready, at_least):
@@ -83,14 +83,14 @@ class RayFollower:
         self._call(Follower.apply_once, store)
         self._identity = self._call(_identity)
 
-    def misfits(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
-        return self._call(Follower.misfits, tensors)
+    def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
+        return self._call(Follower.mismatches, tensors)
 
     def stop_workers(self) -> None:
         self._call(Follower.stop_workers)
 
     def close(self) -> None:
-        """Nothing: the follower in the actor ends with it, and may be found again."""
+        """Do nothing: the follower in the actor ends with it, and may be used again."""
 
     def _call(
         self, call: Callable[Concatenate[Follower, P], T], *args: P.args, **kwargs: P.kwargs
@@ -141,7 +141,7 @@ def _follower_in(instance: Any, options: EngineOptions) -> Follower:
 
 
 def _engine_in(instance: Any) -> Engine:
-    """The engine that the actor is, or that one of its attributes is."""
+    """Return the engine that the actor is, or that one of its attributes is."""
     import vllm
     from vllm.v1.engine.async_llm import AsyncLLM
 

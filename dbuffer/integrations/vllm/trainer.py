@@ -23,13 +23,13 @@ from dbuffer.integrations.vllm.plugin import register
 from dbuffer.integrations.vllm.sparse_patches import publish_patches, trainer_send_sparse_weights
 from dbuffer.publish.sender import WeightSender
 
-# vLLM loads its plugins in engines; in a trainer nobody else makes this half known.
+# vLLM loads its plugins in engines, and not in trainers.
 register()
 
 
 @dataclass
 class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What ``WeightTransferTrainerFactory.trainer_init`` is given instead of NCCL's.
+    """Init info for ``WeightTransferTrainerFactory.trainer_init``, in place of NCCL's.
 
     ``DBufferTrainerInitInfo(store="/dev/shm/policy", rank=0)``: rank 0 publishes.
     """
@@ -46,8 +46,8 @@ class DBufferTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """Let patches be sent, by a sender of ``delta=True``; so it is in any case without a source.
     A source is gathered whole then, in main memory where it is not there already."""
     checkpoint: str | None = None
-    """For a trainer that has patches and no source, as vLLM's own: the HuggingFace checkpoint that
-    the first of them follow. It is published whole in ``trainer_init``."""
+    """HuggingFace checkpoint that the first patches follow, for a trainer that has patches and no
+    source, as vLLM's own. It is published whole in ``trainer_init``."""
 
 
 class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -151,8 +151,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         try:
             self.client.update_weights({"version": version})
         except BaseException:
-            # Ends the session on the ranks that had no reason to raise. On the one that did, there
-            # is none any more, and that it says so is no news.
+            # Ends the session on the ranks that did not raise. The one that did has none any more,
+            # and its error about that is no news.
             with contextlib.suppress(Exception):
                 self.client.finish_weight_update()
             raise
@@ -169,8 +169,8 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         """Publish patches and switch, between the caller's own start and finish of an update.
 
         Each chunk is a version, which the engine has when this returns, as with vLLM's own backend.
-        An engine that is not paused from start to finish serves each of them, and so does whoever
-        else follows the store: what is to be seen as one goes into one call.
+        An engine that is not paused from start to finish serves each of them, and so do other
+        followers of the store: put patches that must apply atomically into one call.
 
         Returns:
             The version, to be told to the client's ``finish_weight_update(str(version))``; None if
@@ -204,7 +204,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         return publish_patches(self._sender, patches, is_behind=self._is_behind)
 
     def shutdown(self) -> None:
-        """Give the store up. The last version stays published."""
+        """Release the store. The last version stays published."""
         if self._sender is not None:
             self._sender.close()
 

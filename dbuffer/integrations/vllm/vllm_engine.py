@@ -1,4 +1,4 @@
-"""The engines of vLLM's that can follow a store, each behind the same few calls.
+"""`Engine` for vLLM: an ``LLM``, an ``AsyncLLM``, one of its replicas, a server.
 
 All calls block, whatever the engine: an ``AsyncLLM`` is called in its own event loop from another
 thread, a server over HTTP.
@@ -38,9 +38,9 @@ _ALIVE_CHECK_S = 1.0
 
 
 class _Vllm(Engine):
-    """Its ranks are vLLM's workers, which are asked by ``collective_rpc``."""
+    """A vLLM engine: its ranks are workers, called by ``collective_rpc``."""
 
-    def ask(self, request: RankRequest) -> list[RankAnswer]:
+    def call(self, request: RankRequest) -> list[RankAnswer]:
         replies = self._call_workers(CALL, {"request": encode_request(request)})
         return [decode_answer(reply) for reply in replies]
 
@@ -63,7 +63,7 @@ class OfflineVllm(_Vllm):
             return list(self._llm.collective_rpc(method, kwargs=arguments))
 
     def _ending_with_the_engine(self) -> contextlib.ExitStack:
-        """Let calls under way end by `EngineEndedError` when the engine's process dies."""
+        """Let calls in flight end by `EngineEndedError` when the engine's process dies."""
         client = self._engine.engine_core
 
         def translate(error: BaseException) -> None:
@@ -101,7 +101,7 @@ class OfflineVllm(_Vllm):
 
 @contextlib.contextmanager
 def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
-    """End pending calls when the engine's process dies; vLLM lets them wait."""
+    """End pending calls when the engine's process dies; vLLM leaves them waiting."""
     is_done = threading.Event()
 
     def watch() -> None:
@@ -132,7 +132,7 @@ class AsyncVllm(_Vllm):
 
     @staticmethod
     def loop_of(engine: Any) -> asyncio.AbstractEventLoop:
-        """The event loop that an ``AsyncLLM`` runs in, asked from any thread."""
+        """Return the event loop that an ``AsyncLLM`` runs in; from any thread."""
         # Made in its loop, by the first of its coroutines that needs it.
         handler = engine.output_handler
         if handler is not None:
@@ -146,7 +146,7 @@ class AsyncVllm(_Vllm):
             ) from None
 
     def require_alive(self) -> None:
-        """Look whether its processes and its event loop are there; nothing is asked of them."""
+        """Raise if its processes or its event loop are gone; no call is made to them."""
         if self._loop.is_closed():
             raise EngineEndedError("its event loop has ended")
         if self._engine.errored:
@@ -177,7 +177,7 @@ class AsyncVllm(_Vllm):
         await self._engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
     def _cache_resets(self) -> Iterator[Coroutine[Any, Any, Any]]:
-        """The first tells whether it succeeded."""
+        """Yield the resets; the first returns whether it succeeded."""
         yield self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         yield self._engine.reset_mm_cache()
         yield self._engine.reset_encoder_cache()
@@ -202,7 +202,7 @@ class AsyncVllm(_Vllm):
             call.close()
             raise EngineEndedError("its event loop has ended")
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
-        # vLLM never answers a call that was under way when its engine died.
+        # vLLM never answers a call that was in flight when its engine died.
         while not wait([future], _ALIVE_CHECK_S).done:
             if self._engine.errored or not self._loop.is_running():
                 future.cancel()
@@ -216,7 +216,7 @@ class AsyncVllm(_Vllm):
 
 
 class AsyncReplica(AsyncVllm):
-    """One of several data-parallel replicas of an ``AsyncLLM``, which step each by itself.
+    """A data-parallel replica of an ``AsyncLLM`` that steps by itself.
 
     It is an engine of its own: the others serve on while it switches.
     """
@@ -253,7 +253,7 @@ class AsyncReplica(AsyncVllm):
         self._call(self._ask_core("set_weight_version", version))
 
     def _ask_core(self, method: str, *arguments: Any) -> Coroutine[Any, Any, Any]:
-        # What vLLM's own calls ask of all cores is answered by the first, whatever the others say.
+        # vLLM's own calls to all cores return the first one's answer, whatever the others' are.
         client = self._engine.engine_core
         identity = self._replica.to_bytes(2, "little")
         call: Coroutine[Any, Any, Any] = client._call_utility_async(  # noqa: SLF001
@@ -327,7 +327,7 @@ def is_async(target: Any) -> bool:
 
 
 def vllm_engine_of(target: Any, *, api_key: str | None = None) -> Engine:
-    """The engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL."""
+    """Return the engine behind a ``vllm.LLM``, an ``AsyncLLM``, or a server's URL."""
     if isinstance(target, str):
         return VllmServer(target, api_key=api_key)
     if is_one_of_several(target):
