@@ -33,7 +33,6 @@ from dbuffer.integrations.atropos import (
     create_bridge_from_training_config,
     permute_for_rotary,
 )
-from dbuffer.integrations.atropos.bridge import default_store
 from dbuffer.integrations.atropos.mapping import MAPPING_FILE, PATH_VARIABLE, ParameterMapping
 
 SOON_S = 0.5
@@ -208,14 +207,16 @@ def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 def test_store_is_in_shared_memory_by_user_job_and_port(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"dbuffer-atropos-{os.getuid()}"
-    assert default_store(config_for("http://localhost:9001")) == Path(f"/dev/shm/{name}-9001")
+    assert VLLMWeightBridge(config_for("http://localhost:9001")).store == Path(
+        f"/dev/shm/{name}-9001"
+    )
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert default_store(config_for("http://h")) == Path(f"/dev/shm/{name}-job77-80")
+    assert VLLMWeightBridge(config_for("http://h")).store == Path(f"/dev/shm/{name}-job77-80")
 
 
 def test_store_of_several_nodes_is_in_the_directory_that_all_see() -> None:
     several = config_for(num_inference_nodes=1, log_dir="/shared/logs")
-    assert default_store(several) == Path("/shared/logs/dbuffer-atropos")
+    assert VLLMWeightBridge(several).store == Path("/shared/logs/dbuffer-atropos")
     with pytest.raises(dbuffer.OptionError, match="log_dir"):
         VLLMWeightBridge(config_for(num_inference_nodes=1))
 
@@ -226,7 +227,7 @@ def test_directory_of_the_environment_counts_however_the_configuration_was_made(
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     assert config_for().log_dir is None
     assert config_for(log_dir="/other").directory == "/other"
-    assert default_store(config_for(num_inference_nodes=1)) == tmp_path / "dbuffer-atropos"
+    assert VLLMWeightBridge(config_for(num_inference_nodes=1)).store == tmp_path / "dbuffer-atropos"
     write_mapping(tmp_path, {"0.weight": to("first.w")})
     with VLLMWeightBridge(config_for(), store=tmp_path / "store") as bridge:
         attached(bridge)

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
-import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from lightrft_parts import Actor, strategy_for
-from support import TIMEOUT_S, Child
+from support import TIMEOUT_S
 from torch import nn
 from worlds import World
 
 import dbuffer
+from dbuffer.integrations import default_store
 from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.lightrft import BroadcastManager, directory, manager
+from dbuffer.integrations.lightrft import BroadcastManager, manager
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
-from dbuffer.integrations.lightrft.directory import JobDirectory
 from dbuffer.integrations.lightrft.engines import mine_of
 from dbuffer.receive.stager import Stager
 
@@ -140,7 +134,7 @@ def test_what_a_strategy_does_not_say_is_in_its_config_or_lightrfts_default() ->
 
 
 def refuse(rank: int, place: Path, trainer: str, engine_type: str, model: str) -> str:
-    directory._SHARED_MEMORY = place
+    default_store._SHARED_MEMORY = place
     strategy = strategy_for(trainer, engine_type)
     actor = Actor(MODELS[model]())
     with pytest.raises(NotImplementedError) as caught:
@@ -225,7 +219,7 @@ def test_what_is_not_known_is_refused_on_all_ranks(
 
 
 def fail(rank: int, place: Path, engines: list[Any]) -> str:
-    directory._SHARED_MEMORY = place
+    default_store._SHARED_MEMORY = place
     with pytest.raises(dbuffer.DBufferError) as caught:
         BroadcastManager(Actor(sharded()), strategy_for("fsdp2"), engines[rank])
     return type(caught.value).__name__
@@ -239,11 +233,11 @@ def fail(rank: int, place: Path, engines: list[Any]) -> str:
         (["http://127.0.0.1:1"] * 2, "EngineUnreachableError"),
     ],
 )
-def test_no_usable_engine_is_an_error_on_all_ranks_and_leaves_no_store(
+def test_no_usable_engine_is_an_error_on_all_ranks_and_publishes_nothing(
     world: World, tmp_path: Path, engines: list[Any], kind: str
 ) -> None:
     assert world.run(fail, tmp_path, engines) == [kind] * 2
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("*/CURRENT")) == []
 
 
 class SGLangWrapper:
@@ -272,31 +266,29 @@ def hold(rank: int, place: Path) -> str:
 
 
 def followed_by_a_stand_in(place: Path) -> BroadcastManager:
-    directory._SHARED_MEMORY = place
+    default_store._SHARED_MEMORY = place
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "start_follower", lambda engine_type, *rest: StandIn(*rest))
         return BroadcastManager(Actor(sharded()), strategy_for("fsdp2"), "an engine")
 
 
-def let_go(rank: int, which: int) -> bool:
-    if rank == which:
-        held.pop("manager").close()
+def let_go(rank: int) -> bool:
+    held.pop("manager").close()
     return True
 
 
 held: dict[str, BroadcastManager] = {}
 
 
-def test_store_of_a_job_goes_with_the_last_rank(world: World, tmp_path: Path) -> None:
-    """So that no engine of another rank looks at one that is gone."""
+def test_ranks_share_a_store_in_shared_memory_that_stays(world: World, tmp_path: Path) -> None:
     first, second = world.run(hold, tmp_path)
-    store = Path(first)
     assert first == second
-    assert store.is_dir()
-    world.run(let_go, 0)
-    assert store.is_dir()
-    world.run(let_go, 1)
-    assert list(tmp_path.iterdir()) == []
+    assert Path(first).parent == tmp_path
+    assert Path(first).name.startswith(f"dbuffer-lightrft-{os.getuid()}-")
+    world.run(let_go)
+    assert Path(first).is_dir()
+    assert world.run(hold, tmp_path) == [first, first], "as after a restart"
+    world.run(let_go)
 
 
 class StandIn:
@@ -320,8 +312,6 @@ class StandIn:
 
 def end_without_close(place: Path) -> None:
     """A program that ends as most do: nothing is closed, and the engine goes on to its last."""
-    # The first of these runs last.
-    weakref.finalize(StandIn, see_stagers_end)
     meeting = f"file://{place / 'meeting'}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     manager = held["manager"] = followed_by_a_stand_in(place)
@@ -329,103 +319,12 @@ def end_without_close(place: Path) -> None:
     print(manager.store)
 
 
-def see_stagers_end() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "dbuffer-stager":
-            thread.join(STAGER_SEES_S)
-
-
-STAGER_SEES_S = 5.0
-"""By when it has seen that the store is gone, if it has not ended."""
-
-
 def test_program_that_ends_without_close_says_nothing(tmp_path: Path) -> None:
     command = [sys.executable, __file__, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    assert not Path(done.stdout.strip()).parent.exists()
+    assert Path(done.stdout.strip()).is_dir()
     assert done.stderr == ""
-
-
-def be_terminated(connection: Connection, place: Path, own: str) -> None:
-    directory._SHARED_MEMORY = place
-    if own == "handler":
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
-    elif own == "thread":
-        with ThreadPoolExecutor(1) as pool:  # where no handler can be installed
-            pool.submit(JobDirectory).result()
-    kept = [JobDirectory(), JobDirectory()]
-    for one in kept:
-        one.store.mkdir()
-    pid = os.fork()
-    if pid == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(TIMEOUT_S)
-    connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    connection.send([one.store for one in kept])
-    connection.recv()
-
-
-@pytest.mark.parametrize(
-    ("own", "code"), [("", -signal.SIGTERM), ("thread", -signal.SIGTERM), ("handler", 7)]
-)
-def test_store_of_a_job_that_is_terminated_goes_with_it(
-    tmp_path: Path, own: str, code: int
-) -> None:
-    with Child(be_terminated, tmp_path, own) as child:
-        assert child.receive() == (code if own == "handler" else -signal.SIGTERM)
-        stores = child.receive()
-        assert all(store.exists() for store in stores), "a forked child's end is not the job's"
-        child.signal(signal.SIGTERM)
-        assert child.wait() == code
-        assert not any(store.exists() for store in stores)
-
-
-def test_nothing_is_installed_for_signals_by_an_import() -> None:
-    program = "import signal, dbuffer.integrations.lightrft.manager; "
-    program += "assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL"
-    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
-
-
-PROGRAM = """
-import os, sys
-from dbuffer.integrations.lightrft.directory import JobDirectory
-directory = JobDirectory()
-if os.fork() == 0:
-    sys.exit()  # a child's exit is not the end of the job
-os.wait()
-path = directory.store.parent
-assert path.is_dir() and path.stat().st_mode & 0o777 == 0o700
-print(path)
-"""
-
-
-def test_store_of_a_job_goes_with_the_process_that_made_it() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    path = Path(done.stdout.strip())
-    assert not path.exists()
-
-
-def make_job_directory(connection: Connection) -> None:
-    made = JobDirectory()
-    made.store.mkdir()
-    connection.send(made.store.parent)
-    connection.recv()
-
-
-def test_store_of_a_killed_job_goes_with_the_next_and_that_of_a_living_one_stays() -> None:
-    with Child(make_job_directory) as living:
-        alive = living.receive()
-        with Child(make_job_directory) as killed:
-            left_over = killed.receive()
-        assert left_over.exists()
-        with Child(make_job_directory) as third:
-            assert third.receive().exists()
-            assert not left_over.exists()
-            assert alive.exists()
-    JobDirectory().remove()  # and those of this test go too
-    assert not alive.exists()
 
 
 if __name__ == "__main__":

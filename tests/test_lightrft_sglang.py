@@ -86,7 +86,8 @@ def main(directory: Path) -> None:
     seen["names"] = [name for name, _ in module.named_parameters()]
     fully_shard(module)
     strategy = strategy_for("fsdp2 bf16", "sglang")
-    with BroadcastManager(Actor(module), strategy, Wrapper(engine)) as manager:
+    store = directory / "store"
+    with BroadcastManager(Actor(module), strategy, Wrapper(engine), store=store) as manager:
         manager.broadcast_to_engine()
         if engine is not None:
             seen["after"] = greedy(engine)

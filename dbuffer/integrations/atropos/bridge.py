@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,6 +31,7 @@ from dbuffer.integrations.atropos.mapping import (
 )
 from dbuffer.integrations.atropos.server import BridgeServer
 from dbuffer.integrations.atropos.slurm import inference_nodes
+from dbuffer.integrations.default_store import default_store
 from dbuffer.publish.resident import ResidentModel
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import ShardedWeightSender
@@ -42,36 +42,9 @@ from dbuffer.weights.sources import Describer, module_tensors
 
 logger = logging.getLogger(__name__)
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a store there belongs to one user, and is checked
-STORE_NAME = "dbuffer-atropos"
-
 T = TypeVar("T", bound=dict[str, Any] | None)
 
 Sender: TypeAlias = WeightSender | ShardedWeightSender | ResidentModel
-
-
-def default_store(config: BridgeConfig) -> Path:
-    """Where the store is if nobody says.
-
-    Local mode: in shared memory, because nobody else need see it, and there a model can live in it;
-    with the user, the SLURM job if any, and the server's port in its name, so that a trainer that
-    starts again finds it. Several nodes: in ``log_dir`` or ``LOGDIR``, which all of them see.
-
-    Raises:
-        OptionError: (a ``ValueError``) several nodes, and neither ``log_dir`` nor ``LOGDIR``.
-    """
-    if config.is_local_mode:
-        directory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        job = os.environ.get("SLURM_JOB_ID")
-        url = urlsplit(config.vllm_api_url)
-        parts = [STORE_NAME, str(os.getuid()), *([f"job{job}"] if job else []), f"{url.port or 80}"]
-        return directory / "-".join(parts)
-    if config.directory is None:
-        raise OptionError(
-            "several nodes need a directory that all of them see: set log_dir (or LOGDIR), or give "
-            "the bridge a store"
-        )
-    return Path(config.directory).absolute() / STORE_NAME
 
 
 class VLLMWeightBridge:
@@ -90,7 +63,9 @@ class VLLMWeightBridge:
 
     Args:
         config: see :class:`BridgeConfig`.
-        store: the store's directory. Default: see :func:`default_store`.
+        store: the store's directory. Default: with several nodes, ``dbuffer-atropos`` in
+            ``log_dir`` or ``LOGDIR``; with one server, a directory in shared memory, where a model
+            can live in the store (see :func:`.default_store`).
         rank_timeout_s: with several processes, how long they wait for one that does not come; and
             for one that hangs, after an update's ``timeout_seconds``.
         delta: publish what changed, as for the sender that does it: `WeightSender`,
@@ -111,7 +86,7 @@ class VLLMWeightBridge:
         self.config = config
         self._delta = checks.flag("delta", delta)
         self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
-        self.store = Path(store).absolute() if store is not None else default_store(config)
+        self.store = Path(store).absolute() if store is not None else _default_store(config)
         """The store's directory; what servers that follow by themselves are to be given."""
         self.inference_nodes: list[str] = []
         """With several nodes: those whose engines are waited for."""
@@ -445,6 +420,17 @@ class VLLMWeightBridge:
         if self._agreement is None or not self._agreement.is_open:
             raise RankFailedError("a rank of the trainer was lost; start the trainer again")
         return self._agreement.first(what, action)
+
+
+def _default_store(config: BridgeConfig) -> Path:
+    if config.is_local_mode:
+        return default_store("atropos", urlsplit(config.vllm_api_url).port or 80)
+    if config.directory is None:
+        raise OptionError(
+            "several nodes need a directory that all of them see: set log_dir (or LOGDIR), or give "
+            "the bridge a store"
+        )
+    return Path(config.directory).absolute() / "dbuffer-atropos"
 
 
 def _named(weights: nn.Module | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

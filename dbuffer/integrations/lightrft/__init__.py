@@ -1,7 +1,7 @@
 """LightRFT's weights through a store: :class:`BroadcastManager`, in the place of LightRFT's own.
 
-``manager`` is what the trainer calls; ``configuration`` reads its strategy, ``engines`` finds what
-is to be switched, and ``directory`` is where the weights lie unless the user says otherwise.
+The trainer calls ``manager``; ``configuration`` reads its strategy, and ``engines`` finds the
+engines to switch.
 """
 
 from __future__ import annotations

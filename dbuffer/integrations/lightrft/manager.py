@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
-import weakref
 from pathlib import Path
 from typing import Any, Literal
 
 from dbuffer.errors import DBufferError, OptionError
+from dbuffer.integrations.default_store import default_store
 from dbuffer.integrations.lightrft.configuration import Configuration
-from dbuffer.integrations.lightrft.directory import JobDirectory
 from dbuffer.integrations.lightrft.engines import (
     EngineFollower,
     mine_of,
@@ -46,9 +44,9 @@ class BroadcastManager(Closing):
             ``text_only``) are read. What ``args`` lacks is as in ``config``, or LightRFT's default.
         inference_engine: this rank's ``vllm.LLM``, or None where it has none; or the URL of a
             server, the same on all ranks; or a list of such.
-        store: the store's directory, the same on all ranks, and as the engines see it. Default: a
-            new one in this machine's shared memory, which is removed with the last rank's manager
-            or process (see `JobDirectory`: also at ``SIGTERM``).
+        store: the store's directory, the same on all ranks, and as the engines see it. Default: one
+            in this machine's shared memory, by user, SLURM job and ``MASTER_PORT``, which outlives
+            the job. A second manager in a job needs a store of its own.
         rename: a mapping of names, or a function from name to name. Default: none for vLLM, which
             knows transformers' names; for SGLang, without ``args.text_only``, LightRFT's mapping.
         delta: publish what changed, as for `ShardedWeightSender`.
@@ -95,13 +93,7 @@ class BroadcastManager(Closing):
         self._has_deltas = options.flag("delta", delta)
         self._followers: list[EngineFollower] = []
         self._sender: ShardedWeightSender | None = None
-        self._directory: JobDirectory | None = None
         self._opened = contextlib.ExitStack()
-        # Also where nobody calls close(): an engine that still looks at a store that goes says so.
-        self._closing = weakref.finalize(self, _close, self._opened, os.getpid())
-        # Not its own hook, which runs after those of engines.
-        self._closing.atexit = False
-        atexit.register(self._closing)
         num_engines = len(inference_engine) if isinstance(inference_engine, list | tuple) else 1
         engines_s = num_engines * (timeout_s + _LOAD_TIMEOUT_S)
         self._agreement = Agreement(None, timeout_s=rank_timeout_s + engines_s)
@@ -138,21 +130,18 @@ class BroadcastManager(Closing):
         self.version = published.version
 
     def close(self) -> None:
-        """Stop following, and remove the store if this made it. Engines keep their weights."""
+        """Stop following. Engines keep their weights, and the store its last version."""
         self._followers.clear()
-        self._closing()
-        atexit.unregister(self._closing)
+        self._opened.close()
 
     def _open(self, store: Path | None, rename: Rename | None, rank_timeout_s: float) -> None:
         self._weights_on_all_ranks()  # to refuse now what could not be published later
         self._configuration = Configuration.of(self.strategy)
         self._require_an_engine()
         self.store = Path(
-            self._agreement.first("make a store", lambda: str(self._find_store(store)))
+            self._agreement.first("choose a store", lambda: str(store or _default_store()))
         )
         """The store's directory."""
-        if store is None:
-            self._agreement.each("enter the store's directory", self._enter)
         self._sender = ShardedWeightSender(
             self.store,
             delta=self._has_deltas,
@@ -178,20 +167,6 @@ class BroadcastManager(Closing):
         if not any(self._agreement.each("count its engines", lambda: len(mine))):
             raise OptionError("no rank has an inference engine")
 
-    def _find_store(self, store: Path | None) -> Path:
-        if store is not None:
-            return store
-        self._directory = JobDirectory()
-        return self._directory.store
-
-    def _enter(self) -> None:
-        """Be in the directory that the first rank has made; from another machine nobody can."""
-        if self._directory is None:
-            with contextlib.suppress(OSError):
-                self._directory = JobDirectory(self.store)
-        if self._directory is not None:
-            self._opened.callback(self._directory.remove)
-
     def _follow(self) -> None:
         from dbuffer.integrations.engine.engine_options import EngineOptions
 
@@ -211,7 +186,5 @@ def _stop(follower: EngineFollower) -> None:
     follower.close()
 
 
-def _close(opened: contextlib.ExitStack, owner: int) -> None:
-    """Close what a manager has opened, the last first."""
-    if os.getpid() == owner:  # and not a child that was forked off it
-        opened.close()
+def _default_store() -> Path:
+    return default_store("lightrft", os.environ.get("MASTER_PORT", 0))
