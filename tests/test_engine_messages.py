@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,13 @@ from support import SMALL
 from test_engine_follower import Model, Rank
 
 import dbuffer
-from dbuffer.errors import EngineBrokenError, EngineUpdateError, OptionError, UnsupportedError
+from dbuffer.errors import (
+    EngineBrokenError,
+    EngineBusyError,
+    EngineUpdateError,
+    OptionError,
+    UnsupportedError,
+)
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
@@ -22,8 +29,8 @@ from dbuffer.integrations.engine.messages import (
     CheckRequest,
     EndRequest,
     RankAnswer,
-    RankOutcome,
     RankRequest,
+    as_answer,
     decode_answer,
     decode_request,
     encode_answer,
@@ -70,32 +77,39 @@ def test_what_is_no_request_is_refused(values: Any) -> None:
         decode_request(values)
 
 
-@pytest.mark.parametrize("outcome", RankOutcome)
-def test_answers_survive_json(outcome: RankOutcome) -> None:
-    answer = RankAnswer(outcome, "why")
-    assert decode_answer(json.loads(json.dumps(encode_answer(answer)))) == answer
+ERRORS = [
+    dbuffer.WeightsMismatchError("a"),
+    OptionError("b"),
+    UnsupportedError("c"),
+    EngineBusyError("d"),
+    EngineUpdateError("e"),
+    EngineBrokenError("f"),
+]
+"""Answers of ranks, from least to worst."""
 
 
-@pytest.mark.parametrize("values", [None, [], "done", {}, {"outcome": "done"}], ids=repr)
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_answers_survive_json(error: dbuffer.DBufferError) -> None:
+    answer = decode_answer(json.loads(json.dumps(encode_answer(as_answer(error)))))
+    assert (type(answer), str(answer)) == (type(error), str(error))
+    assert decode_answer(json.loads(json.dumps(encode_answer(None)))) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [None, [], "done", {"error": "EngineUpdateError"}, {"error": "OSError", "problem": "a"}],
+    ids=repr,
+)
 def test_what_is_no_answer_is_an_error(values: Any) -> None:
     with pytest.raises(EngineUpdateError, match="no answer of this version of dbuffer"):
         decode_answer(values)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OptionError("a"), UnsupportedError("b"), EngineUpdateError("c"), EngineBrokenError("d")],
-    ids=repr,
-)
-def test_an_outcome_is_raised_as_the_error_that_it_was(error: dbuffer.DBufferError) -> None:
-    with pytest.raises(type(error), match=str(error)):
-        RankAnswer.of_error(error).require_done()
-
-
 def test_the_worst_answer_counts() -> None:
-    refused, broken = RankAnswer(RankOutcome.REFUSED, "r"), RankAnswer(RankOutcome.BROKEN, "b")
-    assert worst_of([RankAnswer(), refused, broken, RankAnswer(RankOutcome.INVALID)]) == broken
-    assert worst_of([refused, RankAnswer(RankOutcome.REFUSED, "another")]) == refused
+    for less, more in itertools.pairwise([None, *ERRORS]):
+        assert worst_of([None, more, less]) is more
+    refused = EngineUpdateError("refused")
+    assert worst_of([refused, EngineUpdateError("another")]) is refused
 
 
 def test_no_answer_at_all_is_not_taken_for_done() -> None:
@@ -117,7 +131,7 @@ class OneRank:
         return capture_answer(lambda: self.endpoint.do(request, lambda: Rank(self.model)))
 
     def begin(self, **more: Any) -> RankReceiver:
-        assert self.ask(BeginRequest(options=self.options, **more)) == RankAnswer()
+        assert self.ask(BeginRequest(options=self.options, **more)) is None
         assert self.endpoint.receiver is not None
         return self.endpoint.receiver
 
@@ -149,26 +163,26 @@ def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank: OneRa
 
 
 def test_an_update_before_the_beginning_is_refused(rank: OneRank) -> None:
-    assert rank.ask(UpdateRequest()).outcome is RankOutcome.UNSUPPORTED
+    assert isinstance(rank.ask(UpdateRequest()), UnsupportedError)
     rank.begin()
-    assert rank.ask(EndRequest()) == RankAnswer()
-    assert rank.ask(EndRequest()) == RankAnswer()
-    assert rank.ask(UpdateRequest()).outcome is RankOutcome.UNSUPPORTED
+    assert rank.ask(EndRequest()) is None
+    assert rank.ask(EndRequest()) is None
+    assert isinstance(rank.ask(UpdateRequest()), UnsupportedError)
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome"),
+    ("error", "kind"),
     [
-        (UnsupportedError("for good"), RankOutcome.UNSUPPORTED),
-        (dbuffer.StoreAccessError("for a moment"), RankOutcome.REFUSED),
+        (UnsupportedError("for good"), UnsupportedError),
+        (dbuffer.StoreAccessError("for a moment"), EngineUpdateError),
     ],
     ids=repr,
 )
 def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
-    rank: OneRank, monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: RankOutcome
+    rank: OneRank, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ) -> None:
     rank.begin()
-    assert rank.ask(UpdateRequest(at_least=1)) == RankAnswer()
+    assert rank.ask(UpdateRequest(at_least=1)) is None
     rank.ask(EndRequest())
 
     def fail(*_: object, **__: object) -> Any:
@@ -177,8 +191,8 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
     with monkeypatch.context() as patch:
         patch.setattr(Rank, "make_check", fail)
         answer = rank.ask(BeginRequest(options=rank.options))
-    assert (answer.outcome, rank.endpoint.receiver) == (outcome, None)
-    assert str(error) in answer.problem
+    assert (type(answer), rank.endpoint.receiver) == (kind, None)
+    assert str(error) in str(answer)
     rank.begin()
     record = DoubleBuffer(rank.options.store).receiver("engine")
     assert record is not None
@@ -187,10 +201,10 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
 
 def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank: OneRank) -> None:
     fitting = tuple(TensorSpec(name, "float32", (1,)) for name in SMALL.names)
-    assert rank.ask(CheckRequest(tensors=fitting)) == RankAnswer()
+    assert rank.ask(CheckRequest(tensors=fitting)) is None
     answer = rank.ask(CheckRequest(tensors=(TensorSpec("another", "float32", (1,)),)))
-    assert answer.outcome is RankOutcome.MISMATCH
-    assert "another" in answer.problem
+    assert isinstance(answer, dbuffer.WeightsMismatchError)
+    assert "another" in str(answer)
 
 
 def test_a_bug_on_one_rank_is_an_answer(rank: OneRank) -> None:
@@ -198,7 +212,8 @@ def test_a_bug_on_one_rank_is_an_answer(rank: OneRank) -> None:
         raise ZeroDivisionError("a bug")
 
     answer = capture_answer(lambda: rank.endpoint.do(BeginRequest(options=rank.options), fail))
-    assert answer == RankAnswer(RankOutcome.REFUSED, "ZeroDivisionError: a bug")
+    assert isinstance(answer, EngineUpdateError)
+    assert str(answer) == "ZeroDivisionError: a bug"
 
 
 @pytest.mark.parametrize("others", [True, False], ids=["follow", "do not"])

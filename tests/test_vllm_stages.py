@@ -230,4 +230,5 @@ def ask(request: Any) -> str:
     def rank() -> WorkerRank:
         return WorkerRank(config, model, torch.device("cpu"))
 
-    return capture_answer(lambda: RankEndpoint.of(model).do(request, rank)).problem
+    answer = capture_answer(lambda: RankEndpoint.of(model).do(request, rank))
+    return "" if answer is None else str(answer)

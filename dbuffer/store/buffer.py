@@ -247,15 +247,15 @@ class DoubleBuffer:
         if found is not None and different_history(seen, found):
             raise errors.VersionRegressedError(
                 f"{self.root} was emptied or replaced: it held version {seen.version}, and what it "
-                f"holds now, version {found.version}, is of another run; make a new receiver to "
-                "follow what is there now",
+                f"holds now, version {found.version}, is of another run, which new receivers "
+                "follow",
                 found.history,
             )
         if found is None or found.version < seen.version:
             raise errors.VersionRegressedError(
                 f"{self.root} went back from version {seen.version} to "
-                f"{0 if found is None else found.version}: it was emptied or replaced; make a new "
-                "receiver to follow what is there now"
+                f"{0 if found is None else found.version}: it was emptied or replaced; new "
+                "receivers follow what is there now"
             )
 
     def _pointer_by_manifests(self, seen: Pointer | None) -> Pointer | None:

@@ -18,14 +18,15 @@ from dbuffer.integrations.engine.shape_check import no_places
 logger = logging.getLogger(__name__)
 
 
-def capture_answer(call: Callable[[], messages.RankAnswer]) -> messages.RankAnswer:
-    """Return the answer of a call, or an answer that tells its error; raise nothing."""
+def capture_answer(call: Callable[[], None]) -> messages.RankAnswer:
+    """Call, and return the answer of this rank; raise nothing."""
     try:
-        return call()
+        call()
     except Exception as error:  # every rank must answer, whatever it met
         if not isinstance(error, errors.DBufferError):
             logger.warning("a request of the follower failed", exc_info=True)
-        return messages.RankAnswer.of_error(error)
+        return messages.as_answer(error)
+    return None
 
 
 class RankEndpoint:
@@ -95,9 +96,7 @@ class RankEndpoint:
 
     # Requests
 
-    def do(
-        self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]
-    ) -> messages.RankAnswer:
+    def do(self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]) -> None:
         """Serve a request, or raise; ``make_rank`` is called where the request needs the rank."""
         match request:
             case messages.BeginRequest():
@@ -105,10 +104,7 @@ class RankEndpoint:
             case UpdateRequest():
                 self.update(request)
             case messages.CheckRequest():
-                try:
-                    self._check(make_rank(), request)
-                except errors.WeightsMismatchError as error:
-                    return messages.RankAnswer(messages.RankOutcome.MISMATCH, str(error))
+                self._check(make_rank(), request)
             case messages.ForgetRequest():
                 self._following()
                 self.note_foreign_load("a request to load it again")
@@ -116,7 +112,6 @@ class RankEndpoint:
                 self.state.require_awake()
             case messages.EndRequest():
                 self.end()
-        return messages.RankAnswer()
 
     def begin(self, make_rank: Callable[[], EngineRank], request: messages.BeginRequest) -> None:
         """Follow a store, on all ranks or on none.

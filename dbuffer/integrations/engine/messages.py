@@ -1,15 +1,14 @@
 """Requests to an engine's ranks, and their answers; both travel as JSON.
 
-An answer says by a :class:`RankOutcome`, never by its wording, what has become of the engine. The
-outcome of an update is in the engine's record in the store: its answer only says that it ended.
+An answer is None, or an error whose class, never its wording, says what has become of the engine.
+The outcome of an update is in the engine's record in the store; its answer says that it ended.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 from dbuffer import errors
 from dbuffer.format.layout import TensorSpec
@@ -50,6 +49,9 @@ class EndRequest:
 RankRequest = (
     BeginRequest | UpdateRequest | CheckRequest | ForgetRequest | AwakeRequest | EndRequest
 )
+
+RankAnswer = errors.DBufferError | None
+"""Answer of one rank: its error, or None where the request was done."""
 
 _CALLS = {
     BeginRequest: "begin",
@@ -99,51 +101,24 @@ def decode_request(values: Any) -> RankRequest:
         ) from None
 
 
-class RankOutcome(enum.Enum):
-    """Outcome of a request on one rank, from best to worst."""
-
-    DONE = "done"
-    MISMATCH = "mismatch"
-    """The tensors asked about have no places in the model."""
-    INVALID = "invalid"
-    """The request itself is wrong."""
-    UNSUPPORTED = "unsupported"
-    """The engine cannot do it, however often it is asked."""
-    BUSY = "busy"
-    """The weights are asleep; nothing was done."""
-    REFUSED = "refused"
-    """The request was not done."""
-    BROKEN = "broken"
-    """The weights are half loaded, and the engine refuses to serve."""
+_ANSWERS: tuple[type[errors.DBufferError], ...] = (
+    errors.WeightsMismatchError,
+    errors.OptionError,
+    errors.UnsupportedError,
+    errors.EngineBusyError,
+    errors.EngineUpdateError,
+    errors.EngineBrokenError,
+)
+"""Errors that a rank answers with, from least to worst. After any but the last one the weights are
+those of before."""
 
 
-_ERRORS: dict[RankOutcome, type[errors.DBufferError]] = {
-    RankOutcome.INVALID: errors.OptionError,
-    RankOutcome.UNSUPPORTED: errors.UnsupportedError,
-    RankOutcome.BUSY: errors.EngineBusyError,
-    RankOutcome.REFUSED: errors.EngineUpdateError,
-    RankOutcome.BROKEN: errors.EngineBrokenError,
-}
-_SEVERITY = list(RankOutcome)
-
-
-@dataclass(frozen=True, slots=True)
-class RankAnswer:
-    """Answer of one rank."""
-
-    outcome: RankOutcome = RankOutcome.DONE
-    problem: str = ""
-
-    @classmethod
-    def of_error(cls, error: Exception) -> Self:
-        for outcome, kind in _ERRORS.items():
-            if isinstance(error, kind):
-                return cls(outcome, str(error))
-        return cls(RankOutcome.REFUSED, f"{type(error).__name__}: {error}")
-
-    def require_done(self) -> None:
-        if self.outcome in _ERRORS:
-            raise _ERRORS[self.outcome](self.problem)
+def as_answer(error: Exception) -> errors.DBufferError:
+    """Return the answer of a rank on which a request raised an error."""
+    for kind in _ANSWERS:
+        if isinstance(error, kind):
+            return kind(str(error))
+    return errors.EngineUpdateError(f"{type(error).__name__}: {error}")
 
 
 def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
@@ -154,20 +129,23 @@ def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:
     """
     if not answers:
         raise errors.EngineUpdateError("no rank of the engine has answered")
-    return max(answers, key=lambda answer: _SEVERITY.index(answer.outcome))
+    return max(answers, key=lambda answer: -1 if answer is None else _ANSWERS.index(type(answer)))
 
 
 def encode_answer(answer: RankAnswer) -> dict[str, str]:
     """Encode an answer as JSON."""
-    return {"outcome": answer.outcome.value, "problem": answer.problem}
+    return {} if answer is None else {"error": type(answer).__name__, "problem": str(answer)}
 
 
 def decode_answer(values: Any) -> RankAnswer:
     """Decode an answer."""
-    try:
-        return RankAnswer(RankOutcome(values["outcome"]), str(values["problem"]))
-    except (KeyError, TypeError, ValueError):
-        raise errors.EngineUpdateError(
-            f"{values!r:.300} is no answer of this version of dbuffer: use the same version in the "
-            "engine and in its follower"
-        ) from None
+    kinds = {kind.__name__: kind for kind in _ANSWERS}
+    match values:
+        case {"error": str(name), "problem": str(problem)} if name in kinds:
+            return kinds[name](problem)
+        case dict() if not values:
+            return None
+    raise errors.EngineUpdateError(
+        f"{values!r:.300} is no answer of this version of dbuffer: use the same version in the "
+        "engine and in its follower"
+    )

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions
@@ -67,15 +68,17 @@ class Engine:
 
     def do(self, request: messages.RankRequest) -> None:
         """Let all ranks do something, or raise the worst of their errors."""
-        messages.worst_of(self.call(request)).require_done()
+        worst = messages.worst_of(self.call(request))
+        if worst is not None:
+            raise worst
 
     def mismatches(self, tensors: Sequence[TensorSpec]) -> list[str]:
         """Return why such tensors do not fit, for each rank on which they do not."""
         answers = self.call(messages.CheckRequest(tensors=tuple(tensors)))
-        messages.worst_of(answers).require_done()
-        return [
-            answer.problem for answer in answers if answer.outcome is messages.RankOutcome.MISMATCH
-        ]
+        worst = messages.worst_of(answers)
+        if worst is not None and not isinstance(worst, WeightsMismatchError):
+            raise worst
+        return [str(answer) for answer in answers if answer is not None]
 
     def is_paused(self) -> bool:
         """Whether it is paused, by this follower or by another process."""

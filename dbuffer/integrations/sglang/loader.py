@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from dbuffer.errors import OptionError
+from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions
@@ -41,19 +41,19 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     answer = capture_answer(
         lambda: endpoint.do(request, lambda: SchedulerRank(model, command.names))
     )
-    if answer.outcome is messages.RankOutcome.DONE:
+    if answer is None:
         return
-    logger.error("%s: %s", type(request).__name__, answer.problem)
+    logger.error("%s: %s", type(request).__name__, answer)
     if endpoint.receiver is not None:
-        endpoint.receiver.record_problem(answer.problem)
+        endpoint.receiver.record_problem(str(answer))
     elif isinstance(request, messages.BeginRequest) and get_parallel().tp_group.rank_in_group == 0:
         _record_refusal(request.options, answer)
 
 
-def _record_refusal(options: EngineOptions, answer: messages.RankAnswer) -> None:
+def _record_refusal(options: EngineOptions, error: DBufferError) -> None:
     """Write why nothing follows into the record that a receiver would have kept."""
     names = EngineNames(options.engine_id or "", options.instance_id or "")
     spare = names.spare(names.engine_id)
     record = RecordFile(Path(options.read_store), names.engine_id, spare=spare)
-    record.write(instance=names.instance, problem=answer.problem)
+    record.write(instance=names.instance, problem=str(error))
     record.close()

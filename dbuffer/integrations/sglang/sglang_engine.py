@@ -79,7 +79,8 @@ class _Sglang(Engine):
                 options.read_store, allow_shared_store=options.allow_shared_store
             )
         self._command_ranks(self._command(request))
-        return [self._outcome_of(request)]
+        # The outcome of an update is read from the engine's record in any case, by the follower.
+        return [self._refusal() if isinstance(request, messages.BeginRequest) else None]
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
         raise NotImplementedError
@@ -96,20 +97,15 @@ class _Sglang(Engine):
         """
         self._command_ranks(self._command(None), flush_cache=True)
 
-    def _outcome_of(self, request: messages.RankRequest) -> messages.RankAnswer:
-        """Return the refusal to follow that the engine's record tells; the ranks must not raise it.
-
-        The outcome of an update is read from that record in any case, by the follower.
-        """
-        if not isinstance(request, messages.BeginRequest):
-            return messages.RankAnswer()
+    def _refusal(self) -> messages.RankAnswer:
+        """Read from the engine's record why it cannot follow; the ranks must not raise it."""
         if self._store is None or not self._store.exists():
-            return messages.RankAnswer()
+            return None
         record = self._names.record(self._store, self._names.engine_id)
         # What was half loaded before following began is repaired by an update.
         if record is None or record.problem is None or record.state == "broken":
-            return messages.RankAnswer()
-        return messages.RankAnswer(messages.RankOutcome.UNSUPPORTED, record.problem)
+            return None
+        return UnsupportedError(record.problem)
 
 
 class OfflineSglang(_Sglang):

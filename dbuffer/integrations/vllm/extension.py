@@ -7,7 +7,6 @@ from typing import Any
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import UpdateRequest
 from dbuffer.integrations.engine.messages import (
-    RankAnswer,
     RankRequest,
     decode_request,
     encode_answer,
@@ -28,11 +27,8 @@ class WorkerExtension:
         return encode_answer(capture_answer(lambda: _do(self, decode_request(request))))
 
 
-def _do(worker: Any, request: RankRequest) -> RankAnswer:
+def _do(worker: Any, request: RankRequest) -> None:
     model = worker.get_model()
-    answer = RankEndpoint.of(model).do(
-        request, lambda: WorkerRank(worker.vllm_config, model, worker.device)
-    )
+    RankEndpoint.of(model).do(request, lambda: WorkerRank(worker.vllm_config, model, worker.device))
     if isinstance(request, UpdateRequest):
         worker.model_runner.reset_lora_state()
-    return answer
