@@ -46,18 +46,18 @@ _PREFIX = struct.Struct("<8sIIQ")
 PREFIX_BYTES = _PREFIX.size
 
 GAPS, MASK, WHOLE = 0, 1, 2
-"""How a chunk says where its changed words are.
+"""Encodings of the positions of a chunk's changed words.
 
-GAPS: for each the number of unchanged words before it: 65535 as often as that goes into it, then
-the rest. MASK: a bit for each word, the lowest of a byte first. WHOLE: all changed.
+GAPS: the number of unchanged words before each: 65535 as often as it fits, then the rest. MASK: a
+bit for each word, the lowest of a byte first. WHOLE: all changed.
 """
 
 NUM_STREAMS = (2, 1, 0)
-"""How many streams that takes."""
+"""Number of streams of each encoding of positions."""
 
 DIFFERENCES, THEMSELVES = 0, 1
-"""What stands for a changed word: new minus old (zigzag: a small one of either sign is a small
-number), or the new word."""
+"""Encodings of a changed word: new minus old (zigzag, so that small differences of either sign are
+small numbers), or the new word."""
 
 ESCAPE = 65535
 
@@ -116,22 +116,22 @@ class Chunk(NamedTuple):
     first_row: int
     num_rows: int
     first_word: int
-    """Of the tensor, for a range of one; else 0."""
+    """First word of the range, for a range of one tensor; else 0."""
     num_words: int
-    """In all its tensors, or in the range: changed or not."""
+    """Number of words in all its tensors, or in the range: changed or not."""
     num_changed: int
     raw_bytes: int
-    """Of all its streams, unpacked."""
+    """Size of all its streams, unpacked."""
     stored_bytes: int
     xxh3: int
-    """Of the stored bytes."""
+    """Checksum of the stored bytes."""
     where: int
     what: int
 
 
 @dataclass(frozen=True, eq=False)
 class DeltaHeader:
-    """What a delta file says of itself, checked against the layout that it is for."""
+    """Header of a delta file, checked against the layout that it is for."""
 
     record: DeltaRecord
     layout: Layout
@@ -144,19 +144,19 @@ class DeltaHeader:
 
     @functools.cached_property
     def places(self) -> list[int]:
-        """Where in the file each chunk begins, in bytes; and, last, where the file ends."""
+        """Offset of each chunk in the file, in bytes; and, last, the end of the file."""
         stored = [chunk.stored_bytes for chunk in self.chunks]
         first = PREFIX_BYTES + self.header_bytes
         return [first, *(first + np.cumsum(stored, dtype=np.int64)).tolist()]
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole file."""
+        """Size of the whole file."""
         return self.places[-1]
 
     @property
     def checksums(self) -> dict[int, int] | None:
-        """Of the changed tensors after the change, by index; None if there are none."""
+        """Checksum of each changed tensor after the change, by index; None if there are none."""
         if not self.record.is_hashed:
             return None
         return dict(
@@ -170,7 +170,7 @@ class DeltaHeader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shapes:
-    """What the layout says of the tensor in each row."""
+    """Word size, number of words and offset of the tensor in each row."""
 
     word_bytes: Integers
     num_words: Integers
@@ -186,8 +186,8 @@ class Shapes:
         return cls(widths, sizes // np.maximum(widths, 1), offsets)
 
 
-def words_an_element(spec: TensorSpec) -> int:
-    """How many words one of a tensor's elements is."""
+def words_per_element(spec: TensorSpec) -> int:
+    """Return the number of words of one element of a tensor."""
     return max(1, ITEM_BYTES[spec.dtype] // 8)
 
 

@@ -1,4 +1,4 @@
-"""Where each tensor lies in a weights file, and how the file describes itself.
+"""Layout of a weights file: the place of each tensor, and the file's description of itself.
 
 A weights file is, in this order::
 
@@ -36,7 +36,7 @@ ALIGNMENT_BYTES = 64
 """A cache line, the widest vector register, and a multiple of every dtype's size."""
 
 BLOCK_BYTES = 1 << 20
-"""What is hashed in one go: copied, then hashed while it is still in a core's cache. Part of the
+"""Bytes hashed in one go: copied, then hashed while they are still in a core's cache. Part of the
 format: a longer tensor's checksum is that of its blocks' digests."""
 
 SPAN_BYTES = 4 << 20
@@ -75,7 +75,7 @@ _MAX_TENSOR_BYTES = 1 << 60
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor is: name, dtype (torch's name, as ``"bfloat16"``) and shape."""
+    """Name, dtype (torch's name, as ``"bfloat16"``) and shape of a tensor."""
 
     name: str
     dtype: str
@@ -90,7 +90,7 @@ class TensorSpec(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What is hashed by itself of one tensor, at most :data:`BLOCK_BYTES` long."""
+    """Part of one tensor that is hashed by itself, at most :data:`BLOCK_BYTES` long."""
 
     tensor: int
     offset: int
@@ -111,12 +111,12 @@ class Piece(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Whole blocks that are moved in one call, with the gaps behind them; about SPAN_BYTES."""
+    """Blocks that are moved in one call, with the gaps behind them; about SPAN_BYTES."""
 
     first_block: int
     end_block: int
     start: int
-    """In a file that holds all data."""
+    """First byte, in a file that holds all data."""
     end: int
     part: int | None
     """The part in which these bytes are; None: the weights file itself."""
@@ -135,8 +135,8 @@ class Layout:
     part_bytes: tuple[int, ...] = ()
     """Size of each part; empty where all data is in the weights file itself."""
     pieces: tuple[Piece, ...] = ()
-    """What is where in the parts, in the order of the tensors, and in each of its bytes. In a file
-    into which parts were put together, it still says what was hashed by itself."""
+    """Place of each piece in the parts, in the order of the tensors, and in each of its bytes. In a
+    file that was joined from parts, the pieces still say what was hashed by itself."""
 
     @classmethod
     def of(cls, specs: Iterable[TensorSpec], aliases: dict[str, str] | None = None) -> Layout:
@@ -170,7 +170,7 @@ class Layout:
 
     @functools.cached_property
     def num_elements(self) -> int:
-        """Of all tensors together."""
+        """Number of elements of all tensors together."""
         return sum(math.prod(spec.shape) for spec in self.specs)
 
     @property
@@ -178,7 +178,7 @@ class Layout:
         return bool(self.part_bytes)
 
     def joined(self) -> Layout:
-        """The same tensors and checksums, with the data in the weights file."""
+        """Return the layout of the same tensors and checksums with all data in the weights file."""
         if not self.is_in_parts:
             return self
         pieces = tuple(piece._replace(part=0, place=0) for piece in self.pieces)

@@ -21,7 +21,7 @@ from dbuffer.format.delta import (
     DeltaHeader,
     decode_header,
     decode_prefix,
-    words_an_element,
+    words_per_element,
 )
 from dbuffer.format.layout import Layout, Piece, digest
 from dbuffer.io.copier import Copier
@@ -135,7 +135,7 @@ class ChainReader:
     def changed_since(
         self, identity: str, copier: Copier
     ) -> dict[int, npt.NDArray[np.int64] | None]:
-        """Where the held version differs from an earlier one of its chain.
+        """Positions at which the held version differs from an earlier one of its chain.
 
         Returns:
             Flat positions of elements, ascending, by the tensor's index; None: anywhere in it.
@@ -147,11 +147,11 @@ class ChainReader:
                 changed = changed_positions(opened.header, opened.reader(), copier)
             for index, positions in changed:
                 found.setdefault(index, []).append(positions)
-        words = {index: words_an_element(self._layout.specs[index]) for index in found}
+        words = {index: words_per_element(self._layout.specs[index]) for index in found}
         return {index: _united(parts, words[index]) for index, parts in found.items()}
 
     def expected(self, known: Mapping[str, list[int]]) -> list[int] | None:
-        """What the checksums of all tensors of the held version are to be.
+        """Expected checksums of all tensors of the held version.
 
         None: the table of them was damaged since it was written.
         ``known``: those of earlier versions, by identity, which spare the reading of headers.
@@ -175,7 +175,7 @@ class ChainReader:
         return expected
 
     def header(self, identity: str) -> DeltaHeader:
-        """What the delta that leads to this version says of itself."""
+        """Header of the delta that leads to this version."""
         if identity not in self._headers:
             self._open(identity).file.close()
         return self._headers[identity]

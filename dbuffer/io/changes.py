@@ -1,4 +1,4 @@
-"""What differs between two versions of one layout: found, and written.
+"""Differences between two versions of one layout: find them, and write them.
 
 Bits are compared, not numbers: -0.0 is not 0.0, and a NaN is itself. Positions count a tensor's
 *words*, which are its elements; one of 16 bytes (complex128) is two words of 8.
@@ -39,7 +39,7 @@ _GROUP_CHANGES = 1 << 16
 """Changed words of small tensors that are handled together."""
 
 _BATCH_BYTES = 64 << 20
-"""Of tensors that are not plain, in plain memory at a time; or of one, if it is larger."""
+"""Limit of the plain memory for copies of tensors that are not plain; one tensor may be larger."""
 
 _SHARES_A_THREAD = 8
 """Threads take pieces of work one by one; more of them, and the last one is waited for less."""
@@ -47,10 +47,10 @@ _SHARES_A_THREAD = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """What differs in one tensor."""
+    """Words that differ in one tensor."""
 
     tensor: int
-    """Its index in the layout."""
+    """Index of the tensor in the layout."""
     positions: npt.NDArray[np.integer[Any]] | None
     """Ascending positions of the changed words in the flat tensor; None: the whole tensor."""
     values: Words
@@ -63,13 +63,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """What differs in all tensors of a layout."""
+    """Words that differ in all tensors of a layout."""
 
     layout: Layout
     changes: list[Change]
-    """In the order of the tensors."""
+    """One for each tensor that differs, in the order of the tensors."""
     checksums: dict[int, int] | None
-    """Of each changed tensor after the change, by its index; None if they were not asked for."""
+    """Checksum of each changed tensor after the change, by index; None if not asked for."""
     num_changed: int
     """Words that differ, also of tensors that go whole."""
 
@@ -77,9 +77,9 @@ class Found:
 def find_changes(
     before: FileTensors, after: Sequence[torch.Tensor], copier: Copier, *, hashed: bool
 ) -> Found:
-    """What differs from ``before`` in tensors of the same layout, in one pass.
+    """Find the differences from ``before`` in tensors of the same layout, in one pass.
 
-    Those that lie in main memory as a file holds them are compared where they are. All others
+    Tensors that lie in main memory as a file holds them are compared in place. All others
     (another dtype, another device, not contiguous) are first copied as `Copier.write` would.
 
     Args:
@@ -99,7 +99,7 @@ def find_changes(
     for batch in _plain_batches(layout, after):
         search = _Search(before, batch, hashed=hashed)
         pieces = cut_work([run.num_bytes for run in search.runs], copier)
-        copier.in_parallel(search.look, pieces)
+        copier.in_parallel(search.compare, pieces)
         changes += search.changes()
         checksums |= search.checksums(changes)
         num_changed += search.num_changed
@@ -154,7 +154,7 @@ def _plain_batches(
 
 
 class _Run(NamedTuple):
-    """What is compared at once: a long tensor's block, or short tensors with words of one size."""
+    """Unit of comparison: a long tensor's block, or short tensors with words of one size."""
 
     tensors: list[int]
     num_bytes: int
@@ -162,12 +162,12 @@ class _Run(NamedTuple):
     """The long tensor's."""
 
 
-class _Seen(NamedTuple):
-    """What differs in one block."""
+class _BlockDiff(NamedTuple):
+    """Words that differ in one block."""
 
     num_changed: int
     positions: npt.NDArray[np.integer[Any]] | None
-    """In the tensor; None: more than goes into a delta."""
+    """Positions in the tensor; None: more than a delta holds."""
     values: Words | None
     replaced: Words | None
 
@@ -181,7 +181,7 @@ class _Search:
         self._before = np.frombuffer(before.raw, np.uint8)
         self._after, self._hashed = after, hashed
         self._layout = before.layout
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _BlockDiff] = {}
         self._digests: dict[int, int] = {}
         self.runs = list(self._cut_runs())
         self._short: list[Change] = []
@@ -214,29 +214,29 @@ class _Search:
             if tensors:
                 yield _Run(tensors, num_bytes[width])
 
-    def look(self, first: int, end: int) -> None:
+    def compare(self, first: int, end: int) -> None:
         """Compare some of the runs."""
         scratch = _Scratch()
         for run in self.runs[first:end]:
             if run.block is None:
-                self._look_at_many(run, scratch)
+                self._compare_short(run, scratch)
             else:
-                self._look_at_one(run.block, scratch)
+                self._compare_block(run.block, scratch)
 
-    def _look_at_one(self, index: int, scratch: _Scratch) -> None:
+    def _compare_block(self, index: int, scratch: _Scratch) -> None:
         block = self._layout.blocks[index]
         after = self._bytes_after(block)
         if self._hashed:
             self._digests[index] = xxhash.xxh3_64_intdigest(after.data)
         words = WORDS[self._layout.widths[block.tensor]]
         old, new = self._bytes_before(block).view(words), after.view(words)
-        found = _differing(old, new, scratch, most=int(len(new) * _WHOLE_SHARE))
+        found = _find_differing(old, new, scratch, most=int(len(new) * _WHOLE_SHARE))
         if isinstance(found, int):
-            self._seen[index] = _Seen(found, None, None, None)
+            self._seen[index] = _BlockDiff(found, None, None, None)
         elif len(found.positions):
-            self._note(index, found)
+            self._keep(index, found)
 
-    def _look_at_many(self, run: _Run, scratch: _Scratch) -> None:
+    def _compare_short(self, run: _Run, scratch: _Scratch) -> None:
         """Side by side in a buffer, at once."""
         words, after = WORDS[self._layout.widths[run.tensors[0]]], scratch.buffer(run.num_bytes)
         sizes = [self._layout.sizes[tensor] for tensor in run.tensors]
@@ -247,15 +247,15 @@ class _Search:
         if self._hashed:
             self._hash_many(run, after)
         old, new = self._bytes_before_of(run).view(words), after.view(words)
-        found = _differing(old, new, scratch, most=len(new))
+        found = _find_differing(old, new, scratch, most=len(new))
         if not isinstance(found, int) and len(found.positions):
             self._num_changed.append(len(found.positions))
             self._short += self._changes_in(run.tensors, np.array(sizes) // words.itemsize, found)
 
     def _changes_in(
-        self, tensors: Sequence[int], sizes: Integers, found: _Differing
+        self, tensors: Sequence[int], sizes: Integers, found: _WordDiff
     ) -> Iterator[Change]:
-        """What was found in short tensors that lie side by side, as a change of each."""
+        """Split the differences of short tensors that lie side by side into one change a tensor."""
         starts = np.cumsum(sizes) - sizes
         cuts = found.positions.searchsorted(starts + sizes)
         counts = cuts - found.positions.searchsorted(starts)
@@ -281,15 +281,15 @@ class _Search:
             tensor, None, _bytes_of(self._after[tensor]).view(WORDS[self._layout.widths[tensor]])
         )
 
-    def _note(self, index: int, found: _Differing) -> None:
+    def _keep(self, index: int, found: _WordDiff) -> None:
         """Keep what differs in a long tensor's block."""
         block = self._layout.blocks[index]
         shift = block.offset // self._layout.widths[block.tensor]
         positions = narrowed(found.positions + shift, self._layout.sizes[block.tensor])
-        self._seen[index] = _Seen(len(positions), positions, found.new, found.old)
+        self._seen[index] = _BlockDiff(len(positions), positions, found.new, found.old)
 
     def changes(self) -> list[Change]:
-        """What was found, of each tensor that changed."""
+        """Return one change for each tensor that differs."""
         found = list(self._short)
         blocks = self._layout.blocks
         for tensor in dict.fromkeys(blocks[index].tensor for index in sorted(self._seen)):
@@ -304,21 +304,21 @@ class _Search:
     def _joined(self, tensor: int, blocks: list[int]) -> Change:
         for index in blocks:
             if self._seen[index].positions is None:
-                self._look_in_full(index)
+                self._compare_in_full(index)
         _, *columns = zip(*(self._seen[index] for index in blocks), strict=True)
         if len(blocks) == 1:
             return Change(tensor, *(column[0] for column in columns))
         return Change(tensor, *map(np.concatenate, columns))
 
-    def _look_in_full(self, index: int) -> None:
+    def _compare_in_full(self, index: int) -> None:
         """Find what differs in a block that alone would go whole, in a tensor that does not."""
         block = self._layout.blocks[index]
         words = WORDS[self._layout.widths[block.tensor]]
         old, new = self._bytes_before(block).view(words), self._bytes_after(block).view(words)
-        self._note(index, _all_differing(old, new, old != new))
+        self._keep(index, _gather_differing(old, new, old != new))
 
     def checksums(self, changes: Sequence[Change]) -> dict[int, int]:
-        """Those of the changed tensors that are here."""
+        """Return the checksums of the changed tensors that were compared here."""
         if not self._hashed:
             return {}
         return {
@@ -332,7 +332,7 @@ class _Search:
         return self._before[start : start + block.num_bytes]
 
     def _bytes_before_of(self, run: _Run) -> npt.NDArray[np.uint8]:
-        """Those of all its tensors; where they lie, if that is side by side."""
+        """Return the old bytes of a run: a view if its tensors lie side by side, else a copy."""
         offsets, sizes = self._layout.offsets, self._layout.sizes
         first, last = run.tensors[0], run.tensors[-1]
         start, end = offsets[first], offsets[last] + sizes[last]
@@ -370,15 +370,17 @@ def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return found
 
 
-class _Differing(NamedTuple):
-    """Where two arrays of words differ, and the words there."""
+class _WordDiff(NamedTuple):
+    """Positions at which two arrays of words differ, and the words there."""
 
     positions: Integers
     old: Words
     new: Words
 
 
-def _differing(before: Words, after: Words, scratch: _Scratch, *, most: int) -> _Differing | int:
+def _find_differing(
+    before: Words, after: Words, scratch: _Scratch, *, most: int
+) -> _WordDiff | int:
     """The words that differ; or only their number, if it is above ``most``.
 
     Eight bytes are compared at a time, and only where they differ one looks closer.
@@ -389,7 +391,7 @@ def _differing(before: Words, after: Words, scratch: _Scratch, *, most: int) -> 
     long_before, long_after = before[:rest].view(np.uint64), after[:rest].view(np.uint64)
     mask = np.not_equal(long_before, long_after, out=scratch.mask(num_long))
     if np.count_nonzero(mask) * 4 > num_long:
-        return _many_differing(before, after, most)
+        return _find_many_differing(before, after, most)
     found = _true_in(mask)
     old = long_before.take(found).view(before.dtype)
     new = long_after.take(found).view(before.dtype)
@@ -403,18 +405,18 @@ def _differing(before: Words, after: Words, scratch: _Scratch, *, most: int) -> 
         found = np.concatenate([found, tail])
         old = np.concatenate([old, before.take(tail)])
         new = np.concatenate([new, after.take(tail)])
-    return _Differing(found, old, new)
+    return _WordDiff(found, old, new)
 
 
-def _many_differing(before: Words, after: Words, most: int) -> _Differing | int:
+def _find_many_differing(before: Words, after: Words, most: int) -> _WordDiff | int:
     mask = before != after
     num_changed = int(np.count_nonzero(mask))
-    return num_changed if num_changed > most else _all_differing(before, after, mask)
+    return num_changed if num_changed > most else _gather_differing(before, after, mask)
 
 
-def _all_differing(before: Words, after: Words, mask: npt.NDArray[np.bool_]) -> _Differing:
+def _gather_differing(before: Words, after: Words, mask: npt.NDArray[np.bool_]) -> _WordDiff:
     (found,) = mask.nonzero()
-    return _Differing(found, before.take(found), after.take(found))
+    return _WordDiff(found, before.take(found), after.take(found))
 
 
 def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
@@ -486,7 +488,7 @@ def _groups(layout: Layout, changes: Sequence[Change]) -> Iterator[list[Change]]
 
 
 def _joined_positions(group: Sequence[Change]) -> tuple[Integers, Integers]:
-    """Those of all, one after another, and how many each has."""
+    """Concatenate the positions of all changes; also return the number of each."""
     parts = [change.positions for change in group if change.positions is not None]
     counts = np.array([len(part) for part in parts], np.int64)
     return np.concatenate(parts, dtype=np.int64), counts

@@ -207,7 +207,7 @@ class Copier:
     def _plain_addresses(
         self, contents: FileTensors, others: Sequence[torch.Tensor], *, into_file: bool
     ) -> list[int]:
-        """Where each tensor lies that is copied byte by byte; 0 for the rest, copied here."""
+        """Return the address of each tensor to be copied byte by byte; 0: copied here already."""
         addresses = [0] * len(others)
         for index, (view, other) in enumerate(zip(contents.views, others, strict=True)):
             if is_plain(other, view.dtype):

@@ -36,7 +36,7 @@ _CHUNK_CHANGES = 1 << 16
 """Changed words in a chunk: each of its streams is then one block of zstd, or less."""
 
 _WHOLE_BYTES = 4 << 20
-"""Of whole tensors in a chunk."""
+"""Size of the whole tensors in one chunk."""
 
 _SAMPLE_WORDS = 1 << 14
 
@@ -118,15 +118,15 @@ def _sorted(layout: Layout, changes: Sequence[Change]) -> list[Change]:
     return [changes[index] for index in np.lexsort((tensors, widths, is_whole)).tolist()]
 
 
-class _Plan(NamedTuple):
-    """What one chunk is to hold."""
+class _ChunkPlan(NamedTuple):
+    """Content of one chunk to be encoded."""
 
     first_row: int
     num_rows: int
     first_word: int
     num_words: int
     start: int
-    """Of a range of one tensor, the first of its values."""
+    """Index of the first value, for a range of one tensor."""
     num_changed: int
 
 
@@ -141,11 +141,11 @@ class _Encoder:
         before: FileTensors | None,
     ) -> None:
         self._layout, self._changes, self._shapes = layout, changes, shapes
-        self._before = None if before is None else _Memory(before)
+        self._before = None if before is None else _WordMemory(before)
         self.plans = list(self._plan())
         self.done: dict[int, tuple[Chunk, bytes]] = {}
 
-    def _plan(self) -> Iterator[_Plan]:
+    def _plan(self) -> Iterator[_ChunkPlan]:
         """Short changes together, long ones in pieces."""
         first = words = changed = 0
         kind: tuple[bool, int] | None = None
@@ -156,7 +156,7 @@ class _Encoder:
             is_long = count > most or size > delta.MAX_CHUNK_WORDS
             is_full = changed + count > most or words + size > delta.MAX_CHUNK_WORDS
             if row > first and (is_long or is_full or kind != (is_whole, width)):
-                yield _Plan(first, row - first, 0, words, 0, changed)
+                yield _ChunkPlan(first, row - first, 0, words, 0, changed)
                 first, words, changed = row, 0, 0
             kind = (is_whole, width)
             if is_long:
@@ -165,10 +165,10 @@ class _Encoder:
             else:
                 words, changed = words + size, changed + count
         if changed:
-            yield _Plan(first, len(self._changes) - first, 0, words, 0, changed)
+            yield _ChunkPlan(first, len(self._changes) - first, 0, words, 0, changed)
 
     @staticmethod
-    def _cut(row: int, change: Change, most: int) -> Iterator[_Plan]:
+    def _cut(row: int, change: Change, most: int) -> Iterator[_ChunkPlan]:
         """Ranges of one tensor, from a changed word to a changed word."""
         start, total = 0, len(change.values)
         while start < total:
@@ -179,7 +179,7 @@ class _Encoder:
                 limit = first + delta.MAX_CHUNK_WORDS
                 end = start + int((positions[start:end] < limit).sum())
                 last = int(positions[end - 1])
-            yield _Plan(row, 1, first, last + 1 - first, start, end - start)
+            yield _ChunkPlan(row, 1, first, last + 1 - first, start, end - start)
             start = end
 
     def encode(self, first: int, end: int) -> None:
@@ -187,18 +187,18 @@ class _Encoder:
         for number in range(first, end):
             self.done[number] = self._encode(self.plans[number])
 
-    def _encode(self, plan: _Plan) -> tuple[Chunk, bytes]:
-        stretch = _Stretch(self._shapes, plan)
-        values, positions, counts = self._joined(plan, stretch)
+    def _encode(self, plan: _ChunkPlan) -> tuple[Chunk, bytes]:
+        span = _ChunkSpan(self._shapes, plan)
+        values, positions, counts = self._joined(plan, span)
         what = delta.THEMSELVES
         if self._before is not None:
             old = self._replaced(plan)
             if old is None:
-                old = self._before.read(stretch, positions, counts, plan.num_words)
+                old = self._before.read(span, positions, counts, plan.num_words)
             differences = _zigzag(values - old)
             if positions is not None or _is_shorter(differences, values):
                 what, values = delta.DIFFERENCES, differences
-        where, streams = _told(positions, plan.num_words)
+        where, streams = _encode_positions(positions, plan.num_words)
         streams += delta.split_planes(values)
         stored = [delta.pack(stream) for stream in streams]
         lengths = np.array([len(stream) for stream in stored], "<u4").tobytes()
@@ -217,7 +217,9 @@ class _Encoder:
         )
         return chunk, body
 
-    def _joined(self, plan: _Plan, stretch: _Stretch) -> tuple[Words, Integers | None, Integers]:
+    def _joined(
+        self, plan: _ChunkPlan, span: _ChunkSpan
+    ) -> tuple[Words, Integers | None, Integers]:
         """Values and positions of all rows, one after another; and how many each has."""
         changes = self._changes[plan.first_row : plan.first_row + plan.num_rows]
         piece = slice(plan.start, plan.start + plan.num_changed)
@@ -233,10 +235,10 @@ class _Encoder:
         if not parts:
             return values, None, counts
         positions = np.concatenate(parts).astype(np.int64)
-        positions += np.repeat(stretch.starts, counts)
+        positions += np.repeat(span.starts, counts)
         return values, positions, counts
 
-    def _replaced(self, plan: _Plan) -> Words | None:
+    def _replaced(self, plan: _ChunkPlan) -> Words | None:
         """The old words, where they were kept."""
         changes = self._changes[plan.first_row : plan.first_row + plan.num_rows]
         if plan.num_rows == 1:
@@ -246,10 +248,10 @@ class _Encoder:
         return np.concatenate(parts) if len(parts) == len(changes) else None
 
 
-class _Stretch:
+class _ChunkSpan:
     """The words of a chunk as if they lay side by side, and where in memory they do."""
 
-    def __init__(self, shapes: Shapes, chunk: Chunk | _Plan) -> None:
+    def __init__(self, shapes: Shapes, chunk: Chunk | _ChunkPlan) -> None:
         rows = slice(chunk.first_row, chunk.first_row + chunk.num_rows)
         self.word_bytes = int(shapes.word_bytes[chunk.first_row])
         self.num_words = shapes.num_words[rows]
@@ -258,19 +260,19 @@ class _Stretch:
         """Word of the file at which each tensor, or the range, begins."""
 
     def in_memory(self, positions: Integers, counts: Integers) -> Integers:
-        """Where in memory the words at these positions are; ``counts`` of them in each tensor."""
+        """Map positions to words in memory; ``counts`` of them are in each tensor."""
         is_one = len(counts) == 1
         by = self.places[0] if is_one else np.repeat(self.places - self.starts, counts)
         places: Integers = positions + by
         return places
 
     def pieces(self, num_words: int) -> list[tuple[int, int, int]]:
-        """For each tensor: where it begins here, where in memory, and how many words it has."""
+        """List for each tensor its first word here, that in memory, and its number of words."""
         words = self.num_words.tolist() if len(self.starts) > 1 else [num_words]
         return list(zip(self.starts.tolist(), self.places.tolist(), words, strict=True))
 
 
-class _Memory:
+class _WordMemory:
     """The bytes of all tensors as words."""
 
     def __init__(self, contents: FileTensors) -> None:
@@ -281,34 +283,34 @@ class _Memory:
 
     def read(
         self,
-        stretch: _Stretch,
+        span: _ChunkSpan,
         positions: Integers | None,
         counts: Integers,
         num_words: int,
     ) -> Words:
         """The words of a chunk that are to change."""
-        words = self._words[stretch.word_bytes]
+        words = self._words[span.word_bytes]
         if positions is not None:
-            return words.take(stretch.in_memory(positions, counts))
-        pieces = [words[place : place + size] for _, place, size in stretch.pieces(num_words)]
+            return words.take(span.in_memory(positions, counts))
+        pieces = [words[place : place + size] for _, place, size in span.pieces(num_words)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def write(
         self,
-        stretch: _Stretch,
+        span: _ChunkSpan,
         chunk: Chunk,
         positions: Integers | None,
         counts: Integers,
         values: Words,
     ) -> None:
         """Put the words of a chunk into their places; ``counts`` of them in each tensor."""
-        words, is_added = self._words[stretch.word_bytes], chunk.what == delta.DIFFERENCES
+        words, is_added = self._words[span.word_bytes], chunk.what == delta.DIFFERENCES
         if positions is not None:
-            places = stretch.in_memory(positions, counts)
+            places = span.in_memory(positions, counts)
             # Not np.add.at, which keeps the interpreter's lock: no place is there twice.
             words[places] = words.take(places) + values if is_added else values
             return
-        for start, place, size in stretch.pieces(len(values)):
+        for start, place, size in span.pieces(len(values)):
             target, own = words[place : place + size], values[start : start + size]
             if is_added:
                 target += own
@@ -323,21 +325,21 @@ class Excerpt(NamedTuple):
     """Bytes from the first tensor's beginning, in the file."""
     ends: Integers
     places: Integers
-    """Where they begin in the memory."""
+    """Byte in the memory at which each part begins."""
 
-    def overlaps(self, stretch: _Stretch, chunk: Chunk) -> bool:
+    def overlaps(self, span: _ChunkSpan, chunk: Chunk) -> bool:
         """Whether words of a chunk may be in it."""
-        sizes = stretch.num_words if chunk.num_rows > 1 else np.array([chunk.num_words])
-        starts = stretch.places * stretch.word_bytes
-        ends = starts + sizes * stretch.word_bytes
+        sizes = span.num_words if chunk.num_rows > 1 else np.array([chunk.num_words])
+        starts = span.places * span.word_bytes
+        ends = starts + sizes * span.word_bytes
         # Of the parts that end behind a tensor's first word, the first one is the one that counts.
         which = np.searchsorted(self.ends, starts, side="right")
         is_there = which < len(self.ends)
         return bool((self.starts[which[is_there]] < ends[is_there]).any())
 
 
-class _ExcerptMemory(_Memory):
-    """The same, where memory holds an excerpt only: the rest is passed over."""
+class _ExcerptMemory(_WordMemory):
+    """Memory that holds only an excerpt of the file: all else is skipped."""
 
     def __init__(self, contents: FileTensors, excerpt: Excerpt) -> None:
         super().__init__(contents)
@@ -345,7 +347,7 @@ class _ExcerptMemory(_Memory):
 
     def write(
         self,
-        stretch: _Stretch,
+        span: _ChunkSpan,
         chunk: Chunk,
         positions: Integers | None,
         counts: Integers,
@@ -354,13 +356,13 @@ class _ExcerptMemory(_Memory):
         if positions is None:
             positions = np.arange(len(values))
         starts, ends, places = self._excerpt
-        at = stretch.in_memory(positions, counts) * stretch.word_bytes
+        at = span.in_memory(positions, counts) * span.word_bytes
         which = np.searchsorted(ends, at, side="right")
         which[which == len(ends)] = 0  # behind all, and so behind the first
         is_inside = (starts[which] <= at) & (at < ends[which])
         which, values = which[is_inside], values[is_inside]
-        own = (at[is_inside] - starts[which] + places[which]) // stretch.word_bytes
-        words = self._words[stretch.word_bytes]
+        own = (at[is_inside] - starts[which] + places[which]) // span.word_bytes
+        words = self._words[span.word_bytes]
         words[own] = words.take(own) + values if chunk.what == delta.DIFFERENCES else values
 
 
@@ -383,8 +385,10 @@ def _is_shorter(differences: Words, values: Words) -> bool:
     return size(differences) <= size(values)
 
 
-def _told(positions: Integers | None, num_words: int) -> tuple[int, list[npt.NDArray[np.uint8]]]:
-    """How to say where the changed words are, and the streams that do."""
+def _encode_positions(
+    positions: Integers | None, num_words: int
+) -> tuple[int, list[npt.NDArray[np.uint8]]]:
+    """Choose an encoding of the positions; return it with its streams."""
     if positions is None:
         return delta.WHOLE, []
     if len(positions) > _MASK_SHARE * num_words:
@@ -450,21 +454,21 @@ def apply_delta(
     """
     if excerpt is None:
         _check_layout(header, contents)
-        memory = _Memory(contents)
+        memory = _WordMemory(contents)
     else:
         memory = _ExcerptMemory(contents, excerpt)
 
     def work(first: int, end: int) -> None:
         for number in range(first, end):
             chunk = header.chunks[number]
-            stretch = _Stretch(header.shapes, chunk)
-            if excerpt is not None and not excerpt.overlaps(stretch, chunk):
+            span = _ChunkSpan(header.shapes, chunk)
+            if excerpt is not None and not excerpt.overlaps(span, chunk):
                 continue
             streams = _streams(header, number, read_chunk(number))
             counts = _counts_of(header, chunk)
-            positions = _positions(chunk, stretch, counts, streams)
-            values = _values(chunk, stretch, streams)
-            memory.write(stretch, chunk, positions, counts, values)
+            positions = _positions(chunk, span, counts, streams)
+            values = _values(chunk, span, streams)
+            memory.write(span, chunk, positions, counts, values)
 
     sizes = [chunk.raw_bytes for chunk in header.chunks]
     copier.in_parallel(work, cut_work(sizes, copier))
@@ -475,7 +479,7 @@ def changed_positions(
     read_chunk: Callable[[int], bytes | memoryview],
     copier: Copier,
 ) -> list[tuple[int, Integers | None]]:
-    """Where each changed tensor differs: its index, and positions; None: it comes whole.
+    """Read index and changed positions of each changed tensor; None: all of them.
 
     Raises:
         StoreCorruptError: a chunk is not as it was written.
@@ -502,11 +506,11 @@ def changed_positions(
 
 def _positions_by_row(header: DeltaHeader, number: int, body: bytes | memoryview) -> list[Integers]:
     chunk = header.chunks[number]
-    stretch = _Stretch(header.shapes, chunk)
+    span = _ChunkSpan(header.shapes, chunk)
     counts = _counts_of(header, chunk)
-    positions = _positions(chunk, stretch, counts, _streams(header, number, body))
+    positions = _positions(chunk, span, counts, _streams(header, number, body))
     assert positions is not None  # noqa: S101 - a whole tensor's is not asked for
-    positions = positions + np.repeat(chunk.first_word - stretch.starts, counts)
+    positions = positions + np.repeat(chunk.first_word - span.starts, counts)
     return np.split(positions, np.cumsum(counts)[:-1])
 
 
@@ -553,12 +557,12 @@ def _streams(header: DeltaHeader, number: int, body: bytes | memoryview) -> _Str
 
 
 def _positions(
-    chunk: Chunk, stretch: _Stretch, counts: Integers, streams: _Streams
+    chunk: Chunk, span: _ChunkSpan, counts: Integers, streams: _Streams
 ) -> Integers | None:
-    """Where the changed words are, ascending, and as many in each row as the header says."""
+    """Decode the positions of the changed words, ascending; check their number in each row."""
     if chunk.where == delta.WHOLE:
         return None
-    raw_bytes = chunk.raw_bytes - chunk.num_changed * stretch.word_bytes
+    raw_bytes = chunk.raw_bytes - chunk.num_changed * span.word_bytes
     each = raw_bytes // len(streams.where)
     data = [delta.unpack(stream, each) for stream in streams.where]
     if chunk.where == delta.MASK:
@@ -572,13 +576,13 @@ def _positions(
     if len(counts) > 1:
         ends = np.cumsum(counts)
         firsts, lasts = positions[ends - counts], positions[ends - 1]
-        if (firsts < stretch.starts).any() or (lasts >= stretch.starts + stretch.num_words).any():
+        if (firsts < span.starts).any() or (lasts >= span.starts + span.num_words).any():
             raise StoreCorruptError("delta: a chunk's positions are not in the tensors it names")
     return positions
 
 
-def _values(chunk: Chunk, stretch: _Stretch, streams: _Streams) -> Words:
+def _values(chunk: Chunk, span: _ChunkSpan, streams: _Streams) -> Words:
     """The words of a chunk, or what is to be added to them."""
     planes = [delta.unpack(plane, chunk.num_changed) for plane in streams.planes]
-    values: Words = delta.join_planes(planes, WORDS[stretch.word_bytes])
+    values: Words = delta.join_planes(planes, WORDS[span.word_bytes])
     return _unzigzag(values) if chunk.what == delta.DIFFERENCES else values

@@ -13,7 +13,7 @@ from dbuffer.store.writer import Claim
 
 @dataclass(frozen=True, slots=True)
 class Footer:
-    """What follows the tensors in a weights file, and stays as it is while the layout does."""
+    """Bytes behind the tensors of a weights file; the same for all versions of one layout."""
 
     layout: Layout
     encoded: bytes
@@ -33,7 +33,7 @@ class Footer:
     def like(
         cls, last: Footer | None, specs: tuple[TensorSpec, ...], aliases: dict[str, str]
     ) -> Footer:
-        """That of such tensors; the ``last`` one, where nothing changed."""
+        """Return the footer for these tensors: ``last``, if the layout is the same."""
         if last is not None and (last.layout.specs, last.layout.aliases) == (specs, aliases):
             return last
         return cls.of(Layout.of(specs, aliases))

@@ -47,7 +47,7 @@ class FileTensors:
 
     @classmethod
     def in_memory(cls, layout: Layout) -> FileTensors:
-        """Those of a layout in new memory, not yet written."""
+        """Allocate memory for a layout's tensors; its content is undefined."""
         return cls(new_memory(layout.checksums_offset), layout)
 
     def tensor(self, index: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ class MappedTensors(FileTensors):
         mapped = _map(file, file_bytes, shared=shared)
         super().__init__(torch.frombuffer(mapped, dtype=torch.uint8), layout)
         self.identity = filesystem.identity_of(file)
-        """Of the file, which may be replaced by another of its name."""
+        """Identity of the mapped file, which another file of the same name may replace."""
         if not shared:
             _read_mappings[self.address] = self
 
@@ -172,7 +172,7 @@ def as_bytes(data: torch.Tensor) -> memoryview:
 
 
 def view_tensor(data: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
-    """One of a layout's tensors, in the bytes that the layout describes."""
+    """View one of a layout's tensors in the bytes that the layout describes."""
     spec = layout.specs[index]
     start = layout.offsets[index]
     flat = data[start : start + spec.num_bytes]

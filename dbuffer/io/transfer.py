@@ -35,7 +35,7 @@ DIGEST_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
 def part_path(path: Path, part: int | None) -> Path:
-    """Where a part of the weights file at ``path`` is; None: that file itself."""
+    """Return the path of a part of the weights file at ``path``; None: the file itself."""
     return path if part is None else path.with_name(part_name(path.name, part))
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from dbuffer.errors import ClosedError
-from dbuffer.format.delta import words_an_element
+from dbuffer.format.delta import words_per_element
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.format.manifest import Manifest, decode, encode
 from dbuffer.io.changes import (
@@ -457,7 +457,7 @@ def _layout_of(boxes: Iterable[Box], specs: Sequence[TensorSpec]) -> Layout:
 
 def _in_whole(positions: Positions, box: Box, spec: TensorSpec) -> Positions:
     """Where words at these positions in a box are in the tensor: in the same order."""
-    words = words_an_element(spec)
+    words = words_per_element(spec)
     elements, rest = np.divmod(positions.astype(np.int64), words)
     inside = np.unravel_index(elements, box.shape)
     index = tuple(one + start for one, start in zip(inside, box.start, strict=True))

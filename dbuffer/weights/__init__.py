@@ -1,1 +1,1 @@
-"""What is published and what it is loaded into: names, sources, targets, checkpoints."""
+"""Weights that are published, and the targets of a load: names, sources, targets, checkpoints."""

@@ -1,4 +1,4 @@
-"""What a store holds against what a model needs, before anything is loaded."""
+"""Comparison of a store's tensors with those that a model needs, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dbuffer.weights.names import NameMap, Rename, Rule, renamed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What fits and what does not, by the model's names."""
+    """Matches and mismatches, by the model's names."""
 
     matching: list[TensorSpec]
     """As published, renamed. Another dtype matches: engines cast as they load."""
@@ -23,9 +23,9 @@ class Comparison:
     differing: list[tuple[TensorSpec, TensorSpec]]
     """Same name and another shape: as published, as needed."""
     recast: list[tuple[TensorSpec, TensorSpec]]
-    """Those of the matching that have another dtype: as published, as needed."""
+    """Matching tensors that have another dtype: as published, as needed."""
     sources: dict[str, int]
-    """Which of the published tensors, by its index, each name of the model is filled from."""
+    """Index of the published tensor from which each name of the model is filled."""
     unused_rules: list[Rule]
     """Rules that no name in the store fits."""
 

@@ -39,7 +39,7 @@ WRAPPER_PREFIX = "module."
 """The prefix that DDP, DataParallel and DeepSpeed add to every name."""
 
 TORCH_EXTRA_STATE = "_extra_state"
-"""What PyTorch calls it, at the end of a key of a state dict."""
+"""Last part of a state dict's key for a module's extra state."""
 
 _Value = TypeVar("_Value")
 
@@ -54,7 +54,7 @@ Weights: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class WeightsSpec:
     """Weights without their values: enough to see that the next ones are like them.
 
     Checking 18,000 names one by one takes as long as copying 18,000 tensors. It is done for the
@@ -68,7 +68,7 @@ class Outline:
     """Before they were cast."""
 
     @classmethod
-    def of(cls, named: Mapping[str, torch.Tensor]) -> Outline:
+    def of(cls, named: Mapping[str, torch.Tensor]) -> WeightsSpec:
         return cls(
             list(named),
             [tensor.shape for tensor in named.values()],
@@ -129,8 +129,8 @@ class Describer:
         self.dtype = dtype
         self.rename = rename
         self.sharded = sharded
-        self._known: tuple[Outline, tuple[TensorSpec, ...]] | None = None
-        """Of one version's weights, to check the next one's faster."""
+        self._known: tuple[WeightsSpec, tuple[TensorSpec, ...]] | None = None
+        """Spec of one version's weights, to check the next version's faster."""
 
     def describe(self, weights: Weights) -> Source:
         """Specs and tensors of anything but an iterator; see :func:`is_stream`."""
@@ -145,7 +145,7 @@ class Describer:
         source = self._describe_pairs(*self._checked_pairs(named.items()))
         self._known = None
         if not source.aliases and not source.is_lazy:
-            self._known = Outline.of(named), source.specs
+            self._known = WeightsSpec.of(named), source.specs
         return source
 
     def stream(
@@ -262,7 +262,7 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Those that the module computes with: parameters and buffers, each once."""
+    """Yield the tensors that the module computes with: parameters and buffers, each once."""
     yield from module.parameters()
     yield from module.buffers()
 

@@ -1,4 +1,4 @@
-"""Where weights go: matching the tensors of a target with those of a layout, all or nothing.
+"""Targets of a load: their tensors are matched with those of a layout, all or nothing.
 
 With ``partial=True`` a layout may hold a part of a target's tensors. To prevent a mix of two
 versions, :class:`LoadedNames` remembers which tensors versions contained, and refuses a later
@@ -25,7 +25,7 @@ from dbuffer.weights import sources
 from dbuffer.weights.comparison import Comparison, compare
 
 ADAPTER_KEY = "adapter_config"
-"""In the metadata of a version that holds an adapter: its configuration, as peft saves it."""
+"""Metadata entry of a version that holds an adapter: its configuration, as peft saves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Known:
     """A match, and what tells whether the next one is like it."""
 
     layout: Layout
-    outline: sources.Outline
+    outline: sources.WeightsSpec
     addresses: list[int]
     order: list[int]
     is_all: bool
@@ -111,7 +111,7 @@ class Matcher:
         is_plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in named.values())
         if is_plain and not match.aliases and not match.ties and (is_all or partial):
             addresses = list(map(torch.Tensor.data_ptr, named.values()))
-            self._known = _Known(layout, sources.Outline.of(named), addresses, order, is_all)
+            self._known = _Known(layout, sources.WeightsSpec.of(named), addresses, order, is_all)
         return match
 
     def _match_like_before(
