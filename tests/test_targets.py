@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictParams, lazy_stack
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dbuffer import WeightReceiver, WeightSender, WeightsMismatchError
+from dbuffer import OptionError, WeightReceiver, WeightSender, WeightsMismatchError
 from dbuffer.format.layout import ITEM_BYTES
 from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
@@ -646,6 +646,6 @@ class TestStrictness:
     def test_what_is_no_target(self, sender, store, target):
         sender.send(weights_of(1))
         with WeightReceiver(store) as receiver:
-            with pytest.raises(TypeError, match="cannot load into"):
+            with pytest.raises(OptionError, match="cannot load into"):
                 receiver.load_into(target)
             assert receiver.load_into(list) == 1
