@@ -180,9 +180,9 @@ class ReplicaFollowers(BackgroundFollowing):
         await asyncio.gather(*(replica.wait_started_async() for replica in self.replicas))
 
 
-def begin(follower: Follower, *, when_told: bool) -> Follower | BackgroundFollower:
-    """Let an engine follow: to be switched when it is told to, or in the background."""
-    if when_told:
+def begin(follower: Follower, *, on_demand: bool) -> Follower | BackgroundFollower:
+    """Let an engine follow: switched on demand, or in the background."""
+    if on_demand:
         follower.start()
         return follower
     follower.require_followable()
@@ -192,11 +192,11 @@ def begin(follower: Follower, *, when_told: bool) -> Follower | BackgroundFollow
 def follow_for_ever(
     follower: Follower, stop_event: threading.Event
 ) -> Iterator[Switch | Exception | None]:
-    """Switch whenever there is something newer; every switch, every failure, None when up to date.
+    """Switch to each newer version; yield each switch, each failure, and None when up to date.
 
-    Ends when ``stop_event`` is set, and when an engine of this process is dead. After a failure it
-    waits, for longer and longer, and tries again; a server that was restarted is told again to
-    follow, and switched at once.
+    Ends when ``stop_event`` is set, and when an engine of this process is dead. Failures are
+    retried with backoff; a server that was restarted begins to follow again, and is switched at
+    once.
     """
     trouble = Trouble(logger)
     is_current = False

@@ -54,7 +54,7 @@ _MIN_WAIT_S = 0.5
 
 
 class Follower(Closing):
-    """Switches one engine when told to. Made by :func:`follow`.
+    """Switches one engine on demand. Made by :func:`follow`.
 
     It serves one thread. The engine must not have another follower.
     """

@@ -297,8 +297,8 @@ class RankReceiver:
         )
 
     def _trace_of(self, layout: Layout) -> LoadTrace | None:
-        known = ((of, found) for of, found in self._traces if of is layout or of == layout)
-        return next((found for _, found in known), None)
+        traces = (trace for of, trace in self._traces if of is layout or of == layout)
+        return next(traces, None)
 
     def _require_no_mix(self, layout: Layout, version: int) -> None:
         if self.options.partial:
@@ -394,7 +394,7 @@ class RankReceiver:
                 history = None if isinstance(request, OptionError) else request.history
                 request = UpdateRequest(version=highest, history=history)
         raise EngineUpdateError(
-            f"ranks found different weights {_MAX_ROUNDS} times, versions {versions}; "
+            f"ranks took different weights {_MAX_ROUNDS} times, versions {versions}; "
             f"{self._serves_on}"
         )
 
@@ -453,16 +453,16 @@ class RankReceiver:
     def _has_already(self, request: UpdateRequest) -> bool:
         newest = self._stager.newest()
         version, history = (newest.version, newest.history) if newest else (None, None)
-        wanted = request.version or request.at_least or version
-        if wanted is None:
+        goal = request.version or request.at_least or version
+        if goal is None:
             raise VersionError(f"nothing was published in {self.options.store} yet")
         if self._is_replaced(request.history or history):
             return False
-        if self._version is None or wanted > self._version:
+        if self._version is None or goal > self._version:
             return False
-        if wanted < self._version and request.version is not None:
+        if goal < self._version and request.version is not None:
             raise VersionError(
-                f"version {wanted} of {self.options.store} is below version {self._version}, "
+                f"version {goal} of {self.options.store} is below version {self._version}, "
                 "which the engine has; versions never go back"
             )
         return self._state.broken is None
@@ -564,7 +564,7 @@ class RankReceiver:
         if not any(problems):
             return
         if isinstance(request, OptionError) and all(problems):
-            raise request  # all were told so: a ValueError, as vLLM's contract has it
+            raise request  # invalid on all ranks: a ValueError, as vLLM's contract has it
         if all(problems):
             self._state.require_awake()
         what = f"{self._describe('prepare', problems)}; no rank was touched"

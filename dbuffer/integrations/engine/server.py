@@ -38,7 +38,7 @@ class EngineServer(Engine):
         EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer.
         UnsupportedError: from any call: it has no such route, and was started without it.
         OptionError: from any call: it refuses the API key.
-        EngineUpdateError: from any call: it could not do what it was asked to.
+        EngineUpdateError: from any call: the server answered with an error.
     """
 
     is_server = True

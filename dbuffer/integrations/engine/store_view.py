@@ -116,25 +116,25 @@ class StoreView:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {has} to {newest}: it was emptied or replaced"
             )
-        wanted = max(newest, at_least or 0)
-        goal = AppliedVersion(wanted, history) if wanted > has else None
-        self._measure_lag(served, goal, num_behind=wanted - has)
+        version = max(newest, at_least or 0)
+        goal = AppliedVersion(version, history) if version > has else None
+        self._measure_lag(served, goal, num_behind=version - has)
         return goal
 
-    def _admit_new_history(self, served: AppliedVersion, found: AppliedVersion) -> None:
+    def _admit_new_history(self, served: AppliedVersion, newest: AppliedVersion) -> None:
         what = (
             f"{self.options.store} was emptied or replaced, and begun anew: {self.engine_id} has "
             f"version {served.version} of the run before, and the newest is version "
-            f"{found.version} of another"
+            f"{newest.version} of another"
         )
         if self.options.new_history == "refuse":
             raise errors.VersionRegressedError(
                 f"{what}; it serves on with what it has. To go on with what is there now, let it "
                 "follow the store again with new_history='follow'",
-                found.history,
+                newest.history,
             )
-        if self._logged_history != found.history:
-            self._logged_history = found.history
+        if self._logged_history != newest.history:
+            self._logged_history = newest.history
             logger.warning("%s, and it follows those now", what)
 
     def _measure_lag(
@@ -151,9 +151,9 @@ class StoreView:
     def _age_s(self, goal: AppliedVersion) -> float:
         manifests = [self._store.manifest(buffer) for buffer in BUFFERS]
         published = [
-            found.published_at
-            for found in manifests
-            if found is not None and (found.version, found.history) == goal
+            manifest.published_at
+            for manifest in manifests
+            if manifest is not None and (manifest.version, manifest.history) == goal
         ]
         return max(0.0, time.time() - max(published, default=time.time()))
 
@@ -215,13 +215,13 @@ class StoreView:
             here_at = here_at if gone else time.monotonic()
             if time.monotonic() - here_at > _GONE_S:
                 raise errors.EngineUpdateError(
-                    f"{', '.join(sorted(gone))} left {self.options.store}: another follower told "
-                    "the engine to follow another store, or none. An engine has one follower: "
-                    "close one of them, and then make the other anew"
+                    f"{', '.join(sorted(gone))} left {self.options.store}: another follower let "
+                    "the engine follow another store, or none. An engine has one follower: "
+                    "close one of them, and make the other one again"
                 )
             require_alive()
             if stop_event is not None and stop_event.is_set():
-                raise errors.ClosedError("told to stop following")
+                raise errors.ClosedError("following was stopped")
             if time.monotonic() > deadline:
                 raise errors.WaitTimeoutError(
                     f"version {goal.version} of {self.options.store} was not ready within "

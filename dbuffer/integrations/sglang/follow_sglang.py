@@ -79,9 +79,9 @@ def follow(
     names = _names_of(rename)
     place = checks.directory("store", store)
     chosen = EngineOptions.parse({"store": os.fspath(place), **options})
-    found = sglang_engine_of(engine, names, api_key=api_key)
-    follower = Follower(found, chosen, pause=pause)
-    return begin(follower, when_told=isinstance(found, OfflineSglang))
+    driven = sglang_engine_of(engine, names, api_key=api_key)
+    follower = Follower(driven, chosen, pause=pause)
+    return begin(follower, on_demand=isinstance(driven, OfflineSglang))
 
 
 def _names_of(rename: NameMap | str | os.PathLike[str] | None) -> NameMap | None:

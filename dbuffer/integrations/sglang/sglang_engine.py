@@ -71,7 +71,7 @@ class _Sglang(Engine):
 
     def call(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
         if isinstance(request, messages.CheckRequest):
-            raise UnsupportedError("SGLang's ranks cannot be asked whether tensors fit")
+            raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
         if isinstance(request, messages.BeginRequest):
             options = request.options
             self._names = EngineNames(options.engine_id or "", options.instance_id or "")

@@ -83,7 +83,7 @@ def _num_in_step(parallel: Any) -> int:
     if _num_local(parallel) not in (None, size):
         raise UnsupportedError(
             f"{size} replicas step together, and this front end has only some of them: it cannot "
-            "know what the others are told. Use one front end for all, without "
+            "know what becomes of the others. Use one front end for all, without "
             "--data-parallel-hybrid-lb and --data-parallel-external-lb"
         )
     return size

@@ -112,9 +112,9 @@ def follow(
         return launched
     if is_async(engine) and len(replicas_of(engine.vllm_config)) > 1:
         return _follow_replicas(engine, chosen, pause)
-    found = vllm_engine_of(engine, api_key=api_key)
-    follower = Follower(found, chosen, pause=pause)
-    return begin(follower, when_told=isinstance(found, OfflineVllm))
+    driven = vllm_engine_of(engine, api_key=api_key)
+    follower = Follower(driven, chosen, pause=pause)
+    return begin(follower, on_demand=isinstance(driven, OfflineVllm))
 
 
 def _follow_replicas(

@@ -3,8 +3,8 @@
 With ``distributed_executor_backend="external_launcher"`` an engine has no front end that reaches
 all of its workers: each rank has one of its own, and all make the same calls. To follow a store
 they must also decide alike, though each sees the store, its errors and the clock by itself. So the
-engine's first rank decides, with a plain :class:`Follower`; what that wants of its engine is told
-to all ranks, which do it to theirs and say how it went.
+engine's first rank decides, with a plain :class:`Follower`; its calls of the engine go to all
+ranks, which make them of their own part and return the outcome.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dbuffer.integrations.vllm.rank import worker_group
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from dbuffer.ranks.agreement import Agreement
 
-_NEXT = "hear what to do"
+_NEXT = "get the first rank's order"
 """The step in which the first rank gives all ranks an order, or the outcome of a call."""
 
 
@@ -46,7 +46,7 @@ class _PartOutcome:
 
     @classmethod
     def of(cls, action: Callable[[], Any]) -> Self:
-        """Do something; what it returned or raised."""
+        """Do something; return its value or its error."""
         try:
             return cls(action())
         except DBufferError as error:
@@ -67,7 +67,7 @@ class _PartOutcome:
 
 
 class LaunchedFollower:
-    """Switches one engine when told to, as :class:`Follower` does. Every rank makes each call.
+    """Switches one engine on demand, as :class:`Follower` does. Every rank makes each call.
 
     Args:
         llm: this rank's.
@@ -96,13 +96,13 @@ class LaunchedFollower:
     def sync(
         self, *, at_least: int | None = None, timeout_s: float | None = None, force: bool = False
     ) -> Switch | None:
-        """As :meth:`Follower.sync`, on all ranks; of the arguments the first rank's count."""
+        """Switch as :meth:`Follower.sync` does, on all ranks; the first rank's arguments count."""
         return self._lead(
             lambda follower: follower.sync(at_least=at_least, timeout_s=timeout_s, force=force)
         )
 
     def stop_workers(self) -> None:
-        """Let this rank's worker look at the store no more; to follow again, make another of these.
+        """Let this rank's worker stop following; to follow again, make another follower.
 
         Here, and in `close`, no rank waits for another. The engine keeps its weights.
         """
@@ -120,10 +120,10 @@ class LaunchedFollower:
         self.close()
 
     def _lead(self, call: Callable[[Follower], Switch | None]) -> Switch | None:
-        """Let the first rank make a call, while all do what it asks for; what came of it."""
+        """Let the first rank make a call, while all carry out its orders; return its result."""
         leader = self._leader
         if leader is None:
-            outcome = self._do_as_told()
+            outcome = self._follow_orders()
         else:
             try:
                 outcome = _PartOutcome.of(lambda: _led(leader, call))
@@ -138,12 +138,12 @@ class LaunchedFollower:
         switch = outcome.value["switch"]
         return None if switch is None else Switch(**switch)
 
-    def _do_as_told(self) -> _PartOutcome:
+    def _follow_orders(self) -> _PartOutcome:
         while True:
-            told: dict[str, Any] = self._agreement.first(_NEXT, dict)  # the first rank's
-            if "outcome" in told:
-                return _PartOutcome.of_json(told["outcome"])
-            _carry_out(self._agreement, self._mine, told)
+            order: dict[str, Any] = self._agreement.first(_NEXT, dict)  # the first rank's
+            if "outcome" in order:
+                return _PartOutcome.of_json(order["outcome"])
+            _carry_out(self._agreement, self._mine, order)
 
 
 def _led(leader: Follower, call: Callable[[Follower], Switch | None]) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _led(leader: Follower, call: Callable[[Follower], Switch | None]) -> dict[st
 class _AllRanks(OfflineVllm):
     """All parts of an engine, as the first rank's follower sees them.
 
-    All ranks are in the same state, and what can be asked of one is asked of this rank's own.
+    All ranks are in the same state, so calls that need only one of them go to this rank's own.
     """
 
     def __init__(self, agreement: Agreement, llm: Any) -> None:
@@ -172,10 +172,10 @@ class _AllRanks(OfflineVllm):
         self._order("set_weight_version", version)
 
     def _order(self, call: str, argument: Any) -> list[Any]:
-        """Let every rank make a call of its part; what each returned."""
+        """Let every rank make a call of its part; return each one's value."""
         order = {"call": call, "argument": argument}
         self._agreement.first(_NEXT, lambda: order)
-        # The methods of this rank's own part, and not those of this class.
+        # super(): the methods of this rank's own part, and not those of this class.
         outcomes = _carry_out(self._agreement, super(), order)
         if any(outcome.error is not None for outcome in outcomes):
             raise _joint(outcomes)
@@ -183,7 +183,7 @@ class _AllRanks(OfflineVllm):
 
 
 def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[_PartOutcome]:
-    """Do as ordered on this rank, as all ranks do; what came of it on each."""
+    """Carry out an order on this rank, as all ranks do; return the outcome on each."""
 
     def do() -> Any:
         match order["call"], order["argument"]:
@@ -200,7 +200,7 @@ def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[_
 
 
 def _joint(outcomes: Sequence[_PartOutcome]) -> Exception:
-    """One error for all ranks: the common one, or the first with its rank's number."""
+    """Make one error for all ranks: the common one, or the first with its rank's number."""
     errors = {rank: one.error for rank, one in enumerate(outcomes) if one.error is not None}
     rank, first = next(iter(errors.items()))
     if len(errors) == len(outcomes) and len({str(error) for error in errors.values()}) == 1:

@@ -1,6 +1,6 @@
 r"""`FollowStore`: a vLLM server that follows a store by itself, with no route open for it.
 
-An ASGI middleware, which vLLM puts into its server when it is told so::
+An ASGI middleware, which vLLM puts into its server with::
 
     vllm serve MODEL --weight-transfer-config '{"backend": "dbuffer"}' \
         --additional-config '{"dbuffer": {"store": "/dev/shm/policy"}}' \

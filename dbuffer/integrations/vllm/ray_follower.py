@@ -43,7 +43,7 @@ def is_ray_actor(target: Any) -> bool:
 
 
 class RayFollower:
-    """Switches an ``LLM`` or ``AsyncLLM`` in a Ray actor when told to.
+    """Switches an ``LLM`` or ``AsyncLLM`` in a Ray actor on demand.
 
     The actor needs no methods for it. An actor that runs one task at a time switches after the
     task that it runs.

@@ -159,7 +159,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         self._finish(version)
 
     def _finish(self, version: int) -> None:
-        # In vLLM 0.26, engines have no weight version to be told.
+        # In vLLM 0.26, engines have no weight version to be set.
         if inspect.signature(self.client.finish_weight_update).parameters:
             self.client.finish_weight_update(str(version))
         else:
@@ -173,7 +173,7 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
         followers of the store: put patches that must apply atomically into one call.
 
         Returns:
-            The version, to be told to the client's ``finish_weight_update(str(version))``; None if
+            The version, for the client's ``finish_weight_update(str(version))``; None if
             there are no patches, or this rank is not the sender.
 
         Raises:
