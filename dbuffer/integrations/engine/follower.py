@@ -218,9 +218,7 @@ class Follower(Closing):
 
     def _note_foreign_loads(self, view: StoreView) -> None:
         """Learn from the engine's record whether it still has what it was switched to."""
-        record: ReceiverRecord | None = None
-        with contextlib.suppress(errors.DBufferError, OSError):
-            record = view.engine_record()
+        record = view.readable_record()
         if record is not None:
             with self._raising_ours("report its version"):
                 self._take_over(record)
@@ -280,7 +278,9 @@ class Follower(Closing):
                 if self._owes_resume:
                     self._label_and_resume()
             if force and view.newer_than(None) is not None:
-                self._forget(view)
+                with self._raising_ours("forget its weights"):
+                    self._engine.do(ForgetRequest())
+                self._note_foreign_loads(view)
             goal = view.newer_than(self._applied, at_least)
             if goal is not None:
                 switch = self._switch_when_ready(view, goal, timeout_s, stop_event)
@@ -291,11 +291,6 @@ class Follower(Closing):
         self._is_failing, self._failed_version = False, None
         view.report.following()
         return switch
-
-    def _forget(self, view: StoreView) -> None:
-        with self._raising_ours("forget its weights"):
-            self._engine.do(ForgetRequest())
-        self._note_foreign_loads(view)
 
     def is_ready(self, at_least: int | None = None) -> bool:
         """Whether :meth:`sync` would return, or raise, without waiting for a rank."""
@@ -394,9 +389,7 @@ class Follower(Closing):
 
         The record may be missing: a full disk prevents it, and a rank that was killed writes none.
         """
-        record: ReceiverRecord | None = None
-        with contextlib.suppress(errors.DBufferError, OSError):
-            record = view.engine_record()
+        record = view.readable_record()
         if record is None or record.attempt != attempt:
             return None
         if not _is_broken(record):

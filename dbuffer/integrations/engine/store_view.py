@@ -75,6 +75,12 @@ class StoreView:
             self.name = record.receiver
         return record
 
+    def readable_record(self) -> ReceiverRecord | None:
+        """Return the engine's record; None also where it cannot be read just now."""
+        with contextlib.suppress(errors.DBufferError, OSError):
+            return self.engine_record()
+        return None
+
     def _record(self, receiver_id: str) -> ReceiverRecord | None:
         return self._names.record(self._store, receiver_id)
 
@@ -185,7 +191,7 @@ class StoreView:
     ) -> None:
         """Wait until every rank has this version ready, or a later one; or the engine has it.
 
-        (Another process may follow with the same server.)
+        Another process may have switched a server meanwhile.
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
@@ -200,17 +206,16 @@ class StoreView:
         here_at = time.monotonic()
         while True:
             records = {rank: self._record(rank) for rank in self._rank_ids}
-            behind = [rank for rank, record in records.items() if not _is_ready(record, goal)]
+            behind = [
+                rank
+                for rank, record in records.items()
+                if record is None or not record.has_staged(goal.version, goal.history)
+            ]
             engine = self.engine_record()
             if not behind or (engine is not None and engine.has_applied(*goal)):
                 self.report.ranks(record for record in records.values() if record is not None)
                 return
-            _require_unhindered(goal, records, began, serves_on)
-            if not self._may_still_hold(goal.history):
-                raise errors.VersionRegressedError(
-                    f"{self.options.store} was emptied or replaced, and begun anew, before version "
-                    f"{goal.version} of it was ready on {', '.join(behind)}; {serves_on}"
-                )
+            self._require_possible(goal, records, began, serves_on)
             gone = [rank for rank in self._seen if records[rank] is None]
             here_at = here_at if gone else time.monotonic()
             if time.monotonic() - here_at > _GONE_S:
@@ -229,22 +234,24 @@ class StoreView:
                 )
             time.sleep(_READY_CHECK_S)
 
-
-def _is_ready(record: ReceiverRecord | None, goal: AppliedVersion) -> bool:
-    return record is not None and record.has_staged(goal.version, goal.history)
-
-
-def _require_unhindered(
-    goal: AppliedVersion,
-    records: dict[str, ReceiverRecord | None],
-    began: dict[str, ReceiverRecord | None],
-    serves_on: str,
-) -> None:
-    for rank, record in records.items():
-        if record is not None and _is_hindered(record, goal, began[rank]):
-            raise errors.EngineUpdateError(
-                f"{record.receiver} cannot get version {goal.version} ready: {record.problem}; "
-                f"{serves_on}"
+    def _require_possible(
+        self,
+        goal: AppliedVersion,
+        records: dict[str, ReceiverRecord | None],
+        began: dict[str, ReceiverRecord | None],
+        serves_on: str,
+    ) -> None:
+        """Raise if some rank cannot have this version, or no rank can have it any more."""
+        for rank, record in records.items():
+            if record is not None and _is_hindered(record, goal, began[rank]):
+                raise errors.EngineUpdateError(
+                    f"{record.receiver} cannot get version {goal.version} ready: {record.problem}; "
+                    f"{serves_on}"
+                )
+        if not self._may_still_hold(goal.history):
+            raise errors.VersionRegressedError(
+                f"{self.options.store} was emptied or replaced, and begun anew, before version "
+                f"{goal.version} of it was ready on all ranks; {serves_on}"
             )
 
 
