@@ -880,6 +880,27 @@ def test_pause_for_another_store_is_ended_by_the_next_sync(
     follower.close()
 
 
+def test_other_store_that_is_empty_changes_nothing(
+    sender: dbuffer.WeightSender, store: Path, shm_path: Path
+) -> None:
+    with serving_version_1(sender, store) as (engine, follower):
+        follower.apply_once(str(shm_path / "empty"))
+        assert (engine.version, engine.label, follower.applied) == (1, "1", 1)
+        assert follower.sync() is None
+
+
+def test_version_of_another_store_is_none_of_this_one(
+    sender: dbuffer.WeightSender, store: Path, shm_path: Path
+) -> None:
+    with serving_version_1(sender, store) as (engine, follower):
+        with dbuffer.WeightSender(shm_path / "other") as other:
+            other.send(SMALL.weights(7))
+            follower.apply_once(str(shm_path / "other"))
+        assert (engine.version, engine.label, follower.applied) == (7, UNKNOWN_VERSION, None)
+        assert follower.sync() is not None
+        assert (engine.version, engine.label, follower.applied) == (1, "1", 1)
+
+
 def test_what_no_waiting_mends_is_raised_at_once(store: Path) -> None:
     engine = LightEngine()
     with pytest.raises(OptionError, match="no store given"):

@@ -22,7 +22,7 @@ def capture_answer(call: Callable[[], None]) -> messages.RankAnswer:
     """Call, and return the answer of this rank; raise nothing."""
     try:
         call()
-    except Exception as error:  # every rank must answer, whatever it met
+    except Exception as error:  # every rank must answer
         if not isinstance(error, errors.DBufferError):
             logger.warning("a request of the follower failed", exc_info=True)
         return messages.as_answer(error)

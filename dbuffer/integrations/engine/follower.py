@@ -134,7 +134,7 @@ class Follower(Closing):
         options = self._options_for(facts)
         self._require_alone(facts, options)
         _followers[_key_of(facts)] = self
-        view = self._look_anew(facts, options)
+        view = self._open_view(facts, options)
         # Ranks that follow since the engine's start need not begin again, unless they were lost.
         if_idle = not self._has_started and options == facts.configured
         with self._paused_if(facts.begins_paused and not was_paused):
@@ -178,7 +178,7 @@ class Follower(Closing):
             )
         return options
 
-    def _look_anew(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
+    def _open_view(self, facts: EngineFacts, options: EngineOptions) -> StoreView:
         if self._view is not None:
             self._view.close()
         engine_id = _engine_id(facts, options)
@@ -274,7 +274,7 @@ class Follower(Closing):
             try:
                 view = self._started()
             finally:
-                # Also where it cannot be followed now: whatever it has is whole, or it refuses.
+                # Also where it cannot be followed now: its weights are whole, or it refuses.
                 if self._owes_resume:
                     self._label_and_resume()
             if force and view.newer_than(None) is not None:
@@ -343,7 +343,7 @@ class Follower(Closing):
             num_bytes=int(record.stats.get("bytes", 0)),
         )
         view.report.switched(switch)
-        # It has switched, whatever has become of the store meanwhile: the next look tells.
+        # The switch is done. A problem with the store is for the next attempt.
         with contextlib.suppress(errors.DBufferError, OSError):
             view.newer_than(self._applied)
         return switch
@@ -415,7 +415,7 @@ class Follower(Closing):
     def _raising_ours(self, what: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:
             if isinstance(error, Exception) and not isinstance(error, errors.DBufferError):
-                # From another process: whatever the engine raises, with the worker's message in it.
+                # From another process: any class of the engine's, with the worker's message.
                 raise errors.EngineUpdateError(
                     f"{self.engine_id} could not {what}: {error}"
                 ) from error
@@ -423,7 +423,7 @@ class Follower(Closing):
         return TranslatedErrors(translate)
 
     def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
-        """Why such tensors do not fit, for each rank on which they do not; empty if they fit.
+        """Return why such tensors do not fit, for each rank on which they do not; empty if they fit.
 
         Args:
             tensors: name, dtype (``"bfloat16"``) and shape of each.
@@ -434,7 +434,7 @@ class Follower(Closing):
     def apply_once(self, store: str) -> None:
         """Load the newest version of another store, then follow this one again.
 
-        What the engine has then is in no version of the store that it follows; it gets the next.
+        The engine then has no version of the store that it follows, and gets the next one.
 
         Raises:
             EngineUpdateError, EngineBrokenError: see :meth:`sync`.
@@ -448,7 +448,8 @@ class Follower(Closing):
                 other._view.close()
             self._owes_resume = self._owes_resume or other._owes_resume
             self.start()
-        self._label(UNKNOWN_VERSION)
+        if self._applied is None:
+            self._label(UNKNOWN_VERSION)
 
     # Between two attempts
 
@@ -498,7 +499,7 @@ class Follower(Closing):
         if self._view is not None:
             with self._raising_ours("stop following"):
                 self._engine.do(EndRequest())
-        self._is_known = False  # a later sync must begin anew
+        self._is_known = False  # a later sync must start again
 
     def close(self) -> None:
         """Stop following. The engine keeps its weights; its ranks go on looking at the store.

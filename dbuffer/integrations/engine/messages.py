@@ -17,7 +17,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginRequest:
-    """Follow a store, after whatever was followed before."""
+    """Follow a store, in place of the one that was followed before."""
 
     options: EngineOptions
     if_idle: bool = False
@@ -110,7 +110,7 @@ _ANSWERS: tuple[type[errors.DBufferError], ...] = (
     errors.EngineBrokenError,
 )
 """Errors that a rank answers with, from least to worst. After any but the last one the weights are
-those of before."""
+as they were."""
 
 
 def as_answer(error: Exception) -> errors.DBufferError:

@@ -76,7 +76,7 @@ class RankChannel:
         store = _get_default_store()
         key = (store, *distributed.get_process_group_ranks(group.cpu_group))
         if key not in _channels:
-            # Where torch.distributed was begun anew, all ranks make new connections.
+            # After torch.distributed was initialized again, all ranks connect again.
             for old in [old for old in _channels if old[0] is not store]:
                 _channels.pop(old).close()
             _channels[key] = cls(group)

@@ -117,7 +117,7 @@ class StoreView:
         has = 0 if served is None else served.version
         if served is not None and served.is_of_another_history(history):
             self._admit_new_history(served, AppliedVersion(newest, history))
-            has = 0  # of what is there now
+            has = 0  # of the new history
         elif newest < has:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {has} to {newest}: it was emptied or replaced"
@@ -195,7 +195,7 @@ class StoreView:
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
-            VersionRegressedError: the store was begun anew meanwhile, so none will ever have it.
+            VersionRegressedError: the store was started over meanwhile, so none will ever have it.
             WaitTimeoutError: some rank did not have it in time.
             ClosedError: the stop event was set; or what ``require_alive`` raises.
         """

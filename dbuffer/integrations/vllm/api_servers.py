@@ -86,7 +86,8 @@ class SharedFollowing:
         Args:
             leadership: which of them follows.
             follow: begins to follow, and waits for nothing: the engine serves already.
-            follow_until_ready: begins to follow, and waits until the engine serves what is there.
+            follow_until_ready: begins to follow, and waits until the engine serves the
+                newest version.
 
         Raises:
             DBufferError: this one leads, and cannot follow.

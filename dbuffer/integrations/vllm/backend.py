@@ -94,7 +94,7 @@ _CONTRACT_BEFORE_0_25 = ("parallel_config", "model")
 
 
 class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """The receiving half, in each worker: vLLM's names for the calls of :class:`RankEndpoint`.
+    """Receiving half, in each worker: vLLM's names for the calls of :class:`RankEndpoint`.
 
     A worker follows its store from ``init_transfer_engine`` on, or, where the engine's
     ``additional_config["dbuffer"]`` names a store, from its own start on the newest version in it.
@@ -104,7 +104,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     vLLM 0.23 and 0.24 start and finish an update themselves, and call ``receive_weights`` or
     ``receive_sparse_weights`` with a function that loads. Their workers are switched in the same
-    way. Where no worker makes this object, the function is called with what the store holds.
+    way. Where no worker makes this object, the function is called with the store's tensors.
 
     Args:
         config: vLLM's ``WeightTransferConfig``.
@@ -176,7 +176,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._begin(init_info)
 
     def start_weight_update(self) -> None:
-        """Touch nothing: whatever can fail comes first, and it comes with ``update_weights``."""
+        """Do nothing: all that can fail precedes the load, in ``update_weights``."""
 
     def finish_weight_update(self) -> None:
         """Do nothing more: the weights changed in ``update_weights``."""

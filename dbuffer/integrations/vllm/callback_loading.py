@@ -42,7 +42,7 @@ def calling_worker(parallel_config: Any) -> Any | None:
 
 
 def leave_layers_alone(worker: Any) -> None:
-    """Let a worker of those releases begin each update without preparing layers for vLLM's reload.
+    """Let a worker of vLLM 0.23 or 0.24 begin an update without preparing layers for its reload.
 
     It would take their weights away, until something is loaded, under a thread that looks at them;
     and an update that fails would leave them so.
@@ -142,7 +142,7 @@ class CallbackLoader:
             try:
                 yield snapshot
             except BaseException:
-                self._identity = None  # what is there now is no version
+                self._identity = None  # the weights are no version
                 raise
             identity = snapshot.identity
         self._identity = identity
