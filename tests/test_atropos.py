@@ -76,6 +76,13 @@ def test_misfit_is_raised_at_once_and_the_server_serves_on(seen: dict[str, Any])
     assert seen["stock"]["answer after a misfit"] == tokens_of(5)
 
 
+def test_pause_of_a_trainer_that_was_killed_ends_before_the_next_ones_first_update(
+    seen: dict[str, Any],
+) -> None:
+    assert not seen["stock"]["paused for the next trainer"]
+    assert seen["stock"]["answer to the next trainer"] == tokens_of(VERSIONS[-1])
+
+
 # A server with Atropos' routes
 
 NOTIFICATION = {"update_count": int, "trainer_rank": int, "timestamp": float}
@@ -232,7 +239,11 @@ def train_with_stock(directory: Path, server: Any) -> dict[str, Any]:
             seen["answers"][version] = server.answer()
             seen["versions"].append(server.version())
     weights = revealing_weights(5)
+    # As a trainer leaves it that is killed in an update.
+    server.client.post("/pause", params={"mode": "keep"})
     with VLLMWeightBridge(config, store=directory / "stock") as bridge:
+        seen["paused for the next trainer"] = server.is_paused()
+        seen["answer to the next trainer"] = server.answer()
         bridge.attach_to_vllm_weights({n: t for n, t in weights.items() if "lm_head" not in n})
         began = time.monotonic()
         try:

@@ -526,6 +526,17 @@ def test_server_that_cannot_load_from_a_store_is_told_at_once(store: Path) -> No
             assert time.monotonic() - began < bridge.config.timeout_seconds
 
 
+def test_server_that_is_paused_and_cannot_be_driven_is_logged(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was somebody else who paused it, for a bridge cannot."""
+    routes = {"GET /is_paused": {"is_paused": True}, "GET /server_info": 404}
+    with running(store, routes, follows=False) as server:
+        with VLLMWeightBridge(config_for(server.url), store=store):
+            pass
+    assert f"the server at {server.url} is paused, and stays so" in caplog.text
+
+
 def test_error_of_the_server_is_raised(store: Path) -> None:
     with running(store, {"POST /bridge/notify_update": 500}) as server:
         with VLLMWeightBridge(config_for(server.url), store=store) as bridge:

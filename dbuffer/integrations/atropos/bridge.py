@@ -122,7 +122,8 @@ class VLLMWeightBridge:
     def initialize(self) -> None:
         """Open the store, and read the parameter mapping. The servers may be away.
 
-        In local mode, a server that does not answer ``/health`` with 200 is logged.
+        In local mode, a server that does not answer ``/health`` with 200 is logged, and one that
+        is paused, as a trainer leaves it that is killed in an update, is resumed.
 
         A mapping is waited for, up to ``timeout_seconds``, where ``log_dir``, ``LOGDIR`` or
         ``VLLM_BRIDGE_CONFIG_PATH`` says where one is to be; without them, one in the working
@@ -154,6 +155,8 @@ class VLLMWeightBridge:
             if self._weights is not None:
                 self._mapping.check(_named(self._weights))
             self._sender = self._open_sender()
+            if self._server is not None:  # not before: another trainer may have the store
+                self._server.resume_if_left_paused()
         except BaseException:
             self.cleanup()
             raise

@@ -21,6 +21,9 @@ from dbuffer.errors import (
     WaitTimeoutError,
 )
 from dbuffer.integrations.engine.background import BackgroundFollower
+from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.integrations.engine.follower import Follower
+from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer
@@ -37,6 +40,8 @@ _STOCK_ROUTE = "/version"
 _INFO_ROUTE = "/bridge/info"
 
 _HEALTH_ROUTE = "/health"
+_PAUSE_ROUTE = "/is_paused"
+"""Of a server in development mode."""
 _OK = 200
 
 _CALL_S = 30.0
@@ -90,6 +95,26 @@ class BridgeServer:
             problem = "" if status == _OK else f"answers {_HEALTH_ROUTE} with {status}"
         if problem:
             logger.warning("the server at %s %s; each update waits for it", self.url, problem)
+
+    def resume_if_left_paused(self) -> None:
+        """End the pause of a trainer that was killed in a switch.
+
+        Until then nobody has an answer, and a trainer that waits for answers before its first
+        update would wait for ever. The server goes on with the version that it has.
+        """
+        try:
+            response = self._client.get(_PAUSE_ROUTE, timeout=_HEALTH_S)
+            is_paused = response.is_success and response.json()["is_paused"] is True
+        except (self._httpx.HTTPError, ValueError, LookupError, TypeError):
+            return
+        if not is_paused:
+            return
+        follower = Follower(vllm_engine_of(self.url), EngineOptions(store=str(self._store)))
+        try:
+            with follower:
+                follower.start()
+        except (DBufferError, OSError) as error:
+            logger.warning("the server at %s is paused, and stays so: %s", self.url, error)
 
     def is_stock(self) -> bool:
         """Whether it answers, and is a vLLM without Atropos' routes, which writes no mapping."""
