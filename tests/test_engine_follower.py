@@ -45,6 +45,7 @@ from dbuffer.errors import (
     UnsupportedError,
 )
 from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine import store_view
 from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
@@ -268,6 +269,25 @@ def metrics(engine_id: str) -> dict[str, float]:
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the follower has complained of."""
     return [r.getMessage() for r in caplog.records if r.name in LOGS and r.levelno > logging.INFO]
+
+
+def test_server_that_ends_while_a_version_gets_ready_is_not_waited_for(
+    sender: dbuffer.WeightSender, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_view, "_GONE_S", 0.1)
+    with about_to_switch(sender, store, is_server=True) as (engine, follower):
+        records = {path: json.loads(path.read_text()) for path in store.glob("receivers/*.json")}
+        engine.endpoint.end()
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        process.wait()
+        for path, record in records.items():
+            path.write_text(json.dumps(record | {"pid": process.pid, "staged_version": 1}))
+        with pytest.raises(EngineUnreachableError, match="ended before version 2"):
+            follower.sync(timeout_s=WAIT_S)
+        engine.endpoint = RankEndpoint()
+        switch = follower.sync()
+        assert switch is not None
+        assert switch.version == engine.version == 2
 
 
 # What happens to the store

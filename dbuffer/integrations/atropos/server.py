@@ -23,8 +23,8 @@ from dbuffer.errors import (
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.integrations.vllm.follow_vllm import follow
+from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer
 

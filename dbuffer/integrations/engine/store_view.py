@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 _READY_CHECK_S = 0.002
 """Seconds between two looks whether all ranks are ready: a few small files, mostly in memory."""
 _GONE_S = 5.0
-"""Seconds after which a rank whose record is missing has left the store: it removes it itself."""
+"""Seconds after which a rank whose record is missing has left the store: it removes it itself.
+One whose process has ended for as long leaves it there."""
 
 
 class StoreView:
@@ -195,6 +196,8 @@ class StoreView:
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
+            EngineUnreachableError: some rank's process has ended; one that is started again does
+                not know that it is to follow.
             VersionRegressedError: the store was started over meanwhile, so none will ever have it.
             WaitTimeoutError: some rank did not have it in time.
             ClosedError: the stop event was set; or what ``require_alive`` raises.
@@ -217,8 +220,14 @@ class StoreView:
                 return
             self._require_possible(goal, records, began, serves_on)
             gone = [rank for rank in self._seen if records[rank] is None]
-            here_at = here_at if gone else time.monotonic()
+            ended = [rank for rank in behind if self._has_ended(records[rank])]
+            here_at = here_at if gone or ended else time.monotonic()
             if time.monotonic() - here_at > _GONE_S:
+                if ended:
+                    raise errors.EngineUnreachableError(
+                        f"{', '.join(ended)} ended before version {goal.version} of "
+                        f"{self.options.store} was ready: it is to be started again"
+                    )
                 raise errors.EngineUpdateError(
                     f"{', '.join(sorted(gone))} left {self.options.store}: another follower let "
                     "the engine follow another store, or none. An engine has one follower: "
@@ -233,6 +242,9 @@ class StoreView:
                     f"{timeout_s:g} s on {', '.join(behind)}; {serves_on}"
                 )
             time.sleep(_READY_CHECK_S)
+
+    def _has_ended(self, record: ReceiverRecord | None) -> bool:
+        return record is not None and not self._store.may_live(record)
 
     def _require_possible(
         self,
