@@ -118,7 +118,7 @@ def test_where_a_mount_comes_from(disk: Path) -> None:
     examination = doctor.examine(disk)
     assert (examination.filesystem, examination.source) == ("tmpfs", "dbuffer-test")
     assert f"size={8 * MEGABYTE // 1024}k" in examination.options
-    assert "8.39 MB" in found_by(examination, "room").found
+    assert "8.39 MB" in found_by(examination, "room").result
 
 
 def test_a_place_that_is_not_there_is_not_made(place: Path) -> None:
@@ -164,8 +164,8 @@ def test_read_only(disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk.parent)], check=True)
     examination = doctor.examine(disk)
     assert broken_guarantees(examination) == {"write and flush": 3}
-    assert "Read-only file system" in found_by(examination, "write and flush").found
-    assert "not tried" in found_by(examination, "the rest").found
+    assert "Read-only file system" in found_by(examination, "write and flush").result
+    assert "not tried" in found_by(examination, "the rest").result
 
 
 @pytest.mark.parametrize("leave_bytes", [0, MEGABYTE // 2])
@@ -330,7 +330,7 @@ def test_few_inotify_instances(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ctypes, "CDLL", Library)
     finding = found_by(doctor.examine(place), "inotify instances")
-    assert (finding.verdict, finding.found) == ("adapted", "only 2 free")
+    assert (finding.verdict, finding.result) == ("adapted", "only 2 free")
 
 
 def test_on_a_network_mount(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_on_a_network_mount(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     examination = doctor.examine(place)
     assert examination.is_network
     assert examination.broken == ()
-    assert "DBUFFER_MOUNT=network" in found_by(examination, "mount").found
+    assert "DBUFFER_MOUNT=network" in found_by(examination, "mount").result
     assert "read into memory" in found_by(examination, "mount").consequence
     assert "polling" in found_by(examination, "mount").consequence
     others = found_by(examination, "other hosts")

@@ -1,6 +1,6 @@
-"""The command line, on the public parts only.
+"""The command line.
 
-What needs torch is imported by the commands that need it: importing it takes seconds.
+Torch takes seconds to import: only the commands that need it import it.
 
 Exit codes: 0 success; 1 something failed or was found damaged; 2 wrong usage; 3 nothing was
 published in time.
@@ -56,13 +56,13 @@ app.command("exec")(run_for_each)
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return its exit code.
 
-    An error is one line on stderr, with --debug a traceback.
+    An error is one line on stderr; with --debug, a traceback.
     """
     arguments = list(arguments)
     debug = "--debug" in arguments
     if debug:  # accepted in any place
         arguments.remove("--debug")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a letter gets its code
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals that lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
     handler = RichHandler(console=errors, show_path=False, show_time=debug)
     handler.setFormatter(PrintableFormatter("%(message)s"))
@@ -93,7 +93,7 @@ def _print_version(value: bool) -> None:
 @app.callback()
 def _options(
     _debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks and all that is logged.")
+        bool, typer.Option("--debug", help="Show tracebacks and debug logs.")
     ] = False,
     _version: Annotated[
         bool,

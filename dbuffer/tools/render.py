@@ -1,7 +1,7 @@
-"""What goes to the terminal: tables, and text made safe for it.
+"""Output for a terminal: tables, and text made safe to print.
 
-Names, hosts, paths and messages come from elsewhere, and may hold anything: what looks like markup,
-or sequences that steer a terminal. All of it goes through :func:`printable` or :func:`cell`.
+Names, hosts, paths and messages come from other programs, and may contain markup or control
+sequences. All of them pass through :func:`printable` or :func:`cell`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def printable(text: object) -> str:
-    r"""Text with what a terminal would act on, or not show, written out (``\x1b``); lines stay."""
+    r"""Return text with control characters written out (``\x1b``), except for line ends."""
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii")
         for c in str(text)
@@ -33,20 +33,20 @@ def printable(text: object) -> str:
 
 
 def cell(text: object) -> Text:
-    """Text from elsewhere for a table or a line: printable, and taken for no markup."""
+    """Return printable text for a table or a line, without markup."""
     return Text(printable(text).replace("\n", "\\n"))
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats log records for a terminal."""
+    """Formatter of log records for a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message, and a traceback if it has one, made printable."""
+        """Return the message, with a traceback if there is one, as printable text."""
         return printable(super().format(record))
 
 
 def format_age(age_s: float | None) -> str:
-    """Seconds in the largest unit that leaves a number above one."""
+    """Return seconds in the largest unit with a number above one."""
     if age_s is None:
         return ""
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -56,7 +56,7 @@ def format_age(age_s: float | None) -> str:
 
 
 def status_tables(status: StoreStatus) -> RenderableType:
-    """A store's status as tables."""
+    """Return a store's status as tables."""
     newest = "nothing published yet" if status.version is None else f"version {status.version}"
     head = f"{status.store} ({status.filesystem}): {newest}; {_describe_writer(status)}"
     buffers = Table(
@@ -78,7 +78,7 @@ def status_tables(status: StoreStatus) -> RenderableType:
 
 
 def describe_check(check: BufferCheck) -> str:
-    """What `verify` found in one buffer."""
+    """Return the result of `verify` for one buffer."""
     which = "newest" if check.is_newest else "previous"
     head = f"buffer {check.buffer}, version {check.version} ({which}): "
     if check.problems:
@@ -89,19 +89,19 @@ def describe_check(check: BufferCheck) -> str:
 
 
 def doctor_table(examination: Examination) -> RenderableType:
-    """What `doctor` found, a row for each probe, and below it what cannot hold."""
+    """Return the findings of `doctor`, and below them the guarantees that cannot hold."""
     title = examination.path
     if examination.probed_in != examination.path:
-        title += f" (not there: probed in {examination.probed_in})"
-    table = Table("", "probed", "found", "what dbuffer does about it")
+        title += f" (does not exist: probed in {examination.probed_in})"
+    table = Table("", "probed", "result", "consequence")
     for finding in examination.findings:
         mark, style = _VERDICTS[finding.verdict]
-        row = (mark, finding.probe, finding.found, finding.consequence)
+        row = (mark, finding.probe, finding.result, finding.consequence)
         table.add_row(*map(cell, row), style=style)
     problems = [
         cell(
             f"guarantee {number} ({GUARANTEES[number]}) cannot hold here: {finding.probe}: "
-            f"{finding.found}"
+            f"{finding.result}"
         )
         for finding in examination.broken
         if (number := finding.guarantee) is not None
@@ -110,7 +110,7 @@ def doctor_table(examination: Examination) -> RenderableType:
 
 
 def comparison_table(comparison: Comparison, title: str) -> RenderableType:
-    """What matches by count, and what does not by name."""
+    """Return the number of tensors that match, and the names of those that do not."""
     table = Table("", "tensor", "published", "needed", title=cell(title))
     for spec, needed in comparison.differing:
         table.add_row("differs", *map(cell, (spec.name, _kind(spec), _kind(needed))))
@@ -134,7 +134,7 @@ def comparison_table(comparison: Comparison, title: str) -> RenderableType:
 
 
 def layout_table(layout: Layout, title: str) -> RenderableType:
-    """All tensors, with the other names of tied ones."""
+    """Return all tensors, with the other names of tied ones."""
     table = Table("name", "dtype", "shape", "bytes", title=cell(title))
     for spec in layout.specs:
         shape = "x".join(map(str, spec.shape)) or "scalar"
@@ -178,7 +178,7 @@ def _buffer_row(buffer: BufferStatus) -> tuple[str, ...]:
 
 
 def _size_of(buffer: BufferStatus) -> str:
-    """What a version takes; one that stands on an anchor, beside that."""
+    """Return the size of a version; for a delta, without its anchor."""
     if buffer.is_whole:
         return format_bytes(buffer.file_bytes)
     return f"{buffer.num_deltas} deltas, {format_bytes(buffer.delta_bytes)}"

@@ -1,4 +1,4 @@
-"""What a store holds and who uses it, for people and monitors."""
+"""`StoreStatus`: a store's versions, sender and receivers, for people and monitors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dbuffer.store.buffer import DoubleBuffer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStatus:
-    """One of the two buffers."""
+    """Status of a buffer."""
 
     buffer: str
     state: str
@@ -24,38 +24,38 @@ class BufferStatus:
     age_s: float | None = None
     has_checksums: bool = False
     num_deltas: int = 0
-    """That its manifest names; of a version that stands on an anchor, they are a part of it."""
+    """Number of deltas in its manifest. A version that has an anchor consists of both."""
     delta_bytes: int = 0
     is_whole: bool = True
-    """Whether its weights file holds the version; else that holds an earlier one, the anchor."""
+    """Whether its weights file holds the version; if not, it holds the anchor, an earlier one."""
     held_by: list[str] = field(default_factory=list)
-    """Receivers that say they read it now."""
+    """Receivers that hold it now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverStatus:
-    """One receiver."""
+    """Status of a receiver."""
 
     receiver: str
     host: str
     pid: int
     is_alive: bool
-    """Of another host or container: it locks its record, or has touched it lately."""
+    """Whether it runs. On another host: whether it locks its record, or has touched it lately."""
     applied_version: int | None
     lag_versions: int | None
-    """Versions between the newest and the applied one; None before the first."""
+    """Versions between the applied and the newest one; None if none is applied."""
     updated_age_s: float
     part_of: str | None
-    """For one rank of an engine: the engine's receiver, the one that acknowledges."""
+    """Receiver id of its engine, which acknowledges; None unless it is a rank of one."""
     staged_version: int | None
-    """What it has ready and not yet applied."""
+    """Version that it has staged and not yet applied."""
     problem: str | None
-    """Why it cannot apply a version, or have it ready."""
+    """Reason why it cannot stage or apply a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterStatus:
-    """The sender, present or last."""
+    """Status of the sender, or of the last one."""
 
     host: str
     pid: int
@@ -65,7 +65,7 @@ class WriterStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatus:
-    """A store at one moment."""
+    """Status of a store."""
 
     store: str
     filesystem: str
@@ -76,10 +76,10 @@ class StoreStatus:
 
 
 def read_status(store: DoubleBuffer) -> StoreStatus:
-    """Look at a store without touching it.
+    """Read a store's status; nothing is written.
 
     Raises:
-        StoreNotFoundError, StoreAccessError: it is not there, or not to be trusted.
+        StoreNotFoundError, StoreAccessError: it does not exist, or others can write to it.
         StoreCorruptError: its pointer or one of its records is damaged.
     """
     store.check()

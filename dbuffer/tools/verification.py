@@ -1,4 +1,4 @@
-"""Checks that a store holds what was published: records, layouts, sizes, checksums."""
+"""`verify_store`: check a store's records, layouts, sizes and checksums."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dbuffer.store.buffer import DoubleBuffer, Held, Patience
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferCheck:
-    """What was found in one buffer."""
+    """Result of checking a buffer."""
 
     buffer: str
     version: int | None
     is_newest: bool
     has_checksums: bool
     problems: list[str]
-    """Empty when all is as it was published; else names of tensors, or what is wrong."""
+    """Names of damaged tensors, or descriptions of other damage; empty if there is none."""
 
 
 def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
-    """Read the newest version whole, and the one before it where that is still there.
+    """Read and check the newest version, and the one before it if the store still has it.
 
-    Both are locked while they are read: a publish may wait for it.
+    Both are held while they are read: a publish may wait for that.
 
     Raises:
-        StoreNotFoundError, StoreAccessError: the store is not there, or not to be trusted.
+        StoreNotFoundError, StoreAccessError: the store does not exist, or others can write to it.
         StoreCorruptError: the pointer is damaged.
         WaitTimeoutError: nothing was published yet.
     """
@@ -41,12 +41,12 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
         )
     checks = [_verify_buffer(store, pointer.buffer, pointer.version)]
     for buffer in BUFFERS:
-        if buffer != pointer.buffer and _holds_something(store, buffer):
+        if buffer != pointer.buffer and _has_version(store, buffer):
             checks.append(_verify_buffer(store, buffer, None))
     return checks
 
 
-def _holds_something(store: DoubleBuffer, buffer: str) -> bool:
+def _has_version(store: DoubleBuffer, buffer: str) -> bool:
     try:
         manifest = store.manifest(buffer)
     except (StoreCorruptError, UnsupportedError):
@@ -55,17 +55,17 @@ def _holds_something(store: DoubleBuffer, buffer: str) -> bool:
 
 
 def _verify_buffer(store: DoubleBuffer, buffer: str, newest: int | None) -> BufferCheck:
-    """Check one buffer; ``newest`` is the version it must hold, None for the other buffer."""
+    """Check a buffer; ``newest`` is the version that it must hold, None for the other buffer."""
     patience = Patience()
-    while (check := _try_to_verify(store, buffer, newest, patience)) is None:
+    while (check := _verify_once(store, buffer, newest, patience)) is None:
         store.check()
     return check
 
 
-def _try_to_verify(
+def _verify_once(
     store: DoubleBuffer, buffer: str, newest: int | None, patience: Patience
 ) -> BufferCheck | None:
-    """Check one buffer; None if a newer version removed its file meanwhile, over a network."""
+    """Check a buffer; None if its file was removed meanwhile, for a newer version on a network."""
     version, has_checksums, problems = newest, False, []
     try:
         held = store.hold_newest(newer_than=None) if newest else store.hold_buffer(buffer)

@@ -17,47 +17,45 @@ from dbuffer.tools.render import doctor_table
 
 def doctor(
     directory: Annotated[
-        Path, shared.path_argument("A store, or where one is to be.", metavar="DIR")
+        Path, shared.path_argument("Store directory (may not exist yet).", metavar="DIR")
     ],
     peer: Annotated[
         bool,
-        typer.Option(
-            "--peer", help="Be the second host: wait for a `doctor DIR` on another, and answer it."
-        ),
+        typer.Option("--peer", help="Be the second host: wait for a `doctor DIR` on another host."),
     ] = False,
     timeout_s: Annotated[
         float | None,
         typer.Option(
-            help="How long to wait for the other host, before exit code 3.  "
-            "[default: 600 with --peer; without, only a peer that already waits is used]"
+            help="Stop with exit code 3 if the other host does not come for this many seconds.  "
+            "[default: 600 with --peer; without it, only a peer that already waits is used]"
         ),
     ] = None,
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Show what a mount is, what works on it, and what dbuffer does about that.
+    """Probe a mount: show what works on it, and how dbuffer adapts.
 
-    Probes in a directory of its own inside DIR, and removes it; a store that is there is not
-    touched. With `dbuffer doctor DIR --peer` on another host, it also publishes to that one, and
-    measures how late it sees each version. Exit code 1 if a guarantee cannot hold there.
+    The probes run in a directory inside DIR that is removed afterwards; a store in DIR is not
+    touched. With `dbuffer doctor DIR --peer` on another host, it also publishes to that host and
+    measures when the host sees each version. Exit code 1 if a guarantee cannot hold.
     """
     if peer:
         _be_peer(directory, 600.0 if timeout_s is None else timeout_s, as_json=as_json)
         return
     with shared.exit_on_sigterm(), shared.status_line(hidden=as_json) as progress:
-        found = examine(
+        examination = examine(
             directory,
             timeout_s=timeout_s or 0.0,
             allow_shared_store=allow_shared_store,
             progress=progress,
         )
     if as_json:
-        shared.print_json({"is_sound": not found.broken, **dataclasses.asdict(found)})
+        shared.print_json({"is_sound": not examination.broken, **dataclasses.asdict(examination)})
     else:
-        shared.console.print(doctor_table(found))
-    if found.broken:
+        shared.console.print(doctor_table(examination))
+    if examination.broken:
         raise typer.Exit(shared.EXIT_FAILED)
-    if timeout_s and not found.peers:
+    if timeout_s and not examination.peers:
         raise typer.Exit(shared.EXIT_TIMEOUT)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""How often it can be logged that trouble with a store is over, while nothing new comes."""
+"""Interval of looks at the store, after which the end of trouble with it is logged."""
 
 
 def follow(

@@ -24,9 +24,9 @@ def ls(
         Path | None,
         typer.Option(
             metavar="MODEL_DIR",
-            help="Compare with the tensors of this HuggingFace checkpoint instead: what matches, "
-            "what is missing, what is left over. Exit code 1 if it does not fit. A tensor of "
-            "another dtype is listed, and fits: engines cast.",
+            help="Compare with the tensors of this HuggingFace checkpoint: list those that differ, "
+            "are missing or left over. Exit code 1 if it does not fit. A tensor with another dtype "
+            "fits, because engines cast, and is listed.",
         ),
     ] = None,
     names: shared.NamesOption = None,

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def mirror(
-    remote: Annotated[Path, shared.path_argument("The store to follow, on a network mount.")],
-    local: Annotated[Path, shared.path_argument("The store to keep up to date, on /dev/shm.")],
+    remote: Annotated[Path, shared.path_argument("Store to copy from, on a network mount.")],
+    local: Annotated[Path, shared.path_argument("Store to copy to, on /dev/shm.")],
     count: shared.CountOption = None,
     poll_interval_s: Annotated[
-        float, typer.Option(help="How often to look at the remote store, in seconds.")
+        float, typer.Option(help="Seconds between looks at the remote store.")
     ] = 1.0,
     metrics_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics on this port.")
@@ -31,10 +31,10 @@ def mirror(
     allow_shared_store: shared.SharedOption = False,
     move_torchrl_aside: shared.AsideOption = False,
 ) -> None:
-    """Copy each newest version into a local store, for all workers of this node.
+    """Copy each new version into a local store, for all workers of this node.
 
-    Start one per node, or several: one of them copies, and the others stand by. It may be
-    stopped and started at any time. Mirrors can follow mirrors.
+    Start one per node, or several: one of them copies, the others stand by. A mirror can be stopped
+    and started at any time, and can follow another mirror.
     """
     num_copied = 0
 

@@ -19,25 +19,26 @@ if TYPE_CHECKING:
 
 def publish(
     checkpoint: Annotated[
-        Path, shared.path_argument("A HuggingFace checkpoint directory, or one .safetensors file.")
+        Path, shared.path_argument("HuggingFace checkpoint directory, or a .safetensors file.")
     ],
     store: shared.StoreArgument,
     version: Annotated[
         int | None,
-        typer.Option(help="Must be above the last one.  [default: the last one + 1]"),
+        typer.Option(help="Version, above the last one.  [default: the last one + 1]"),
     ] = None,
     metadata: Annotated[
         str,
-        typer.Option(help="""A JSON object to publish with the version, as '{"step": 80}'."""),
+        typer.Option(help="""JSON object to publish with the version, such as '{"step": 80}'."""),
     ] = "{}",
     dtype: Annotated[
-        str | None, typer.Option(help="Cast floating-point tensors, as 'bfloat16'.")
+        str | None,
+        typer.Option(help="Cast floating-point tensors to this dtype, such as 'bfloat16'."),
     ] = None,
     checksum: Annotated[
         bool, typer.Option(help="Write checksums, so that `dbuffer verify` can check every byte.")
     ] = True,
     delta: Annotated[
-        bool, typer.Option("--delta", help="Publish what changed since the last version only.")
+        bool, typer.Option("--delta", help="Publish only what changed since the last version.")
     ] = False,
     durable: Annotated[
         bool, typer.Option("--durable", help="Flush to stable storage before publishing.")
@@ -49,13 +50,13 @@ def publish(
 ) -> None:
     """Publish a checkpoint as the store's newest version.
 
-    With --delta the last version is read back and compared with, and all weights are in memory.
+    With --delta the last version is read back and compared; all weights are then in memory.
     """
     from dbuffer.publish.draft import checked_metadata
     from dbuffer.weights.checkpoint import read_checkpoint
     from dbuffer.weights.sources import Describer
 
-    # A sender makes the store: whatever is wrong with its input must show before.
+    # A sender makes the store: invalid input must be refused before.
     parsed_metadata, parsed_dtype = checked_metadata(_parse_metadata(metadata)), _parse_dtype(dtype)
     rename = None if names is None else NameMap.read(names)
     weights = list(zip(*read_checkpoint(checkpoint), strict=True))

@@ -1,4 +1,4 @@
-"""What the commands share: options, consoles, exit codes, and how results are printed."""
+"""Parts of all commands: options, consoles, exit codes, and functions that print results."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TIMEOUT = 3
 EXIT_SIGNAL = 128
-"""Plus the number of the signal that stopped a command, as shells have it."""
+"""Exit code of a command that a signal stopped, minus the signal's number, as in shells."""
 
 console = Console()
 errors = Console(stderr=True)
 
 
 def parse_path(text: str) -> Path:
-    """A path of the command line; an empty one, of a variable that is not set, is wrong usage."""
+    """Parse a path; an empty one, from a variable that is not set, is wrong usage."""
     if not text:
         raise typer.BadParameter("an empty path; is a variable not set?")
     return Path(text)
 
 
 def path_argument(text: str, metavar: str | None = None) -> Any:
-    """A required path, with this help."""
+    """Return a required argument for a path, with this help."""
     return typer.Argument(help=text, metavar=metavar, show_default=False, parser=parse_path)
 
 
-StoreArgument = Annotated[Path, path_argument("The store's directory.")]
+StoreArgument = Annotated[Path, path_argument("Store directory.")]
 SharedOption = Annotated[
     bool,
     typer.Option(
@@ -58,7 +58,7 @@ AsideOption = Annotated[
     bool,
     typer.Option(
         "--move-torchrl-aside",
-        help="Where the directory holds weights of TorchRL's own double buffer, move them into "
+        help="If the directory holds weights of TorchRL's own double buffer, move them into "
         "`before-dbuffer` below it. Default: refuse such a directory.",
     ),
 ]
@@ -93,17 +93,17 @@ NewHistoryOption = Annotated[
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON, at once: a pipe may be waiting for it."""
+    """Print one line of JSON at once: a pipe may be waiting for it."""
     print(json.dumps(value, default=str), flush=True)
 
 
 def print_line(text: str) -> None:
-    """A line that may hold names and paths: no markup, no wrapping, nothing a terminal acts on."""
+    """Print a line with names or paths in it: without markup, wrapping and control characters."""
     console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def report(result: Any, text: str, *, as_json: bool) -> None:
-    """A result, a dataclass, for machines; or what it says to people."""
+    """Print a result: as JSON, a dataclass's fields; or a text for people."""
     if as_json:
         print_json(dataclasses.asdict(result))
     else:
@@ -111,7 +111,7 @@ def report(result: Any, text: str, *, as_json: bool) -> None:
 
 
 def describe_copy(done: Publication) -> str:
-    """A version that was written, for people."""
+    """Return a text about a version that was written."""
     speed = done.num_bytes / max(done.duration_s, 1e-9)
     delta = "" if done.delta_bytes is None else f", {format_bytes(done.delta_bytes)} as a delta"
     return (
@@ -121,7 +121,7 @@ def describe_copy(done: Publication) -> str:
 
 
 def byte_progress(*, hidden: bool) -> Progress:
-    """A progress bar of bytes on stderr, if that is a terminal."""
+    """Return a progress bar of bytes on stderr, disabled if stderr is no terminal."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -134,7 +134,7 @@ def byte_progress(*, hidden: bool) -> Progress:
 
 @contextlib.contextmanager
 def status_line(*, hidden: bool) -> Iterator[Callable[[str], None] | None]:
-    """What is being done, on one line of stderr; None if that is no terminal."""
+    """Show a status line on stderr for a ``with`` block; yield None if stderr is no terminal."""
     if hidden or not errors.is_terminal:
         yield None
         return
@@ -144,9 +144,9 @@ def status_line(*, hidden: bool) -> Iterator[Callable[[str], None] | None]:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[threading.Event]:
-    """Event that SIGINT and SIGTERM set, so that what has begun ends in order.
+    """Yield an event that SIGINT and SIGTERM set, so that work under way ends in order.
 
-    The exit code tells of the signal when the block is left.
+    The exit code tells the signal when the block is left.
     """
     stop = threading.Event()
     received: list[int] = []
@@ -167,7 +167,7 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 
 
 def explain_wait(store: Path) -> None:
-    """Print on stderr, before a command waits for a store's first version, that it does."""
+    """Print on stderr that a command waits for a store's first version, if it does."""
     view = DoubleBuffer(store, allow_shared_store=True)
     # The command itself reads the store next, and reports errors.
     with contextlib.suppress(DBufferError):
@@ -182,7 +182,7 @@ def explain_wait(store: Path) -> None:
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end a block as Ctrl-C would: what was made in a user's directory is removed."""
+    """Let SIGTERM end a ``with`` block as Ctrl-C does, so that files in it are cleaned up."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_SIGNAL + signal.SIGTERM))
     try:
         yield

@@ -16,9 +16,9 @@ def verify(
     as_json: shared.JsonOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Check both versions in the store: records, layout, sizes and, where it has them, checksums.
+    """Check both versions in a store: records, layout, sizes and, if it has them, checksums.
 
-    Exit code 1 if something is damaged; what, and in which tensor, is printed.
+    Exit code 1 if something is damaged; damaged tensors are named.
     """
     from dbuffer.tools.verification import verify_store
 

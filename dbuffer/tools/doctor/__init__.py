@@ -1,4 +1,4 @@
-"""What a mount is, what works on it, and what dbuffer does about that."""
+"""`examine`: probe a mount, and say which guarantees hold on it and how dbuffer adapts."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from dbuffer.runtime import options
 from dbuffer.store import filesystem
 from dbuffer.tools.doctor import peer
 from dbuffer.tools.doctor.findings import Finding, OnStep, unknown
-from dbuffer.tools.doctor.probes import LOOKS, PROBES, WRITING, Site
+from dbuffer.tools.doctor.probes import PROBES, READING, WRITING, Site
 from dbuffer.tools.doctor.scratch import remove_stale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What was found about a place for a store."""
+    """Findings about a place for a store."""
 
     path: str
     probed_in: str
-    """The path, or the nearest directory above it that is there."""
+    """The path, or the nearest existing directory above it."""
     host: str
     filesystem: str
     source: str
-    """A device, or ``server:/export``."""
+    """Device, or ``server:/export``."""
     options: tuple[str, ...]
     is_network: bool
     findings: tuple[Finding, ...]
     peers: tuple[peer.Meeting, ...]
-    """What was measured with other hosts."""
+    """Measurements with other hosts."""
 
     @property
     def broken(self) -> tuple[Finding, ...]:
-        """The findings with which a guarantee cannot hold; a store needs a place without any."""
+        """Findings with which a guarantee cannot hold; a store needs a place without any."""
         return tuple(finding for finding in self.findings if finding.verdict == "broken")
 
 
@@ -45,25 +45,25 @@ def examine(
     allow_shared_store: bool = False,
     progress: OnStep | None = None,
 ) -> Examination:
-    """Probe the place of a store. A store that is there is not touched, and none is made.
+    """Probe the place of a store. A store in it is not touched, and none is made.
 
     Args:
-        path: the store's directory, or the one above it; where there is none yet, probes are
-            made in the nearest directory above it that is there.
+        path: the store's directory. If it does not exist, the nearest existing directory above it
+            is probed.
         timeout_s: how long to wait for another host (`peer.wait_for_host`) to measure with. With 0,
-            those that already wait are measured with.
-        allow_shared_store: accept a directory that belongs to someone else, or that others can
+            only hosts that already wait are measured with.
+        allow_shared_store: accept a directory that belongs to another user, or that others can
             write to.
-        progress: called with what is probed next.
+        progress: called with the name of the next probe.
 
     Raises:
-        OptionError: one of these is not what it may be.
+        OptionError: an option is invalid.
         StoreAccessError: the path is not a directory, or cannot be examined.
     """
     options.seconds("timeout_s", timeout_s)
     site = Site.at(options.directory("path", path), allow_shared_store)
     say = progress or (lambda _: None)
-    findings = [probe.try_on(site, say) for probe in (*LOOKS, WRITING)]
+    findings = [probe.try_on(site, say) for probe in (*READING, WRITING)]
     meetings: tuple[peer.Meeting, ...] = ()
     if findings[-1].verdict == "broken":
         untried = ", ".join(probe.title for probe in PROBES)

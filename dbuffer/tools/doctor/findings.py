@@ -1,4 +1,4 @@
-"""`Finding`: what a probe found, and what dbuffer does about it."""
+"""`Finding`: the result of a probe, and how dbuffer adapts to it."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ GUARANTEES = {
     5: "Bounded waiting",
     6: "Bad input is rejected",
 }
-"""As the README numbers them."""
+"""Guarantees by their numbers in the README."""
 
 POLLING = "receivers poll every poll_interval_s (1 s by default)"
 
 OnStep = Callable[[str], None]
-"""Called with what is done next."""
+"""Function that is called with the next step."""
 
 Verdict = Literal["good", "adapted", "broken", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one probe found."""
+    """Result of one probe."""
 
     probe: str = field(default="", kw_only=True)
     verdict: Verdict
-    """``good``: it works; ``adapted``: it does not, and dbuffer does without; ``broken``: it does
-    not, and a guarantee cannot hold; ``unknown``: it could not be determined."""
-    found: str
+    """``good``: it works; ``adapted``: it does not work, and dbuffer does without; ``broken``: it
+    does not work, and a guarantee cannot hold; ``unknown``: it could not be determined."""
+    result: str
     consequence: str
-    """What dbuffer does about it."""
+    """Consequence for dbuffer and its users."""
     guarantee: int | None = None
-    """The one that cannot hold, by its number in `GUARANTEES`; None unless broken."""
+    """Number in `GUARANTEES` of the guarantee that cannot hold; None unless broken."""
 
     def of(self, probe: str, guarantee: int | None = None) -> Finding:
-        """As the finding of a probe, on which this guarantee rests."""
+        """Return the finding with its probe, and the guarantee that fails with it."""
         is_broken = self.verdict == "broken"
         return replace(self, probe=probe, guarantee=guarantee if is_broken else None)
 
@@ -52,5 +52,5 @@ unknown = functools.partial(Finding, "unknown")
 
 
 def duration(duration_ms: float) -> str:
-    """Milliseconds, for people."""
+    """Return milliseconds as text for people."""
     return f"{duration_ms:.1f} ms" if duration_ms < 1e3 else f"{duration_ms / 1e3:.1f} s"

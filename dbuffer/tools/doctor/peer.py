@@ -1,10 +1,10 @@
-"""What two hosts see of each other: `doctor --peer` on one receives what `doctor` on another sends.
+"""Measurements between two hosts: `doctor --peer` on one receives what `doctor` on the other sends.
 
-The peer makes a directory and waits in it, as a `WeightReceiver` of a store that is not there yet.
-The first host finds the directory and makes the store, with a `WeightSender`: each version says in
-its metadata who published it, and the last one that it is the last. Every delay is measured on the
-first host's clock, from the end of a publish to the sight of the peer's acknowledgement: no two
-clocks are compared, and what is measured is never less than what a worker would have waited.
+The peer makes a directory and waits in it, as a `WeightReceiver` of a store that does not exist
+yet. The first host finds the directory and makes the store, with a `WeightSender`. The metadata of
+each version names its publisher, and marks the last version. Each delay is measured on the first
+host's clock, from the end of a publish until the peer's acknowledgement is visible: no two clocks
+are compared, and a delay is an upper bound of the time that a worker waits.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 _NUM_VERSIONS = 20
 _NUM_VALUES = 1 << 16
 _LIMIT_S = 10.0
-"""How long the peer may take to acknowledge a version."""
+"""Time that the peer has to acknowledge a version."""
 _ANSWER_TIMEOUT_S = 15.0
-"""And the first one, if it is there at all."""
+"""Time that a peer has to acknowledge its first version."""
 _SILENCE_S = 120.0
-"""After this long without a version the first host has gone."""
+"""Time without a version after which the peer gives up."""
 _POLL_S = 0.01
 _LOOK_INTERVAL_S = 0.1
 
@@ -61,33 +61,33 @@ _INTRODUCTION = "peer.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What this host and a peer saw of each other."""
+    """Measurements with one peer."""
 
     host: str
     pid: int
     filesystem: str
-    """As the peer sees it."""
+    """Filesystem type, as the peer sees it."""
     is_network: bool
     is_same_kernel: bool
     delays_ms: tuple[float, ...]
-    """From the end of each publish until the peer's acknowledgement was seen."""
+    """Time from the end of each publish until the peer's acknowledgement was visible."""
     is_late: bool
-    """Whether one was not seen within 10 s; nothing more was measured then."""
+    """Whether a version was not acknowledged within 10 s, which ends the measurements."""
     problem: str | None
-    """Why the peer could not read a version; nothing more was measured then."""
+    """Reason why the peer could not read a version, which ends the measurements."""
     locks_exclude: bool | None
-    """Whether a sender here keeps one there out; None: not tried."""
+    """Whether a sender here keeps a sender there out; None: not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReport:
-    """What a peer has to say; the results are with the first host."""
+    """Summary on the peer; the results are on the first host."""
 
     host: str
-    """The first host."""
+    """First host."""
     pid: int
     num_seen: int
-    """Versions received."""
+    """Number of versions received."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -97,12 +97,12 @@ class PeerReport:
 def wait_for_host(
     path: str | os.PathLike[str], *, timeout_s: float, progress: OnStep | None = None
 ) -> PeerReport | None:
-    """Be the second host of an examination; None if no first one came within ``timeout_s``.
+    """Be the peer of an examination; return None if no first host came within ``timeout_s``.
 
     Raises:
-        OptionError: one of these is not what it may be.
-        StoreAccessError: nothing can be written there, or the first host fell silent.
-        StoreCorruptError: what it publishes cannot be read here.
+        OptionError: an option is invalid.
+        StoreAccessError: the directory is not writable, or the first host fell silent.
+        StoreCorruptError: versions of the first host cannot be read here.
     """
     options.seconds("timeout_s", timeout_s)
     directory = Site.at(options.directory("path", path), allow_shared_store=True).base
@@ -117,7 +117,7 @@ def wait_for_host(
             receiver_id=_RECEIVER,
             poll_interval_s=_POLL_S,
             verify=True,
-            # The directory is this user's alone; who that is may have another number there.
+            # The directory is private; its owner may have another user id on the other host.
             allow_shared_store=True,
         ) as receiver,
     ):
@@ -166,7 +166,7 @@ def _receive(receiver: WeightReceiver) -> PeerReport:
 
 
 def _try_to_send(store: Path) -> None:
-    """Take the store over, if no lock of the first host's sender prevents that: it will notice."""
+    """Take the store over, unless the lock of the first host's sender prevents it."""
     from dbuffer.publish.sender import WeightSender
 
     time.sleep(TICK_S)
@@ -175,7 +175,7 @@ def _try_to_send(store: Path) -> None:
 
 
 def _wait_until_removed(place: Path) -> None:
-    """Leave the last acknowledgement, or the problem, until the first host has seen it."""
+    """Keep the last acknowledgement, or the problem, until the first host has seen it."""
     deadline = time.monotonic() + _ANSWER_TIMEOUT_S
     while os.path.lexists(place) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -187,17 +187,17 @@ def _wait_until_removed(place: Path) -> None:
 
 
 def measure_with_peers(site: Site, *, timeout_s: float, progress: OnStep) -> tuple[Meeting, ...]:
-    """Be the first host: measure with every peer that waits, or comes within ``timeout_s``.
+    """Be the first host: measure with all peers that wait, or that come within ``timeout_s``.
 
     Raises:
-        StoreAccessError, StoreNotFoundError, WaitTimeoutError, ReceiverFailedError: a
-            peer does not answer, or went away in the middle.
+        StoreAccessError, StoreNotFoundError, WaitTimeoutError, ReceiverFailedError: a peer does not
+            answer, or left during the measurements.
     """
     deadline = time.monotonic() + timeout_s
     meetings: list[Meeting] = []
     while True:
-        for place in _waiting(site):
-            with _taken(place) as is_ours:
+        for place in _waiting_peers(site):
+            with _claim(place) as is_ours:
                 if is_ours:
                     meetings.append(_measure(place, progress))
         if meetings or time.monotonic() >= deadline:
@@ -206,10 +206,10 @@ def measure_with_peers(site: Site, *, timeout_s: float, progress: OnStep) -> tup
         time.sleep(_LOOK_INTERVAL_S)
 
 
-def _waiting(site: Site) -> list[Path]:
-    """The directories of peers; only of our own user, who lays no links there for us to follow."""
+def _waiting_peers(site: Site) -> list[Path]:
+    """Return the directories of waiting peers of this user; links are not followed."""
     filesystem.refresh(site.base)
-    found = []
+    places = []
     for path in sorted(site.base.glob(f"{PREFIX}peer-*")):
         with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):
             if path.is_symlink():
@@ -217,13 +217,13 @@ def _waiting(site: Site) -> list[Path]:
             if not site.allow_shared_store:
                 filesystem.check_trust(path)
             if os.path.lexists(path / _INTRODUCTION):
-                found.append(path)
-    return found
+                places.append(path)
+    return places
 
 
 @contextlib.contextmanager
-def _taken(place: Path) -> Iterator[bool]:
-    """Whether this host is the one that measures with the peer; nobody else does then."""
+def _claim(place: Path) -> Iterator[bool]:
+    """Claim a peer for a ``with`` block; yield whether this host is the one that measures."""
     try:
         (place / "taken").mkdir()
     except (FileExistsError, FileNotFoundError, PermissionError):
@@ -232,16 +232,17 @@ def _taken(place: Path) -> Iterator[bool]:
     try:
         yield True
     finally:
-        remove_tree(place)  # from which the peer learns that this is all
+        remove_tree(place)  # tells the peer that the measurements are over
 
 
 def _measure(place: Path, progress: OnStep) -> Meeting:
     from dbuffer.publish.sender import WeightSender
 
     try:
-        told = json.loads(filesystem.read_small(place / _INTRODUCTION, 1 << 16, owner_only=False))
-        peer = {name: told[name] for name in ("host", "pid", "filesystem", "is_network")}
-        is_same_kernel = told["machine"] == Process.here().machine
+        data = filesystem.read_small(place / _INTRODUCTION, 1 << 16, owner_only=False)
+        introduction = json.loads(data)
+        peer = {name: introduction[name] for name in ("host", "pid", "filesystem", "is_network")}
+        is_same_kernel = introduction["machine"] == Process.here().machine
     except (KeyError, TypeError, ValueError) as error:
         raise errors.StoreCorruptError(
             f"{place} is not a doctor's of this version: {error}"
@@ -250,7 +251,7 @@ def _measure(place: Path, progress: OnStep) -> Meeting:
     problem, is_late, locks_exclude = None, False, None
     with WeightSender(place / "store", checksum=True, allow_shared_store=True) as sender:
         try:
-            # Not counted: the peer has yet to open what it then has open, and caches are cold.
+            # Not counted: the peer opens its files for the first time, and caches are cold.
             delays_ms.append(_delay_ms(sender, _ANSWER_TIMEOUT_S))
             for number in range(1, _NUM_VERSIONS + 1):
                 progress(f"how late another host sees a version: {number}")
@@ -258,13 +259,13 @@ def _measure(place: Path, progress: OnStep) -> Meeting:
             progress("whether a lock keeps another host out")
             locks_exclude = _locks_exclude(sender)
         except errors.WaitTimeoutError:
-            if not delays_ms:  # nobody is there
+            if not delays_ms:  # the peer has ended
                 raise
             is_late = True
         except errors.ReceiverFailedError:
             store = DoubleBuffer(sender.store, allow_shared_store=True)
-            problem = "; ".join(found.problem for found in store.receivers() if found.problem)
-            if not problem:  # it has ended
+            problem = "; ".join(seen.problem for seen in store.receivers() if seen.problem)
+            if not problem:  # the peer has ended
                 raise
     return Meeting(
         **peer,
@@ -277,7 +278,7 @@ def _measure(place: Path, progress: OnStep) -> Meeting:
 
 
 def _delay_ms(sender: WeightSender, limit_s: float, *, is_last: bool = False) -> float:
-    """How long after a publish the peer's acknowledgement of it was seen."""
+    """Publish a version; return the time until the peer's acknowledgement was visible."""
     version = _send(sender, is_last=is_last)
     started = time.monotonic()
     sender.wait_applied(version, receivers=_RECEIVER, timeout_s=limit_s)
@@ -294,7 +295,7 @@ def _send(sender: WeightSender, *, is_last: bool = False) -> int:
 
 
 def _locks_exclude(sender: WeightSender) -> bool:
-    """Whether the peer, when it is told to try, cannot take the store over."""
+    """Tell the peer to take the store over; return whether it cannot."""
     try:
         _delay_ms(sender, _LIMIT_S, is_last=True)
         _send(sender)
@@ -304,17 +305,17 @@ def _locks_exclude(sender: WeightSender) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
-# What that means
+# Findings
 
 
 def judge(site: Site, meetings: Sequence[Meeting]) -> list[Finding]:
-    """What was measured with other hosts, as findings."""
+    """Return the findings of the measurements with all peers."""
     if not meetings:
-        return [_nobody(site).of("other hosts")]
-    return [finding for meeting in meetings for finding in _judge(site, meeting)]
+        return [_without_peer(site).of("other hosts")]
+    return [finding for meeting in meetings for finding in _judge_meeting(site, meeting)]
 
 
-def _nobody(site: Site) -> Finding:
+def _without_peer(site: Site) -> Finding:
     if site.medium.reaches_other_hosts:
         return unknown(
             "not measured: no peer waits here",
@@ -323,11 +324,11 @@ def _nobody(site: Site) -> Finding:
     return good("no peer waits here", "a store on a local mount is for the processes of this host")
 
 
-def _judge(site: Site, meeting: Meeting) -> Iterator[Finding]:
+def _judge_meeting(site: Site, meeting: Meeting) -> Iterator[Finding]:
     host = meeting.host
     yield _mounts(site, meeting).of(f"{host}: mount", 1)
     if meeting.problem is not None:
-        outcome = broken(meeting.problem, "what is published here cannot be read there")
+        outcome = broken(meeting.problem, "versions published here cannot be read there")
         yield outcome.of(f"{host}: reads a version", 1)
         return
     yield _delays(meeting).of(f"{host}: sees a version", 5)
@@ -336,31 +337,31 @@ def _judge(site: Site, meeting: Meeting) -> Iterator[Finding]:
 
 
 def _mounts(site: Site, meeting: Meeting) -> Finding:
-    found = f"{meeting.filesystem} there, {site.medium.filesystem} here"
+    result = f"{meeting.filesystem} there, {site.medium.filesystem} here"
     if site.medium.reaches_other_hosts and meeting.is_network:
-        return good(found, "both use it as a network mount")
+        return good(result, "both use it as a network mount")
     if not site.medium.reaches_other_hosts and not meeting.is_network and meeting.is_same_kernel:
-        return good(f"{found}, on one machine", "both use it as a local one")
+        return good(f"{result}, on one machine", "both use it as a local one")
     where = "there" if site.medium.reaches_other_hosts else "here"
     return broken(
-        found,
-        f"used as a local mount {where}: what is published {where} is rewritten in place, "
+        result,
+        f"used as a local mount {where}: versions published {where} are rewritten in place, "
         f"and refused on the other host; set {MOUNT_VARIABLE}=network {where}",
     )
 
 
 def _delays(meeting: Meeting) -> Finding:
     if meeting.is_late:
-        found = f"a version was not seen within {_LIMIT_S:g} s"
-        return broken(found, "workers there would not see new versions")
+        result = f"a version was not seen within {_LIMIT_S:g} s"
+        return broken(result, "workers there would not see new versions")
     median_ms, max_ms = statistics.median(meeting.delays_ms), max(meeting.delays_ms)
-    found = (
+    result = (
         f"{duration(median_ms)} (median), {duration(max_ms)} (max) of {len(meeting.delays_ms)}, "
         "each whole by its checksums"
     )
     if max_ms > 1e3:
-        return adapted(found, f"versions arrive that late; {POLLING}")
-    return good(found, POLLING)
+        return adapted(result, f"versions arrive that late; {POLLING}")
+    return good(result, POLLING)
 
 
 def _locks(exclude: bool) -> Finding:

@@ -1,6 +1,6 @@
-"""The probes: each does the thing itself, in a directory of its own.
+"""Probes of a mount. Each does the operation itself, in a directory of its own.
 
-What a network mount's documentation and options say is not what its servers do.
+Documentation and options of a network mount do not tell how its servers behave.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROBE_BYTES = 1 << 20
 _WATCH_S = 0.3
 _EVENT_TIMEOUT_S = 1.0
 _INOTIFY_WANTED = 8
-"""A receiver takes one instance; an engine has one for each rank of a host."""
+"""Each receiver takes one instance; an engine has a receiver for each rank of a host."""
 
 _OPTIONS_TO_SHOW = (
     *("ro", "vers=", "nfsvers=", "proto=", "hard", "soft", "softerr", "nolock", "local_lock="),
@@ -51,17 +51,17 @@ _OPTIONS_TO_NOTE = {
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What is examined."""
+    """Place that is probed."""
 
     path: Path
     base: Path
-    """Where probes are made: ``path``, or the nearest directory above it that is there."""
+    """Directory of the probes: ``path``, or the nearest existing directory above it."""
     medium: Medium
     allow_shared_store: bool
 
     @classmethod
     def at(cls, path: Path, allow_shared_store: bool) -> Site:
-        """Find the directory to probe in, and what it is on."""
+        """Find the directory to probe in, and its medium."""
         with os_errors("look", path):
             base = next(base for base in (path, *path.parents) if base.exists())
             if not base.is_dir():
@@ -70,16 +70,17 @@ class Site:
 
 
 class Probe(NamedTuple):
-    """One row of the table."""
+    """Row of the table of probes."""
 
     title: str
     run: Callable[[Site], Finding]
     guarantee: int
-    """The one that cannot hold if the probe fails."""
+    """Guarantee that cannot hold if the probe fails."""
     cure: str
+    """Consequence if the probe raises an error."""
 
     def try_on(self, site: Site, progress: OnStep) -> Finding:
-        """Run it; an error is a finding too."""
+        """Run the probe; an error is a finding too."""
         progress(self.title)
         try:
             outcome = self.run(site)
@@ -89,30 +90,30 @@ class Probe(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------
-# Looks, which write nothing
+# Probes that write nothing
 
 
-def _look_at_mount(site: Site) -> Finding:
+def _probe_mount(site: Site) -> Finding:
     medium = site.medium
-    found = f"{medium.filesystem} from {filesystem.mount_of(site.base).source}"
-    told = os.environ.get(MOUNT_VARIABLE, "auto")
-    if told != "auto":
-        found += f", overridden by {MOUNT_VARIABLE}={told}"
+    result = f"{medium.filesystem} from {filesystem.mount_of(site.base).source}"
+    kind = os.environ.get(MOUNT_VARIABLE, "auto")
+    if kind != "auto":
+        result += f", overridden by {MOUNT_VARIABLE}={kind}"
     if medium.reaches_other_hosts:
         return adapted(
-            f"{found}: a network mount",
+            f"{result}: a network mount",
             "a new file for each version, flushed and read back; readers look by polling, open "
             "the directory before the pointer, read into memory, and check sizes and checksums",
         )
     if medium.can_rewrite_in_place:
-        return good(f"{found}: local", "two files, mapped and rewritten in place")
+        return good(f"{result}: local", "two files, mapped and rewritten in place")
     return adapted(
-        f"{found}: local, copies on write",
+        f"{result}: local, copies on write",
         "mapped; a new file for each version, because rewriting a page may need new space",
     )
 
 
-def _look_at_options(site: Site) -> Finding:
+def _probe_options(site: Site) -> Finding:
     options = filesystem.mount_of(site.base).options
     shown = [
         option
@@ -120,54 +121,54 @@ def _look_at_options(site: Site) -> Finding:
         for known in _OPTIONS_TO_SHOW
         if option == known or (known[-1] in "=m" and option.startswith(known))
     ]
-    found = ", ".join(shown) or "the usual ones"
+    result = ", ".join(shown) or "the usual ones"
     notes = [note for option, note in _OPTIONS_TO_NOTE.items() if option in options]
     if notes:
-        return adapted(found, "; ".join(notes))
+        return adapted(result, "; ".join(notes))
     if site.medium.filesystem in ("tmpfs", "ramfs"):
-        return adapted(found, "in memory: nothing survives a reboot, not even with durable=True")
-    return good(found, "nothing; none is needed, and none of these is harmful")
+        return adapted(result, "in memory: nothing survives a reboot, not even with durable=True")
+    return good(result, "nothing to do: no option is missing or harmful")
 
 
-def _look_at_trust(site: Site) -> Finding:
+def _probe_trust(site: Site) -> Finding:
     if site.base != site.path:
         return good(f"{site.path} is not there", "a sender makes it, with mode 0700")
-    found = site.path.stat()
-    described = f"mode {stat.S_IMODE(found.st_mode):04o}, user {found.st_uid}"
+    status = site.path.stat()
+    result = f"mode {stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}"
     try:
         filesystem.check_trust(site.path)
     except StoreAccessError as error:
         if site.allow_shared_store:
-            return adapted(described, "used because of allow_shared_store")
+            return adapted(result, "used because of allow_shared_store")
         is_store = any((site.path / name).exists() for name in (POINTER_FILE, WRITER_FILE))
-        others_can_rename = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+        others_can_rename = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         if is_store or others_can_rename:
-            return broken(described, f"refused: {error}")
-        return adapted(described, "not a store itself; a sender makes one in it, with mode 0700")
-    return good(f"{described}, which is this one", "used")
+            return broken(result, f"refused: {error}")
+        return adapted(result, "not a store itself; a sender makes one in it, with mode 0700")
+    return good(f"{result}, which is this one", "used")
 
 
-def _look_for_room(site: Site) -> Finding:
-    found = os.statvfs(site.base)
-    if found.f_blocks == 0:
+def _probe_room(site: Site) -> Finding:
+    room = os.statvfs(site.base)
+    if room.f_blocks == 0:
         return unknown(
             "the mount does not say", "a version that is too large fails while it is written"
         )
-    free = found.f_bavail * found.f_frsize
-    described = f"{format_bytes(free)} free of {format_bytes(found.f_blocks * found.f_frsize)}"
-    if found.f_files and not found.f_favail:
-        return broken(f"{described}, and no room for another file (inode)", "remove some files")
+    free = room.f_bavail * room.f_frsize
+    result = f"{format_bytes(free)} free of {format_bytes(room.f_blocks * room.f_frsize)}"
+    if room.f_files and not room.f_favail:
+        return broken(f"{result}, and no room for another file (inode)", "remove some files")
     if free < 2 * _PROBE_BYTES:
-        return broken(described, "make room for two versions")
+        return broken(result, "make room for two versions")
     return good(
-        described,
+        result,
         f"room for two versions of {format_bytes(free / 2)} each; of {format_bytes(free / 3)}, "
         "where readers keep an old one",
     )
 
 
 # ---------------------------------------------------------------------------------------------
-# Probes, each in a directory of its own
+# Probes that write, each in a directory of its own
 
 
 def _probe_writing(site: Site) -> Finding:
@@ -181,28 +182,28 @@ def _probe_writing(site: Site) -> Finding:
         with os_errors("flush the directory", place):
             filesystem.sync_directory(place)
         directory_ms = 1e3 * (time.perf_counter() - started)
-    found = f"a file of 1 MiB in {file_ms:.1f} ms, a directory in {directory_ms:.1f} ms"
+    result = f"a file of 1 MiB in {file_ms:.1f} ms, a directory in {directory_ms:.1f} ms"
     if site.medium.reaches_other_hosts:
-        return good(found, "every publish is flushed: other hosts see nothing else")
-    return good(found, "with durable=True every publish is flushed")
+        return good(result, "every publish is flushed: other hosts see nothing else")
+    return good(result, "with durable=True every publish is flushed")
 
 
 def _probe_directories(site: Site) -> Finding:
     with scratch(site.base) as place:
         filesystem.make_directory(place / "store")
-        found = (place / "store").stat()
-    described = f"mode {stat.S_IMODE(found.st_mode):04o}, user {found.st_uid}"
-    if found.st_uid != os.geteuid():
-        described += f", made by user {os.geteuid()}"
+        status = (place / "store").stat()
+    result = f"mode {stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}"
+    if status.st_uid != os.geteuid():
+        result += f", made by user {os.geteuid()}"
         consequence = "a store made here would appear to belong to another user"
-    elif stat.S_IMODE(found.st_mode) != 0o700:
-        described += ", asked for 0700"
+    elif stat.S_IMODE(status.st_mode) != 0o700:
+        result += ", requested 0700"
         consequence = "a store made here could be written to or read by others"
     else:
-        return good(described, "a new store is for its owner only")
+        return good(result, "a new store is for its owner only")
     if site.allow_shared_store:
-        return adapted(described, f"{consequence}; used because of allow_shared_store")
-    return broken(described, f"{consequence}: pass --allow-shared-store if that is intended")
+        return adapted(result, f"{consequence}; used because of allow_shared_store")
+    return broken(result, f"{consequence}: pass --allow-shared-store if that is intended")
 
 
 def _probe_rename(site: Site) -> Finding:
@@ -215,19 +216,20 @@ def _probe_rename(site: Site) -> Finding:
             number += 1
             filesystem.replace_file(path, b"%d" % (number % 10) * 300, scratch=place / "from")
         seen = other.answer()
-    found = f"replaced {number} times, read {seen['reads']} times by another process: "
+    result = f"replaced {number} times, read {seen['reads']} times by another process: "
     if seen["mixed"]:
         return broken(
-            f"{found}{seen['mixed']} mixed or empty", "the pointer cannot be moved in one step"
+            f"{result}{seen['mixed']} mixed or empty",
+            "the version pointer cannot be flipped atomically",
         )
     if not seen["missing"]:
         return good(
-            f"{found}always the old bytes or the new", "the version pointer is moved like this"
+            f"{result}always the old bytes or the new", "the version pointer is flipped like this"
         )
-    found += f"never mixed, {seen['missing']} times missing or stale"
+    result += f"never mixed, {seen['missing']} times missing or stale"
     if site.medium.reaches_other_hosts:
-        return adapted(found, "readers look again, and fall back on the buffers' manifests")
-    return broken(found, "a reader may find no pointer; use another filesystem")
+        return adapted(result, "readers look again, and fall back on the buffers' manifests")
+    return broken(result, "a reader may find no pointer; use another filesystem")
 
 
 def _probe_locks(site: Site) -> Finding:
@@ -240,7 +242,7 @@ def _probe_locks(site: Site) -> Finding:
         with OtherProcess() as other:
             taken = other.ask("lock", str(place / "lock"))
             excludes = taken and not filesystem.try_lock(file.number, exclusive=True)
-        # Over a network, that its holder died takes a moment.
+        # Over a network, the lock of a dead process is released after a moment.
         is_dropped = filesystem.lock_within(file.number, timeout_s=5.0) if excludes else True
     if not excludes:
         return adapted(
@@ -253,14 +255,14 @@ def _probe_locks(site: Site) -> Finding:
             "one process excludes another, and still does after it was killed",
             "a lock left by a crash must be removed by hand",
         )
-    found = "one process excludes another, until it dies"
+    result = "one process excludes another, until it dies"
     if site.medium.reaches_other_hosts:
-        return good(found, "a second sender on this host is refused; readers need none")
-    return good(found, "readers hold what they read, and a second sender is refused")
+        return good(result, "a second sender on this host is refused; readers need none")
+    return good(result, "readers hold what they read, and a second sender is refused")
 
 
 def _knows_locks(file: int) -> bool:
-    """Whether a lock can be asked for at all; on Lustre it cannot, by default."""
+    """Whether the mount supports locks; Lustre, by default, does not."""
     try:
         filesystem.try_lock(file, exclusive=True)
     except OSError as error:
@@ -280,15 +282,15 @@ def _probe_allocation(site: Site) -> Finding:
                 raise
             return adapted(str(error), "free space is checked before, and proved by the flush")
         reserved = 512 * os.fstat(file.number).st_blocks
-    found = f"{reserved / _PROBE_BYTES:.0%} of what was asked for has blocks"
+    result = f"{reserved / _PROBE_BYTES:.0%} of the requested bytes have blocks"
     if site.medium.reaches_other_hosts:
-        # How much room the server has is unknown here, whatever this host says of the blocks.
-        return good(found, "free space is checked before, and proved by the flush")
+        # The blocks that this host reports do not tell how much room the server has.
+        return good(result, "free space is checked before, and proved by the flush")
     if reserved >= _PROBE_BYTES:
-        return good(found, "a full disk is detected before anything is written")
+        return good(result, "a full disk is detected before anything is written")
     if not site.medium.can_rewrite_in_place:
-        return adapted(found, "a disk that fills up during a publish may kill the sender (SIGBUS)")
-    return broken(found, "a disk that fills up during a publish would kill the sender (SIGBUS)")
+        return adapted(result, "a disk that fills up during a publish may kill the sender (SIGBUS)")
+    return broken(result, "a disk that fills up during a publish would kill the sender (SIGBUS)")
 
 
 def _probe_mapping(site: Site) -> Finding:
@@ -327,7 +329,7 @@ def _probe_events(site: Site) -> Finding:
         filesystem.make_directory(place / "from")
         watcher = Watcher(place / "pointer")
         try:
-            watcher.wait(0.0)  # begins to watch, and says that something may have changed
+            watcher.wait(0.0)  # starts to watch
             started = time.perf_counter()
             filesystem.replace_file(place / "pointer", b"1", scratch=place / "from")
             came = watcher.wait(_EVENT_TIMEOUT_S)
@@ -361,18 +363,18 @@ def _probe_inotify(site: Site) -> Finding:
     )
 
 
-LOOKS = (
-    Probe("mount", _look_at_mount, 1, ""),
-    Probe("mount options", _look_at_options, 3, ""),
-    Probe("owner and mode", _look_at_trust, 6, ""),
-    Probe("room", _look_for_room, 3, "make room for two versions"),
+READING = (
+    Probe("mount", _probe_mount, 1, ""),
+    Probe("mount options", _probe_options, 3, ""),
+    Probe("owner and mode", _probe_trust, 6, ""),
+    Probe("room", _probe_room, 3, "make room for two versions"),
 )
 WRITING = Probe(
     "write and flush", _probe_writing, 3, "nothing can be published: see mount, mode and room"
 )
 PROBES = (
     Probe("private directories", _probe_directories, 6, "no store can be made here"),
-    Probe("replacing a file", _probe_rename, 1, "the version pointer cannot be moved"),
+    Probe("replacing a file", _probe_rename, 1, "the version pointer cannot be flipped"),
     Probe("locks (flock)", _probe_locks, 1, "no sender can open a store here: locking is an error"),
     Probe("allocation", _probe_allocation, 3, "no buffer can be made here"),
     Probe("shared mappings", _probe_mapping, 1, "weights cannot be mapped here"),

@@ -1,7 +1,7 @@
-"""The other process of a probe: what one process does, seen by another on the same host.
+"""`OtherProcess`: the second process of a probe, on the same host.
 
-It is started anew and not forked: the caller may be a trainer with threads
-and a GPU. It takes one task a line on its standard input, and answers with a line of JSON.
+It is spawned, not forked: the caller may be a trainer with threads and a GPU. It reads one task a
+line from its standard input, and answers with a line of JSON.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ answer_tasks()
 
 
 class OtherProcess:
-    """A process that runs tasks, and ends with its ``with`` block."""
+    """Process that runs tasks, and ends with its ``with`` block."""
 
     def __init__(self) -> None:
         package = Path(__file__).parents[2]
-        # -P: a json.py where the user stands is none of ours.
+        # -P: Python must not import a json.py of the user's directory.
         command = [sys.executable, "-P", "-c", _PROGRAM, str(package.parent)]
         self._process = subprocess.Popen(  # noqa: S603  # our own program
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
-            start_new_session=True,  # a Ctrl-C is for its owner, who ends it
+            start_new_session=True,  # Ctrl-C goes to the owner, which ends this process
         )
         self._tasks = cast("BinaryIO", self._process.stdin)
         self._answers = cast("BinaryIO", self._process.stdout)
@@ -55,23 +55,24 @@ class OtherProcess:
         self.kill()
 
     def ask(self, task: str, *arguments: Any) -> Any:
-        """Let it do something; what came of that.
+        """Run a task and return its result.
 
         Raises:
-            StoreAccessError: it could not, or did not answer.
+            StoreAccessError: the task failed, or the process did not answer.
         """
         self.begin(task, *arguments)
         return self.answer()
 
     def begin(self, task: str, *arguments: Any) -> None:
-        """Let it begin something; see :meth:`is_done` and :meth:`answer`."""
+        """Start a task; see :meth:`is_done` and :meth:`answer`."""
         self._tasks.write(json.dumps([task, *arguments]).encode() + b"\n")
 
     def is_done(self, timeout_s: float = 0.0) -> bool:
+        """Whether the started task has ended, or ends within ``timeout_s``."""
         return bool(select.select([self._answers], [], [], timeout_s)[0])
 
     def answer(self) -> Any:
-        """The result of the task that was begun."""
+        """Return the result of the started task."""
         line = self._answers.readline() if self.is_done(_ANSWER_TIMEOUT_S) else b""
         if not line:
             raise StoreAccessError(
@@ -84,7 +85,7 @@ class OtherProcess:
         return reply["value"]
 
     def kill(self) -> None:
-        """End it as a crash would."""
+        """Kill the process, as a crash would."""
         self._process.kill()
         self._process.wait()
         self._tasks.close()
@@ -92,7 +93,7 @@ class OtherProcess:
 
 
 def answer_tasks() -> None:
-    """Do what is asked on standard input until that ends; in the other process."""
+    """Run the tasks on standard input, in the other process."""
     for line in sys.stdin:
         task, *arguments = json.loads(line)
         try:
@@ -109,7 +110,7 @@ def _lock(path: str) -> bool:
 
 
 def _watch(path: str, duration_s: float) -> dict[str, int]:
-    """Read a file that is being replaced, again and again; every byte of it should be the same."""
+    """Read a file repeatedly while it is replaced; all of its bytes should be the same."""
     reads = mixed = missing = 0
     end = time.monotonic() + duration_s
     while time.monotonic() < end:
@@ -125,7 +126,7 @@ def _watch(path: str, duration_s: float) -> dict[str, int]:
 
 
 def _see(path: str, num_bytes: int) -> dict[str, str]:
-    """The first bytes of a file, as a read and as a mapping give them."""
+    """Return the first bytes of a file, by a read and by a mapping."""
     with (
         Path(path).open("rb") as file,
         mmap.mmap(file.fileno(), num_bytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped,

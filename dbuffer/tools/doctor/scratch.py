@@ -1,4 +1,4 @@
-"""The directories that probes are made in: for their owner only, and removed afterwards."""
+"""Directories for probes: for their owner only, and removed afterwards."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dbuffer.store.filesystem import os_errors
 logger = logging.getLogger(__name__)
 
 PREFIX = ".dbuffer-doctor-"
-"""How all that is made in a user's directory begins."""
+"""Beginning of all names that the doctor makes in a user's directory."""
 
 STALE_S = 24 * 3600.0
-"""What is older was left by a doctor that was killed: none that lives waits that long."""
+"""Age of directories that killed doctors left behind; no living doctor waits that long."""
 
 
 @contextlib.contextmanager
 def scratch(directory: Path, kind: str = "probe") -> Iterator[Path]:
-    """A new directory in ``directory``, removed at the end of the block."""
+    """Make a directory in ``directory``, for a ``with`` block that removes it."""
     with os_errors("make a directory", directory):
         place = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=directory))
     try:
@@ -35,20 +35,20 @@ def scratch(directory: Path, kind: str = "probe") -> Iterator[Path]:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove what doctors that were killed have left behind."""
+    """Remove directories that killed doctors left behind."""
     with scratch(directory) as place:
-        # Both times are the filesystem's: hosts may disagree on what time it is.
+        # Both times are the filesystem's: clocks of hosts may disagree.
         now = place.stat().st_mtime
         for path in directory.glob(f"{PREFIX}*"):
             with contextlib.suppress(FileNotFoundError):
-                found = path.lstat()
-                is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-                if is_ours and now - found.st_mtime > STALE_S:
+                status = path.lstat()
+                is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                if is_ours and now - status.st_mtime > STALE_S:
                     remove_tree(path)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory; again, where a network mount keeps a file's name while it is open."""
+    """Remove a directory; retry while a network mount keeps the names of open files."""
     for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)
         if not os.path.lexists(path):
