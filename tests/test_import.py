@@ -16,7 +16,7 @@ import torch
 
 import dbuffer
 
-PACKAGE = Path(dbuffer.__file__).parent
+ROOT = Path(dbuffer.__file__).parent
 
 OPTIONAL_PACKAGES = (
     *(
@@ -38,7 +38,7 @@ OPTIONAL_PACKAGES = (
 MAX_SHARE = 0.15
 """Of the time that importing tensordict takes, and torch with it."""
 
-ROOMS = (
+PACKAGES = (
     "errors",
     "runtime",
     "format",
@@ -178,7 +178,7 @@ def test_all_names_are_there():
 def test_type_checkers_see_the_same_names():
     """As a type checker reads them: all errors, and what `dbuffer.api` imports as ``X as X``."""
     tree, api = (
-        ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
+        ast.parse((ROOT / name).read_text(encoding="utf-8"))
         for name in ("__init__.py", "api.py")
     )
     imported = {
@@ -204,38 +204,38 @@ def test_the_version_is_that_of_the_package():
 
 
 def test_is_typed():
-    assert (PACKAGE / "py.typed").is_file()
+    assert (ROOT / "py.typed").is_file()
 
 
-def test_rooms_are_few_and_each_says_its_job():
-    rooms = {path.name for path in PACKAGE.iterdir()} - BESIDES
-    assert rooms == set(ROOMS) - {"errors"}
-    assert len(rooms) <= MAX_ENTRIES
-    for room in rooms:
-        said = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text("utf-8")))
+def test_packages_are_few_and_each_says_its_job():
+    packages = {path.name for path in ROOT.iterdir()} - BESIDES
+    assert packages == set(PACKAGES) - {"errors"}
+    assert len(packages) <= MAX_ENTRIES
+    for package in packages:
+        said = ast.get_docstring(ast.parse((ROOT / package / "__init__.py").read_text("utf-8")))
         assert said is not None
         assert said.splitlines()[0].endswith(".")
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_imports_point_one_way(room):
-    below_or_here = set(ROOMS[: ROOMS.index(room) + 1])
-    place = PACKAGE / room
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_one_way(package):
+    below_or_here = set(PACKAGES[: PACKAGES.index(package) + 1])
+    place = ROOT / package
     for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
-        assert rooms_imported(path) <= below_or_here, path
+        assert packages_imported(path) <= below_or_here, path
 
 
-def test_modules_of_a_room_import_in_no_circle():
+def test_modules_of_a_package_import_in_no_circle():
     graph = {
         module_of(path): modules_imported(path) - {module_of(path)}
-        for path in PACKAGE.rglob("*.py")
+        for path in ROOT.rglob("*.py")
     }
     graph["dbuffer"] = set()  # imports what it exports, when it is asked for
     graphlib.TopologicalSorter(graph).prepare()
 
 
-def rooms_imported(path: Path) -> set[str]:
-    """The rooms of this package that a file imports from, also inside functions.
+def packages_imported(path: Path) -> set[str]:
+    """The packages of this package that a file imports from, also inside functions.
 
     What it imports from the package itself is public, and stands nowhere in the order.
     """
@@ -256,11 +256,11 @@ def modules_imported(path: Path) -> set[str]:
 
 def nearest_module(name: str) -> str:
     """Of ``a.b.c``: that, if it is a module, and ``a.b`` if ``c`` is a name in it."""
-    place = PACKAGE.parent.joinpath(*name.split("."))
+    place = ROOT.parent.joinpath(*name.split("."))
     is_module = place.is_dir() or place.with_suffix(".py").is_file()
     return name if is_module else name.rpartition(".")[0]
 
 
 def module_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
