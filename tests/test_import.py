@@ -178,8 +178,7 @@ def test_all_names_are_there():
 def test_type_checkers_see_the_same_names():
     """As a type checker reads them: all errors, and what `dbuffer.api` imports as ``X as X``."""
     tree, api = (
-        ast.parse((ROOT / name).read_text(encoding="utf-8"))
-        for name in ("__init__.py", "api.py")
+        ast.parse((ROOT / name).read_text(encoding="utf-8")) for name in ("__init__.py", "api.py")
     )
     imported = {
         alias.name: node.module
@@ -227,8 +226,7 @@ def test_imports_point_one_way(package):
 
 def test_modules_of_a_package_import_in_no_circle():
     graph = {
-        module_of(path): modules_imported(path) - {module_of(path)}
-        for path in ROOT.rglob("*.py")
+        module_of(path): modules_imported(path) - {module_of(path)} for path in ROOT.rglob("*.py")
     }
     graph["dbuffer"] = set()  # imports what it exports, when it is asked for
     graphlib.TopologicalSorter(graph).prepare()
