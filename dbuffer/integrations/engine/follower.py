@@ -423,7 +423,7 @@ class Follower(Closing):
         return TranslatedErrors(translate)
 
     def mismatches(self, tensors: list[tuple[str, str, list[int]]]) -> list[str]:
-        """Return why such tensors do not fit, for each rank on which they do not; empty if they fit.
+        """Return why such tensors do not fit, for each rank on which they do not.
 
         Args:
             tensors: name, dtype (``"bfloat16"``) and shape of each.
