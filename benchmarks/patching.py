@@ -1,4 +1,4 @@
-"""How long an engine stands still for a version of which one element in a hundred changed."""
+"""Generation pause for a version in which one element of a hundred changed."""
 
 from __future__ import annotations
 

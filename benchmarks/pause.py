@@ -1,4 +1,4 @@
-"""How long an engine stands still for new weights: dbuffer next to vLLM's own reload."""
+"""Generation pause per update: dbuffer beside vLLM's own reload."""
 
 from __future__ import annotations
 
