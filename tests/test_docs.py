@@ -445,8 +445,9 @@ def test_the_readmes_pauses_are_those_of_the_results() -> None:
         pauses = {row[0]: row[3] for row in rows_of(engine.partition("| median ms")[0])}
         ways = ("dbuffer", "memcpy of the same bytes", "vLLM, from memory (the floor)")
         measured[title] = [f"{pauses[way]} ms" for way in ways]
-    readme = README.read_text(encoding="utf-8").partition("## Generation pause")[2].partition("## ")[0]
-    shown = {row[0]: row[1:] for row in rows_of(readme)[2:]}
+    readme = README.read_text(encoding="utf-8")
+    table = readme.partition("## Generation pause")[2].partition("## ")[0]
+    shown = {row[0]: row[1:] for row in rows_of(table)[2:]}
     assert shown == measured
 
 
