@@ -1,4 +1,4 @@
-"""The next experiment in the same place: a store that is begun anew under an engine that follows.
+"""The next experiment in the same place: a store that is started over under an engine that follows.
 
 Every second experiment does so, and counts from 1 again. Its versions are lower, the same or higher
 than the one that the engine has; all three must be told apart from it.
@@ -78,7 +78,7 @@ def test_an_engine_goes_on_with_it_and_says_so_once(
         assert engine.version == NEW + 1
         until("it is counted", lambda: metrics(engine_id)["version_applied"] == version + 1)
         assert metrics(engine_id)["lag_versions"] == 0
-    told = [line for line in lines(caplog) if "begun anew" in line]
+    told = [line for line in lines(caplog) if "started over" in line]
     assert len(told) == 1
     assert "has version 5 of the run before" in told[0]
     assert len(lines(caplog)) <= 4, "the store is away for a moment, and then works again"
@@ -98,14 +98,14 @@ def test_an_engine_that_is_told_to_refuse_it_serves_on(
                 sender.send(SMALL.weights(value))
             with pytest.raises(dbuffer.WaitTimeoutError):
                 sender.wait_applied(version, receivers=1, timeout_s=1)
-        with pytest.raises(dbuffer.WaitTimeoutError, match="begun anew"):
+        with pytest.raises(dbuffer.WaitTimeoutError, match="started over"):
             follower.wait_applied(version, 0.1)
         assert (engine.version, engine.label) == (OLD, "5")
         assert metrics(engine_id)["following"] == 0
-    assert sum("begun anew" in line for line in lines(caplog)) == 1
+    assert sum("started over" in line for line in lines(caplog)) == 1
     # Until it is told otherwise; and following it again in the same way is not that.
     with Follower(engine, options(store, engine_id, new_history="refuse")) as again:
-        with pytest.raises((VersionRegressedError, EngineUpdateError), match="begun anew"):
+        with pytest.raises((VersionRegressedError, EngineUpdateError), match="started over"):
             again.sync()
         assert engine.version == OLD
     with Follower(engine, options(store, engine_id)) as told:

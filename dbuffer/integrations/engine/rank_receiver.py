@@ -473,7 +473,7 @@ class RankReceiver:
             return False
         if self.options.new_history == "refuse":
             raise VersionRegressedError(
-                f"{self.options.store} was emptied or replaced, and begun anew; the engine has "
+                f"{self.options.store} was emptied or replaced, and started over; the engine has "
                 f"version {self._version} of the run before. To go on with what is there "
                 "now, let it follow the store again with new_history='follow'",
                 history,

@@ -130,7 +130,7 @@ class StoreView:
 
     def _admit_new_history(self, served: AppliedVersion, newest: AppliedVersion) -> None:
         what = (
-            f"{self.options.store} was emptied or replaced, and begun anew: {self.engine_id} has "
+            f"{self.options.store} was emptied or replaced, and started over: {self.engine_id} has "
             f"version {served.version} of the run before, and the newest is version "
             f"{newest.version} of another"
         )
@@ -262,7 +262,7 @@ class StoreView:
                 )
         if not self._may_still_hold(goal.history):
             raise errors.VersionRegressedError(
-                f"{self.options.store} was emptied or replaced, and begun anew, before version "
+                f"{self.options.store} was emptied or replaced, and started over, before version "
                 f"{goal.version} of it was ready on all ranks; {serves_on}"
             )
 
