@@ -79,6 +79,10 @@ class FusedModel(nn.Module):
                 tensor = tensor.narrow(dimension, self._rank * length, length)
             part.copy_(tensor)
 
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:  # noqa: ARG002
+        """Reload as an engine does, where nothing is derived from weights."""
+        self.load_weights(tensors)
+
 
 def _divided_dimension(name: str) -> int | None:
     if "norm" in name:
@@ -122,7 +126,9 @@ class PlannedReceiver:
         )
         self._check = ShapeCheck(watched)
         self._copier = Copier()
-        self._loads = WeightLoader(self.model, self._copier, check=self._check)
+        self._loads = WeightLoader(
+            self.model, self.model, self._copier, self._check, reloads_parts=False
+        )
         self._stager = Stager(
             WeightReceiver(store, receiver_id=f"engine.rank-{rank}"),
             prepare=self._prepare,
@@ -147,13 +153,11 @@ class PlannedReceiver:
         """Switch to the newest version that the engine does not have."""
         staged = self._stager.take(timeout_s=_TIMEOUT_S)
         start_s = time.perf_counter()
-        prepared = staged.prepared
-        if not isinstance(prepared, PreparedSwitch) or not self._loads.apply(prepared):
-            tensors = staged.tensors or {}
-            switch = prepared if isinstance(prepared, PreparedSwitch) else None
-            self._loads.reload(
-                lambda loaded: self.model.load_weights(loaded.items()), tensors, switch
-            )
+        switch = staged.prepared if isinstance(staged.prepared, PreparedSwitch) else None
+        if switch is not None and switch.is_enough:
+            self._loads.apply(switch)
+        else:
+            self._loads.reload(staged.tensors or {}, switch)
         commit_s = time.perf_counter() - start_s
         self._stager.release(applied=staged.version)
         return Switched(staged.duration_s, commit_s, staged.num_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from torch import nn
 
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.plan import copy_plan, patching
+from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.plan.load_trace import View
+from dbuffer.integrations.engine.plan.load_trace import CopyOp, View
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
@@ -149,12 +150,9 @@ class Switched:
         self.check = check_of(make)
         self.trace = self.check(specs_of(tensors))
         self.loads = WeightLoader(
-            self.model,
-            COPIER,
-            packing=packing,
-            check=self.check,
-            load_part=self.reload_part if in_parts else None,
+            self.model, self, COPIER, self.check, packing=packing, reloads_parts=in_parts
         )
+        self.in_parts = in_parts
         self.reloads = 0
         self.parts: list[set[str]] = []
         """What was reloaded in part."""
@@ -168,11 +166,6 @@ class Switched:
     def switch(self, tensors: Tensors) -> bool:
         """Whether it was done by copies alone."""
         before = self.reloads
-
-        def reload(tensors: Mapping[str, torch.Tensor]) -> None:
-            self.reloads += 1
-            self.model.reload(tensors)
-
         self.twin.reload(tensors)
         self.versions.append({name: tensor.clone() for name, tensor in tensors.items()})
         identity = str(len(self.versions) - 1)
@@ -183,17 +176,30 @@ class Switched:
             switch = switch.copied_into(memory, COPIER.copy_tensors)
             for tensor in tensors.values():  # it needs them no longer
                 tensor.fill_(-1)
-        if switch is None or not self.loads.apply(switch, identity):
-            self.loads.reload(reload, tensors, switch, identity)
+        self.apply_or_reload(tensors, switch, identity)
         mine, right = self.model.state_dict(), self.twin.state_dict()
         for name in right:
             assert torch.equal(mine[name], right[name]), name
         assert self.model.computed() == self.twin.computed()
         return self.reloads == before
 
-    def reload_part(self, tensors: Tensors) -> None:
-        self.parts.append(set(tensors))
-        self.model.reload_part(tensors)
+    def apply_or_reload(
+        self, tensors: Tensors, switch: PreparedSwitch | None, identity: str | None = None
+    ) -> None:
+        if switch is not None and switch.is_enough:
+            self.loads.apply(switch, identity)
+        else:
+            self.loads.reload(tensors, switch, identity)
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
+        """Reload the model, as its loader asks for it."""
+        if partial and self.in_parts:
+            part = dict(tensors)
+            self.parts.append(set(part))
+            self.model.reload_part(part)
+        else:
+            self.reloads += 1
+            self.model.reload(dict(tensors))
 
     def changed_since(self, identity: str) -> Changed | None:
         if self.changes is None:
@@ -1032,7 +1038,7 @@ def test_what_changed_is_patched_beside_a_layer_that_is_reloaded() -> None:
 
 
 class Moody:
-    """A loader that comes to do something else, which no record on the meta device shows."""
+    """A loader that comes to do something else, which no trace on the meta device shows."""
 
     def __init__(self) -> None:
         self.scales = False
@@ -1060,7 +1066,7 @@ def test_a_loader_that_comes_to_do_something_else_ends_the_plan(
         mood.scales = True
     assert not any(switched.switch_often(packed_tensors))
     [warning] = caplog.messages
-    assert "does something else than when it was recorded" in warning
+    assert "does something else than when it was traced" in warning
 
 
 def test_one_parameter_is_asked_for_again_with_each_version() -> None:
@@ -1080,13 +1086,13 @@ def test_one_parameter_is_asked_for_again_with_each_version() -> None:
 
 
 @pytest.mark.parametrize("case", COPIES)
-def test_loaders_do_with_data_what_they_were_recorded_doing(case: str) -> None:
+def test_loaders_do_with_data_what_they_were_traced_doing(case: str) -> None:
     make, make_tensors = COPIES[case]
     check, right = check_of(make), make()
     tensors = make_tensors()
     trace = check(specs_of(tensors))
     right.reload(tensors)
-    for name in trace.steps:
+    for name in trace.ops:
         assert torch.equal(check.loaded(name, tensors), right.get_parameter(name))
     assert all(parameter.is_meta for parameter in check._watched.model.parameters())
 
@@ -1108,7 +1114,7 @@ def test_loaders_that_want_all_tensors_are_not_asked_again(
 
     switched = Switched(make, packed_tensors())
     assert switched.switch_often(packed_tensors) == [False, *[True] * (NUM_SWITCHES - 1)]
-    assert sum("not proven again" in message for message in caplog.messages) == 1
+    assert sum("not verified again" in message for message in caplog.messages) == 1
 
 
 def test_another_layout_is_proven_anew() -> None:
@@ -1146,7 +1152,7 @@ def test_a_version_that_lacks_a_parameter_is_copied_where_a_part_will_do_alone()
     switched = Switched(make, part())
     assert not any(switched.switch_often(part))
     switched = Switched(make, part())
-    switched.loads = WeightLoader(switched.model, COPIER, partial=True)
+    switched.loads = WeightLoader(switched.model, switched, COPIER, partial=True)
     assert switched.switch_often(part) == [False, *[True] * (NUM_SWITCHES - 1)]
 
 
@@ -1159,23 +1165,25 @@ def test_parameters_that_share_memory_are_never_planned() -> None:
     assert not any(switched.switch_often(make_tensors))
 
 
-def test_a_reload_that_fails_is_raised_and_proves_nothing() -> None:
-    make, make_tensors = COPIES["plain"]
-    switched = Switched(make, make_tensors())
+def test_a_reload_that_fails_is_raised_and_verifies_nothing() -> None:
+    class Failing(Model):
+        fails_with: torch.Tensor | None = None
 
-    version = make_tensors()
+        def reload(self, tensors: Mapping[str, torch.Tensor]) -> None:
+            if tensors["a.weight"] is self.fails_with:
+                raise RuntimeError("no reload")
+            super().reload(tensors)
 
-    def fail(tensors: Mapping[str, torch.Tensor]) -> None:
-        if tensors is version:
-            raise RuntimeError("no reload")
-
+    switched = Switched(lambda: Failing(a=Layer(), b=Layer()), packed_tensors())
+    version = packed_tensors()
+    switched.model.fails_with = version["a.weight"]
     for _ in range(2):
         switch = switched.loads.prepare(version, switched.trace)
         assert switch is not None
-        assert not switched.loads.apply(switch)
+        assert not switch.is_enough
         with pytest.raises(RuntimeError, match="no reload"):
-            switched.loads.reload(fail, version, switch)
-    assert switched.switch_often(make_tensors) == [False, *[True] * (NUM_SWITCHES - 1)]
+            switched.loads.reload(version, switch)
+    assert switched.switch_often(packed_tensors) == [False, *[True] * (NUM_SWITCHES - 1)]
 
 
 class Unlookable:
@@ -1193,13 +1201,6 @@ def test_a_model_that_cannot_be_looked_at_is_reloaded(caplog: pytest.LogCaptureF
     assert "do not look" in caplog.text
 
 
-def test_nothing_is_planned_without_a_record() -> None:
-    make, make_tensors = COPIES["plain"]
-    switched = Switched(make, make_tensors())
-    switched.trace = None  # type: ignore[assignment]
-    assert not any(switched.switch_often(make_tensors))
-
-
 def test_values_that_are_no_numbers_are_compared_by_their_bytes() -> None:
     make, _ = COPIES["plain"]
 
@@ -1212,8 +1213,7 @@ def test_values_that_are_no_numbers_are_compared_by_their_bytes() -> None:
         version = tensors()
         switch = switched.loads.prepare(version, switched.trace)
         assert switch is not None
-        if not switched.loads.apply(switch):
-            switched.loads.reload(switched.model.reload, version, switch)
+        switched.apply_or_reload(version, switch)
         mine = switched.model.layers["a"].weight.view(torch.int32)
         assert torch.equal(mine, version["a.weight"].view(torch.int32))
 
@@ -1273,7 +1273,7 @@ def test_a_patch_reaches_every_rank_s_share_and_no_other() -> None:
         parameter = torch.zeros(view.shape)
         part, to = View.of(view, source), View.of(parameter, parameter)
         places = np.flatnonzero(np.random.default_rng().random(source.numel()) < 0.5)
-        patch = patching.patch_or_copy(parameter, to, part, source, places)
+        patch = patching.patch_or_copy(parameter, CopyOp(to, "a", part), source, places)
         wanted = torch.zeros(source.shape)
         wanted.view(-1)[torch.from_numpy(places)] = source.view(-1)[torch.from_numpy(places)]
         if patch is None:
@@ -1290,7 +1290,7 @@ def test_a_view_with_an_element_twice_is_copied() -> None:
     view = source.expand(3, 4)
     parameter = torch.zeros(3, 4)
     part, to = View.of(view, source), View.of(parameter, parameter)
-    found = patching.patch_or_copy(parameter, to, part, source, np.array([2]))
+    found = patching.patch_or_copy(parameter, CopyOp(to, "a", part), source, np.array([2]))
     assert isinstance(found, patching.Copy)
 
 
@@ -1333,8 +1333,8 @@ def test_patches_to_another_version_than_the_model_holds_are_not_used() -> None:
     assert late.patches is not None
     before = switched.loads.prepare(switched.versions[0], switched.trace)
     assert before is not None
-    assert switched.loads.apply(before, "0")
-    assert switched.loads.apply(late, "late")
+    switched.loads.apply(before, "0")
+    switched.loads.apply(late, "late")
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
 
@@ -1427,7 +1427,7 @@ def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(
     assert switch is not None
     assert switch.patches is not None
     switched.model.reload(switched.versions[-3])
-    assert switched.loads.apply(switch, "newest")
+    switched.loads.apply(switch, "newest")
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
 
 
@@ -1439,7 +1439,7 @@ def test_samples_are_of_every_parameter_and_move() -> None:
     samples = []
     for _ in range(3):
         switched.switch(tensors)
-        samples.append(switched.loads._sample)
+        samples.append(switched.loads._held.sample)
     for name, parameter in switched.model.named_parameters():
         drawn = [set(sample[name].positions.tolist()) for sample in samples]
         assert all(drawn)
@@ -1452,7 +1452,7 @@ def test_after_a_foreign_load_a_version_is_whole() -> None:
     switched = Switched(lambda: Model(a=Layer()), tensors)
     switched.changes = differences
     patched_often(switched, tensors)
-    switched.loads.forget_base()
+    switched.loads.forget()
     assert switched.switch(changed_a_little(switched.versions[-1]))
     assert not switched.patched[-1]
 

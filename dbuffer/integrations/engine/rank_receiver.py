@@ -32,7 +32,7 @@ from dbuffer.errors import (
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.engine_rank import AppliedVersion, EngineRank, ModelState
-from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch, Tensors
+from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
@@ -87,19 +87,16 @@ class RankReceiver:
         self._warned: set[str] = set()
         self._judged: Layout | None = None
         self._copier = Copier(options.num_threads)
-        self._loader = (
-            WeightLoader(
-                rank.module,
-                self._copier,
-                partial=options.partial,
-                without=rank.not_weights,
-                packing=rank.packing if options.images else None,
-                wrapper=rank.wrapper,
-                check=self._fits,
-                load_part=lambda part: self._model.load(part.items(), partial=True),
-            )
-            if options.plan
-            else None
+        self._loader = WeightLoader(
+            rank.module,
+            self._model,
+            self._copier,
+            self._fits,
+            plans=options.plan,
+            partial=options.partial,
+            caches=rank.not_weights,
+            packing=rank.packing if options.images else None,
+            wrapper=rank.wrapper,
         )
         self.engine_id = engine_id
         self.instance_id = options.instance_id or rank.instance_id
@@ -148,8 +145,7 @@ class RankReceiver:
                 what,
             )
         self._state.weights = "unknown"
-        if self._loader is not None:
-            self._loader.forget_base()
+        self._loader.forget()
         self._stager.stage_again()
         self._record_engine()
 
@@ -315,10 +311,10 @@ class RankReceiver:
     def _prepare_switch(self, snapshot: Snapshot) -> PreparedSwitch | None:
         """Plan the copies that switch to a version; in the stager's thread, during service."""
         trace = self._trace_of(snapshot.layout)
-        if trace is not None and not self._is_stage:  # another stage may have the head
-            self._judge_twins(trace, snapshot)
-        if self._loader is None:
+        if trace is None:
             return None
+        if not self._is_stage:  # another stage may have the head
+            self._judge_twins(trace, snapshot)
         tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
 
         def changed_since(identity: str) -> Changed | None:
@@ -335,32 +331,18 @@ class RankReceiver:
 
     def _load(self, staged: Staged) -> None:
         self._state.loaded_names.add(staged.layout.all_names, staged.version)
-        switch = self._prepared_of(staged)
-        if (
-            self._loader is not None
-            and switch is not None
-            and self._loader.apply(switch, staged.identity)
-        ):
+        switch = self._switch_of(staged)
+        if switch is not None and switch.is_enough:
+            self._loader.apply(switch, staged.identity)
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch were enough
         if self._state.is_unknown and self.options.partial:
             self._model.load_checkpoint()  # for the layers that are in no version
         tensors = dict(self._as_offered(staged.tensors, staged.layout))
+        self._loader.reload(tensors, switch, staged.identity)
 
-        def reload(tensors: Tensors) -> None:
-            self._model.load(tensors.items(), partial=self.options.partial)
-
-        if self._loader is None:
-            reload(tensors)
-        else:
-            self._loader.reload(reload, tensors, switch, staged.identity)
-
-    def _is_enough(self, staged: Staged) -> bool:
-        """Whether the prepared switch is all that loading a version takes."""
-        return self._loader is not None and self._loader.is_enough(self._prepared_of(staged))
-
-    def _prepared_of(self, staged: Staged) -> PreparedSwitch | None:
-        """Copies that switch to a version; None where only a reload does."""
+    def _switch_of(self, staged: Staged) -> PreparedSwitch | None:
+        """Return the copies that were prepared for a version; None where only a reload does."""
         if self._state.is_unknown or not isinstance(staged.prepared, PreparedSwitch):
             return None
         return staged.prepared
@@ -415,7 +397,8 @@ class RankReceiver:
                 history=request.history,
                 timeout_s=self.options.timeout_s,
             )
-            if staged.tensors is None and not self._is_enough(staged):
+            switch = self._switch_of(staged)
+            if staged.tensors is None and (switch is None or not switch.is_enough):
                 logger.warning(
                     "rank %d reads version %d again, whole and while the engine is paused: its "
                     "parameters have moved, or were lost, since its part was staged",

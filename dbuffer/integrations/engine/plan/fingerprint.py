@@ -1,9 +1,9 @@
 """`ModelFingerprint`: all that a model reads when it computes, so that two moments can be compared.
 
 A reload may leave its traces anywhere: in a parameter, a plain attribute, another layer, a closure,
-an object of a kernel, a handle that Python cannot look into. All that can be reached from a model
-is walked: tensors are known by a digest of their bytes, numbers and texts by their value, objects
-by which ones they are. What cannot be looked into counts as changed.
+an object of a kernel, a handle that Python cannot look into. Everything that can be reached from a
+model is walked: tensors are known by a digest of their bytes, numbers and texts by their value,
+objects by their identity. An object that cannot be looked into counts as changed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ _NOT_LOOKED_INTO = (
     type(torch.ops.aten.copy_),
     type(torch.ops.aten.copy_.default),
 )
-"""What holds no weights: code, and what everybody shares."""
+"""Types that hold no weights: code, and objects that the whole process shares."""
 
 _COMPILED = ("torch._dynamo.", "torch._inductor.", "torch._functorch.")
-"""Modules of what compiled code is made of: it reads parameters where they lie, and no reload makes
-it anew."""
+"""Modules of compiled code: it reads parameters where they lie, and no reload makes it anew."""
 
 _CACHING = type(functools.lru_cache(len))
 
@@ -60,7 +59,7 @@ _BLOCK_BYTES = 64 << 20
 
 
 class ModelFingerprint:
-    """What could be reached from a model at a moment.
+    """Everything that can be reached from a model at a moment.
 
     Args:
         model: where to begin.
@@ -81,15 +80,15 @@ class ModelFingerprint:
         self._without = frozenset(without)
         self._undigested = frozenset(undigested)
         self._replaced = frozenset(replaced)
-        self._found: dict[str, Any] = {}
+        self._seen: dict[str, Any] = {}
         self._digests: dict[int, str] = {}
         # Alive as long as this: what comes later cannot have the identity of any of these.
         self._kept: dict[int, Any] = {}
         self._walk(model)
 
     def changes_to(self, later: ModelFingerprint) -> list[str]:
-        """Where the two differ."""
-        before, after = self._found, later._found
+        """Return the places where the two differ."""
+        before, after = self._seen, later._seen
         names = [*before, *(name for name in after if name not in before)]
         return [
             name
@@ -103,9 +102,9 @@ class ModelFingerprint:
         while pending:
             name, thing = pending.popleft()
             if isinstance(thing, _VALUES):
-                self._found[name] = repr(thing)
+                self._seen[name] = repr(thing)
             elif isinstance(thing, _TORCH_VALUES):
-                self._found[name] = str(thing)
+                self._seen[name] = str(thing)
             elif (
                 isinstance(thing, _NOT_LOOKED_INTO)
                 or id(thing) in self._kept
@@ -114,7 +113,7 @@ class ModelFingerprint:
                 continue
             else:
                 self._kept[id(thing)] = thing
-                self._found[name] = self._describe(thing)
+                self._seen[name] = self._describe(thing)
                 pending.extend((f"{name}{step}", part) for step, part in self._parts(thing))
 
     def _describe(self, thing: Any) -> Any:

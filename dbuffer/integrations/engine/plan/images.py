@@ -1,84 +1,72 @@
-"""`Image`: what becomes of a layer that packs its weights, made while the engine serves.
+"""Images of layers that pack their weights, for CPU engines: packed while the engine serves.
 
 Loading such a layer is copying and then packing: into another form of the same parameter, or into
-memory of a kernel that no copy can reach. So it is packed beside the layer that serves, in a shadow
-of it, and the switch copies the outcome, or puts it in the layer's place.
+memory of a kernel that no copy can reach. A shadow of the layer is loaded and packed beside it, and
+the switch copies the result, or puts it in the layer's place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from dbuffer.integrations.engine.plan.load_trace import TensorMeta, Unwrapped, tables_of
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace, TensorMeta, Unwrapped, tables_of
 
 _HOLDING_TENSORS = ("_parameters", "_buffers", "_modules")
 
 
 class Packing(Protocol):
-    """How an engine's layers pack their weights, where that touches nothing but the layer."""
+    """An engine's way of packing layers, for those where it touches nothing but the layer."""
 
     def packs(self, layer: torch.nn.Module) -> bool:
-        """Whether this is such a layer."""
+        """Whether this layer is packed."""
         ...
 
     def pack(self, layer: Any) -> None:
-        """Do what is done with it when its weights are loaded."""
+        """Pack a layer whose weights were loaded."""
         ...
 
     def computed(self, layer: Any) -> torch.Tensor | None:
-        """What it makes of a fixed input; None: its tensors are all that it has."""
+        """Return the layer's output for a fixed input; None: its tensors are all that it has."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    """A layer that packs its weights, and what they were before."""
+    """A live layer that packs its weights, and how they are loaded before that."""
 
     name: str
     layer: torch.nn.Module
+    packing: Packing
+    trace: LoadTrace
     loaded: Mapping[str, str]
-    """Its own names of the parameters that are loaded, and the names that they have in a
-    trace."""
+    """Names in the trace of the parameters that are loaded, by their names in the layer."""
 
-    def shadow(self, places: Mapping[str, TensorMeta]) -> torch.nn.Module:
-        """One more such layer, whose parameters are as they are before they are loaded."""
+    def image(self, tensors: Mapping[str, torch.Tensor]) -> Image:
+        """Load published tensors into a shadow of the layer, and pack it."""
         shadow: torch.nn.Module = object.__new__(type(self.layer))
         shadow.__dict__.update(self.layer.__dict__)
         for table in _HOLDING_TENSORS:
             shadow.__dict__[table] = dict(self.layer.__dict__[table])
         for own, name in self.loaded.items():
-            place = places[name]
-            data = torch.empty_strided(
-                place.shape,
-                place.stride,
-                dtype=place.dtype,
-                device=self.layer.get_parameter(own).device,
-            )
+            meta, device = self.trace.metas[name], self.layer.get_parameter(own).device
+            data = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+            for op in self.trace.ops[name]:
+                op.to.in_(data).copy_(op.content(tensors, data.dtype))
             shadow.__dict__["_parameters"][own] = torch.nn.Parameter(data, requires_grad=False)
-        return shadow
-
-    def tensors_of(self, shadow: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The parameters of a shadow that are loaded, by their names in a trace."""
-        return {name: shadow.get_parameter(own).data for own, name in self.loaded.items()}
+        self.packing.pack(shadow)
+        return Image(self, shadow)
 
 
 class Image:
-    """A packed shadow, for its layer to take over.
+    """A packed shadow, whose tensors and attributes its layer takes over in a switch."""
 
-    Args:
-        of: the layer.
-        shadow: with its weights in it; they are packed.
-    """
-
-    def __init__(self, of: PackedLayer, shadow: torch.nn.Module, packing: Packing) -> None:
+    def __init__(self, of: PackedLayer, shadow: torch.nn.Module) -> None:
         self.of = of
         self.shadow = shadow
-        self._packing = packing
-        packing.pack(shadow)
         live = of.layer.__dict__
         self._attributes = {
             name: value
@@ -88,80 +76,74 @@ class Image:
 
     @property
     def changes(self) -> set[tuple[int, str]]:
-        """The attributes that it replaces: the layer's identity, and the name."""
+        """Attributes that it replaces: the layer's identity, and the name."""
         return {(id(self.of.layer), name) for name in self._attributes}
 
     @property
     def mismatch(self) -> str | None:
-        """Why its layer cannot take it over; None: it can."""
+        """Reason why the layer cannot take it over; None: it can."""
         for name, live, tensor in self._tensors():
-            if live is None or TensorMeta.of(live) != TensorMeta.of(tensor) or not _is_alone(live):
+            if (
+                live is None
+                or TensorMeta.of(live) != TensorMeta.of(tensor)
+                or live.untyped_storage().nbytes() != live.nbytes
+            ):
                 return f"{self.of.name}.{name} is stored in another form than when it is packed"
         return None
 
-    def is_there(self) -> bool:
-        """Whether its layer has just what it would take over, for all that can be told."""
+    def matches(self) -> bool:
+        """Whether the layer has what it would take over, as far as can be observed."""
         for _, live, tensor in self._tensors():
             if live is None or not torch.equal(_bytes(live), _bytes(tensor)):
                 return False
         if not self._attributes:
             return True
-        mine, live = self._packing.computed(self.shadow), self._packing.computed(self.of.layer)
+        packing = self.of.packing
+        mine, live = packing.computed(self.shadow), packing.computed(self.of.layer)
         return mine is not None and live is not None and torch.equal(_bytes(mine), _bytes(live))
 
     def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What is to be copied into the layer: the target, and the source."""
+        """Yield the copies into the layer's tensors: the target, and the source."""
         for _, live, tensor in self._tensors():
-            assert live is not None  # noqa: S101 - it fits
+            assert live is not None  # noqa: S101 - it has no mismatch
             yield live.detach(), tensor.detach()
 
     def hand_over(self) -> None:
-        """Give the layer the attributes; what it had is kept here, to be let go of later."""
+        """Give the layer the attributes; its old ones stay here, to be released later."""
         live = self.of.layer.__dict__
         for name, value in self._attributes.items():
             live[name], self._attributes[name] = value, live.get(name)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor]]:
-        """Those that its layer does not share: the name, the layer's, and its own."""
-        for table in ("_parameters", "_buffers"):
-            for name, tensor in self.shadow.__dict__[table].items():
-                live = self.of.layer.__dict__[table].get(name)
+        """Yield the tensors that the layer does not share: the name, the layer's, and its own."""
+        parameters, buffers = tables_of(self.of.layer)
+        for table in tables_of(self.shadow):
+            for name, tensor in table.items():
+                live = parameters.get(name, buffers.get(name))
                 if tensor is not None and tensor is not live and tensor.numel():
-                    yield name, _own(self.of.layer, name), tensor
+                    yield name, live, tensor
 
 
 def packed_layers(
-    model: torch.nn.Module, packing: Packing, recorded: Collection[str], unwrapped: Unwrapped
+    model: torch.nn.Module, packing: Packing, trace: LoadTrace, unwrapped: Unwrapped
 ) -> list[PackedLayer]:
-    """The layers of a model that pack parameters which were recorded."""
-    names = {
+    """Return the layers of a model that pack parameters which the trace copies into."""
+    traced = {
         id(tensor): unwrapped(name)
         for name, tensor in model.named_parameters(remove_duplicate=False)
-        if unwrapped(name) in recorded
+        if unwrapped(name) in trace.ops
     }
-    found = []
-    for path, layer in model.named_modules():
-        if not packing.packs(layer):
-            continue
+    layers = []
+    for path, layer in filter(lambda each: packing.packs(each[1]), model.named_modules()):
         loaded = {}
         for own, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
             full = unwrapped(f"{path}.{own}" if path else own)
-            name = full if full in recorded else names.get(id(parameter))
+            name = full if full in trace.ops else traced.get(id(parameter))
             if name is not None:
                 loaded[own] = name
         if loaded:
-            found.append(PackedLayer(unwrapped(path), layer, loaded))
-    return found
-
-
-def _own(layer: torch.nn.Module, name: str) -> torch.Tensor | None:
-    parameters, buffers = tables_of(layer)
-    found: torch.Tensor | None = parameters.get(name, buffers.get(name))
-    return found
-
-
-def _is_alone(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.nbytes
+            layers.append(PackedLayer(unwrapped(path), layer, packing, trace, loaded))
+    return layers
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

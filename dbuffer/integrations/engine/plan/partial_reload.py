@@ -1,7 +1,7 @@
-"""`PartialReload`: layers that stay with the engine's reload, where all others are copied to.
+"""`PartialReload`: the layers that stay with the engine's reload, where all others are copied to.
 
 A layer whose loader computes, or from which something is derived, is loaded in each switch by the
-engine's own reload, of that layer alone. Which published tensors that takes is found out as all
+engine's own reload, of that layer alone. The published tensors that this takes are learned as all
 else is: by loaders that run without data.
 """
 
@@ -16,32 +16,33 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace, Unwrapped
 from dbuffer.runtime.messages import listed
 
 TracePart = Callable[[Collection[str]], LoadTrace]
-"""What a model's loaders do with these published tensors alone."""
+"""Traces a load of these published tensors alone."""
 
 MIN_COPIED = 0.5
-"""Of all elements. Reloading a part walks the whole model, too: below this, it saves little."""
+"""Least share of all elements that copies must load. Reloading a part walks the whole model, too:
+below this, it saves little."""
 
 _MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
 
 class NotPlannableError(Exception):
-    """Why a layout's switches stay with the reload."""
+    """Reason why switches of a layout stay with the reload."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartialReload:
-    """What of a layout is not copied."""
+    """The part of a layout that is not copied."""
 
     layers: Mapping[str, str]
-    """By the names of layers: why."""
+    """Reasons, by the names of layers."""
     sources: frozenset[str] = frozenset()
-    """The published tensors that they are loaded from."""
+    """Published tensors that these layers are loaded from."""
 
 
-def without_reloaded(
+def split_off_reload(
     trace: LoadTrace, layers: Mapping[str, str], trace_part: TracePart | None
 ) -> tuple[LoadTrace, PartialReload]:
-    """What of a trace is to be copied, and what is reloaded.
+    """Split a trace into what is copied, and what is reloaded.
 
     Args:
         trace: of the whole layout.
@@ -49,21 +50,20 @@ def without_reloaded(
         trace_part: None: the engine cannot reload a part.
 
     Raises:
-        NotPlannableError: too little is left to be copied, or what the layers are loaded from
-            cannot be told from what others are.
+        NotPlannableError: too little is left to be copied, or these layers share published tensors
+            with others.
     """
     if not layers:
         return trace, PartialReload({})
     why = listed(list(dict.fromkeys(layers.values())), "; ")
     reloaded = _part(trace, lambda name: layer_of(name) in layers)
     copied = _part(trace, lambda name: layer_of(name) not in layers)
-    num_copied, num_loaded = (sum(r.num_loaded.values()) for r in (copied, trace))
+    num_copied, num_loaded = (sum(each.num_loaded.values()) for each in (copied, trace))
     if trace_part is None or num_copied < MIN_COPIED * num_loaded:
         raise NotPlannableError(why)
-    sources = trace.offered - {s.source for steps in copied.steps.values() for s in steps}
+    sources = trace.offered - {op.source for ops in copied.ops.values() for op in ops}
     try:
         alone = trace_part(sources)
-    # What a model's loaders refuse, they refuse in their own ways.
     except WeightsMismatchError as error:
         raise NotPlannableError(f"{why}; not to be loaded alone: {error}") from error
     if alone != replace(reloaded, offered=sources):
@@ -72,30 +72,30 @@ def without_reloaded(
 
 
 def _part(trace: LoadTrace, is_in: Callable[[str], bool]) -> LoadTrace:
-    """What a trace says of some parameters."""
+    """Return the trace of some parameters."""
     return replace(
         trace,
-        steps={name: steps for name, steps in trace.steps.items() if is_in(name)},
-        places={name: place for name, place in trace.places.items() if is_in(name)},
+        ops={name: ops for name, ops in trace.ops.items() if is_in(name)},
+        metas={name: meta for name, meta in trace.metas.items() if is_in(name)},
         refused={name: why for name, why in trace.refused.items() if is_in(name)},
         num_loaded={name: num for name, num in trace.num_loaded.items() if is_in(name)},
     )
 
 
 def layer_of(parameter: str) -> str:
-    """The name of the layer that has a parameter of this name."""
+    """Return the name of the layer that has a parameter of this name."""
     return parameter.rpartition(".")[0]
 
 
 def layers_at(place: str, layers: Collection[str], unwrapped: Unwrapped) -> Collection[str]:
-    """Those of some layers that are at a place of a :class:`ModelFingerprint`, or around it.
+    """Select the layers at a place of a :class:`ModelFingerprint`, or around it.
 
-    What is derived in a layer that is not loaded itself comes from those beside it.
+    A value derived in a layer that is not loaded itself comes from the layers beside it.
     """
     matched = _MODULES.match(place)
     path = re.findall(r"\['([^']*)'\]", matched[0]) if matched else []
     for length in range(len(path), 0, -1):
         above = unwrapped(".".join(path[:length]))
-        if found := [layer for layer in layers if f"{layer}.".startswith(f"{above}.")]:
-            return found
+        if near := [layer for layer in layers if f"{layer}.".startswith(f"{above}.")]:
+            return near
     return layers

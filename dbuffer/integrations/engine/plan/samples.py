@@ -1,0 +1,104 @@
+"""Samples: random elements of every parameter, by which a model is known to hold a version.
+
+An engine that slept may have lost its weights, and something else may have loaded others. Before a
+version is patched, a few elements of each parameter are compared: other ones after each switch,
+and always some of those that were patched last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from dbuffer.integrations.engine.plan.load_trace import View
+from dbuffer.integrations.engine.plan.patching import Copy, Patch, Patches, flat, values_for
+
+Sample = Mapping[str, Patch]
+"""Elements of parameters, by the parameter's name."""
+
+T = TypeVar("T")
+
+_NUM_ELEMENTS = 8192
+"""Elements of all parameters together. Comparing them takes a few milliseconds of a pause."""
+
+_MIN_ELEMENTS, _MAX_ELEMENTS = 8, 64
+"""Elements of each parameter."""
+
+_MAX_PARTS = 8
+"""Parts sampled of a parameter that is made of many, of experts for instance."""
+
+
+def draw_sample(
+    copies: Mapping[str, Sequence[Copy]],
+    parameters: Mapping[str, torch.Tensor],
+    random: np.random.Generator,
+) -> Sample:
+    """Choose elements that these copies put into every parameter."""
+    sample = {}
+    for name, each in copies.items():
+        filled = [copy for copy in each if copy.target.numel()]
+        chosen = [
+            _elements_of(copy, parameters[name], count, random)
+            for copy, count in _some(filled, len(copies), random)
+        ]
+        if chosen:
+            sample[name] = _joined(chosen).on_device()
+    return sample
+
+
+def with_patched(sample: Sample, patches: Patches, random: np.random.Generator) -> Sample:
+    """Add elements that patches write, of every parameter that they write to."""
+    more = {}
+    for name, pieces in patches.patches.items():
+        chosen = []
+        for piece, count in _some(pieces, len(sample), random):
+            indices = torch.from_numpy(random.integers(len(piece.positions), size=count))
+            chosen.append(Patch(piece.target, piece.places[indices], piece.values[indices]))
+        more[name] = _joined([sample[name], *(each.on_device() for each in chosen)])
+    return {**sample, **more}
+
+
+def is_held(sample: Sample) -> bool:
+    """Whether the parameters have the sampled values."""
+    patches = sample.values()
+    for device in {patch.target.device for patch in patches}:
+        mine = [patch for patch in patches if patch.target.device == device]
+        live = [patch.target.index_select(0, patch.places) for patch in mine]
+        # One comparison: on a device each waits for all that was queued.
+        if not torch.equal(torch.cat(live), torch.cat([patch.values for patch in mine])):
+            return False
+    return True
+
+
+def _some(
+    parts: Sequence[T], num_parameters: int, random: np.random.Generator
+) -> Iterator[tuple[T, int]]:
+    """Choose a few parts of a parameter, and the number of elements to sample of each."""
+    num_elements = _NUM_ELEMENTS // max(1, num_parameters)
+    num_elements = min(max(num_elements, _MIN_ELEMENTS), _MAX_ELEMENTS)
+    chosen = random.permutation(len(parts))[:_MAX_PARTS]
+    for index in chosen:
+        yield parts[index], num_elements // len(chosen)
+
+
+def _elements_of(
+    copy: Copy, parameter: torch.Tensor, count: int, random: np.random.Generator
+) -> Patch:
+    """Choose positions of a copy at random, and the values that it puts there."""
+    target, source = (each.reshape(each.shape or (1,)) for each in copy)
+    indices = np.unravel_index(random.integers(target.numel(), size=count), target.shape)
+    places = [torch.from_numpy(index) for index in indices]
+    positions = torch.full((count,), View.of(target, parameter).offset)
+    for index, stride in zip(places, target.stride(), strict=True):
+        positions += index * stride
+    values = values_for(parameter, source, tuple(place.to(source.device) for place in places))
+    return Patch(flat(parameter), positions, values)
+
+
+def _joined(patches: Sequence[Patch]) -> Patch:
+    positions = torch.cat([patch.places for patch in patches])
+    values = torch.cat([patch.values for patch in patches])
+    return Patch(patches[0].target, positions, values)
