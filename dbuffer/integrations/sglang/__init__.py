@@ -4,8 +4,8 @@
 * :func:`load_from_store`, the ``custom_weight_loader`` through which the engine's own processes
   receive (:mod:`.loader`).
 
-In SGLang's schedulers, `rank`, `model` and `shape_check` are below the loader, and `foreign_loads`
-notices what else writes weights; `sglang_engine` drives an engine, and `commands` is what SGLang
+In SGLang's schedulers, `rank` and `model` are below the loader, and `weight_calls` notices SGLang's
+own calls that write weights; `sglang_engine` drives an engine, and `commands` is what SGLang
 carries between the two.
 
 Nothing of it, and nothing of SGLang, is imported before it is asked for.

@@ -18,9 +18,9 @@ from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions
-from dbuffer.integrations.sglang import foreign_loads
 from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.rank import SchedulerRank
+from dbuffer.integrations.sglang.weight_calls import watch_scheduler
 from dbuffer.store.records import RecordFile
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     except OptionError:
         logger.exception("a request of the follower cannot be read")
         return
-    foreign_loads.watch()
+    watch_scheduler()
     endpoint = RankEndpoint.of(model)
     answer = capture_answer(
         lambda: endpoint.do(request, lambda: SchedulerRank(model, command.names))

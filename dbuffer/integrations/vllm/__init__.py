@@ -8,7 +8,8 @@
 * :func:`adapter_request`, for a store that holds an adapter (:mod:`.adapters`).
 
 In vLLM's workers `plugin`, `backend` and `extension` are three names for one `RankEndpoint`, with
-`rank`, `model` and `shape_check` below it; `foreign_loads` notices what else writes weights.
+`rank`, `model` and `meta_layers` below it; `weight_calls` notices vLLM's own calls that write
+weights.
 `vllm_engine`, `facts`, `ray_follower` and `launched` (where torchrun started the ranks) drive an
 engine; `config` reads dbuffer's part of vLLM's configuration.
 

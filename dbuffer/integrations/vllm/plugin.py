@@ -22,7 +22,7 @@ def register() -> None:
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-        from dbuffer.integrations.vllm.foreign_loads import watch_core, watch_workers
+        from dbuffer.integrations.vllm.weight_calls import watch_core, watch_workers
     except ImportError as error:
         # An old vLLM, or another's fork: it must start as it would without dbuffer.
         logger.warning("this vLLM takes no weight transfer backend (%s): no dbuffer", error)

@@ -1,0 +1,63 @@
+"""Notice where SGLang writes or discards weights without dbuffer, in its scheduler processes.
+
+SGLang's dispatch table cannot be watched any more once the engine serves; so these are the
+functions that its calls look up. The weight version is kept in another process: a follower drops
+it at its next look.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from sglang.srt.managers.scheduler_components import weight_updater as scheduler
+from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+from sglang.srt.runtime_context import get_exec
+
+from dbuffer.integrations.engine.foreign_loads import falling_asleep, loading, waking_up, watch
+from dbuffer.integrations.sglang.sglang_engine import LOADER
+
+logger = logging.getLogger(__name__)
+
+_LOADS = (
+    "update_weights_from_disk",
+    "load_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "end_weight_update",
+)
+
+
+def watch_scheduler() -> None:
+    """Watch the engine of this process; again does nothing."""
+    functions: list[tuple[Any, str, Callable[..., AbstractContextManager[None]]]] = [
+        *((WeightUpdater, name, functools.partial(_loading, name)) for name in _LOADS),
+        # Called with the model just before its weights' memory is released, and after it is back.
+        (scheduler, "_export_static_state", _releasing),
+        (scheduler, "_import_static_state", _resuming),
+    ]
+    for owner, name, around in functions:
+        if not watch(owner, name, around):
+            _warn_of_missing(name)
+
+
+@functools.cache
+def _warn_of_missing(name: str) -> None:
+    logger.warning("this SGLang has no %s: loads through its successor are not noticed", name)
+
+
+def _loading(name: str, updater: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+    return loading(
+        updater.get_model, name, is_ours=lambda: LOADER in (*args, kwargs.get("load_format"))
+    )
+
+
+def _releasing(model: Any, *_: Any) -> AbstractContextManager[None]:
+    return falling_asleep(model, is_lost=not get_exec().features.enable_weights_cpu_backup)
+
+
+def _resuming(model: Any, *_: Any) -> AbstractContextManager[None]:
+    return waking_up(lambda: model)
