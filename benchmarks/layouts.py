@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from benchmarks.models import DTYPE, Shapes, Weights
+from dbuffer.integrations.engine.meta_model import MetaModel
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
-from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
@@ -97,7 +98,7 @@ def _place_of(name: str) -> tuple[str, int]:
     return name.replace(".", "-"), 0
 
 
-class _Watched(WatchedLoads):  # type: ignore[no-untyped-call]
+class _Watched(MetaModel):  # type: ignore[no-untyped-call]
     def require_complete(self) -> None:
         """All are there."""
 

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from dbuffer.format.layout import TensorSpec
+from dbuffer.integrations.engine.meta_model import MetaModel
 from dbuffer.integrations.engine.plan import copy_plan, patching
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.load_trace import CopyOp, View
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
-from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import DTYPES
 
@@ -112,7 +113,7 @@ class Model(nn.Module):
         return [layer.compute().tolist() for layer in self.layers.values()]
 
 
-class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
+class Watched(MetaModel):  # type: ignore[no-untyped-call]
     def __init__(self, model: Model) -> None:
         # As if all were padded: what a loader takes of a tensor is not checked here.
         super().__init__(model, embedding=nn.Module, default_loader=copy, tp_size=1)
@@ -1094,7 +1095,7 @@ def test_loaders_do_with_data_what_they_were_traced_doing(case: str) -> None:
     right.reload(tensors)
     for name in trace.ops:
         assert torch.equal(check.loaded(name, tensors), right.get_parameter(name))
-    assert all(parameter.is_meta for parameter in check._watched.model.parameters())
+    assert all(parameter.is_meta for parameter in check._meta.model.parameters())
 
 
 def test_loaders_that_want_all_tensors_are_not_asked_again(

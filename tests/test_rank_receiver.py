@@ -18,10 +18,11 @@ import dbuffer
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.messages import BeginRequest
+from dbuffer.integrations.engine.meta_model import MetaModel
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
-from dbuffer.integrations.engine.shape_check import ShapeCheck, WatchedLoads
+from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.store.buffer import DoubleBuffer
 
 preload("dbuffer.integrations.engine.rank_receiver")
@@ -85,7 +86,7 @@ class Model(nn.Module):
         """It has never stopped."""
 
 
-class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
+class Watched(MetaModel):  # type: ignore[no-untyped-call]
     def __init__(self, model: Model) -> None:
         super().__init__(model, embedding=nn.Module, default_loader=all_of_it, tp_size=SIZE)
 

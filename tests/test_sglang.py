@@ -179,7 +179,7 @@ def main(directory: str) -> None:
 
 
 def refusal_of(form: str) -> str:
-    from dbuffer.integrations.sglang.shape_check import require_as_loaded
+    from dbuffer.integrations.sglang.model import require_as_loaded
 
     copy, serving = (torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16) for _ in range(2))
     for layer in (copy, serving):

@@ -12,11 +12,10 @@ from torch import nn
 
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
-from dbuffer.integrations.engine.model_copy import built_without_data, tie_as_serving
+from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data, tie_as_serving
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace, unwrapped_by
 from dbuffer.integrations.engine.shape_check import (
     ShapeCheck,
-    WatchedLoads,
     is_multi_token_prediction,
 )
 
@@ -61,7 +60,7 @@ class Model(nn.Module):
                 raise KeyError(name)
 
 
-class Watched(WatchedLoads):  # type: ignore[no-untyped-call]
+class Watched(MetaModel):  # type: ignore[no-untyped-call]
     def require_complete(self) -> None:
         self.require_late_parameters()
         for name, parameter in self.model.named_parameters():

@@ -11,8 +11,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.engine_rank import EngineRank, ServingModel
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
-from dbuffer.integrations.sglang.model import SglangModel
-from dbuffer.integrations.sglang.shape_check import sglang_shape_check
+from dbuffer.integrations.sglang.model import SglangModel, sglang_shape_check
 from dbuffer.weights.names import NameMap
 
 

@@ -19,9 +19,9 @@ from dbuffer.integrations.vllm.config import (
     is_launched,
     replica_name,
 )
+from dbuffer.integrations.vllm.meta_layers import vllm_shape_check
 from dbuffer.integrations.vllm.model import VllmModel
 from dbuffer.integrations.vllm.packing import CpuPacking
-from dbuffer.integrations.vllm.shape_check import vllm_shape_check
 
 
 class WorkerRank(EngineRank):

@@ -1,4 +1,4 @@
-"""Whether weights fit a vLLM model; see :mod:`dbuffer.integrations.engine.shape_check`."""
+"""`VllmMetaModel`: the layers of a vLLM model without data, as vLLM's reload counts them."""
 
 from __future__ import annotations
 
@@ -20,26 +20,22 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
-from dbuffer.integrations.engine.model_copy import built_without_data, tie_as_serving
+from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data, tie_as_serving
 from dbuffer.integrations.engine.plan.load_trace import storage_of, tables_of, unwrapped_by
-from dbuffer.integrations.engine.shape_check import (
-    ShapeCheck,
-    WatchedLoads,
-    is_multi_token_prediction,
-)
+from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.integrations.vllm.config import WRAPPER
 from dbuffer.integrations.vllm.model import has_optional_scales
 
 logger = logging.getLogger(__name__)
 
 _DEFERRING = "online_process_loader"
-"""The name by which vLLM knows the loaders that it has wrapped others in."""
+"""Name of the loaders that vLLM wraps others in."""
 
 
 def vllm_shape_check(
     vllm_config: Any, serving: torch.nn.Module, *, partial: bool = False
 ) -> ShapeCheck:
-    """A check with a copy of the model that serves. To be called on the worker's main thread.
+    """Make a check with a copy of the model that serves, on the worker's main thread.
 
     Raises:
         UnsupportedError: its experts do not stay where they are loaded, or a reload would
@@ -58,7 +54,7 @@ def vllm_shape_check(
     for tensor in (*model.parameters(), *model.buffers()):
         _load_without_quantising(tensor)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    watched = _WatchedLayers(model, serving, tp_size=tp_size, partial=partial)
+    meta = VllmMetaModel(model, serving, tp_size=tp_size, partial=partial)
     text_config = vllm_config.model_config.hf_text_config
 
     def is_spare(name: str) -> bool:
@@ -67,7 +63,7 @@ def vllm_shape_check(
             _log_that_drafts_stay()
         return is_of_draft
 
-    return ShapeCheck(watched, is_spare=is_spare)
+    return ShapeCheck(meta, is_spare=is_spare)
 
 
 @functools.cache
@@ -76,7 +72,7 @@ def _log_that_drafts_stay() -> None:
 
 
 def _make_model(vllm_config: Any) -> Any:
-    """Make a model as vLLM does, which the engine does not notice, on the default device."""
+    """Make a model as vLLM does, on the default device, without a trace in the engine."""
     config = copy.copy(vllm_config)
     # The Transformers backend asks for its parameters here, whatever the default device is.
     config.device_config = copy.copy(config.device_config)
@@ -94,7 +90,7 @@ def _make_model(vllm_config: Any) -> Any:
 
 
 def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
-    """Refuse a model that has lost the tie of a buffer to the parameter that it was a view of.
+    """Refuse a model with a buffer that is no longer a view of its parameter.
 
     A layer that packs the parameter after loading leaves the buffer behind, with what was loaded
     first. vLLM's reload does the same, and would leave it as it is (Mamba 2's convolution in
@@ -115,7 +111,7 @@ def _require_views(model: torch.nn.Module, serving: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _expert_maps_with_data() -> Iterator[None]:
-    """Let layers whose experts are spread over ranks know which are here: their loaders ask."""
+    """Keep data in the maps of experts to ranks, which loaders read."""
     make = ExpertMapManager.__init__
 
     def make_with_data(*args: Any, **kwargs: Any) -> None:
@@ -130,11 +126,10 @@ def _expert_maps_with_data() -> Iterator[None]:
 
 
 def _load_without_quantising(tensor: Any) -> None:
-    """Let a tensor of a layer that quantises what it loads take it as it comes.
+    """Unwrap the loader of a tensor whose layer quantises online.
 
-    Such a layer's loaders are wrapped from its beginning on, as reload wraps all: they keep what
-    comes until all of it is there, quantise that, and take the wrapping off, which a loader that is
-    watched hides from them.
+    Such a layer's loaders are wrapped from the start, as reload wraps all: they keep tensors until
+    all have come, quantise them, and take the wrapping off, which a watched loader would hide.
     """
     loader = getattr(tensor, "weight_loader", None)
     while getattr(loader, "__name__", None) == _DEFERRING:
@@ -142,8 +137,8 @@ def _load_without_quantising(tensor: Any) -> None:
         tensor.weight_loader = loader
 
 
-class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
-    """Counts by layer too: what vLLM would reload as one, a module's own parameters and buffers."""
+class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
+    """Counts by layer too: a module's own parameters and buffers, which vLLM reloads as one."""
 
     def __init__(
         self, model: torch.nn.Module, serving: torch.nn.Module, *, tp_size: int, partial: bool
@@ -157,7 +152,7 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
             wrapper=WRAPPER,
         )
         self._partial = partial
-        # What vLLM would reload as one, and of how many elements it takes that for whole.
+        # Layer of each tensor, and the elements at which vLLM takes that for whole.
         self._layers: dict[int, tuple[str, int]] = {}
         self._loaded_of_layer: dict[str, int] = {}
         for prefix, module in model.named_modules():
@@ -179,11 +174,11 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
         self._loaded_of_layer.clear()
 
     def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
-        """Refuse what comes when vLLM takes its layer for whole already: reload leaves it out.
+        """Refuse a tensor that comes when vLLM takes its layer for whole: reload leaves it out.
 
-        The parts of a fused layer that share a scale bring it each, and vLLM counts each. What may
-        be left out has come before: a tied tensor under its other name, and integers, with which
-        every part says again how the layer is packed.
+        The parts of a fused layer that share a scale bring it each, and vLLM counts each. A tensor
+        that has come before may be left out: a tied one under its other name, and integers that
+        tell how the layer is packed, which every part repeats.
         """
         if not count or id(tensor) not in self._layers:
             return
@@ -198,7 +193,7 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
 
     def require_complete(self) -> None:
-        """Raise :class:`WeightsMismatchError` if one is missing; with `partial`, of a layer."""
+        """Raise :class:`WeightsMismatchError` if a tensor is missing; with `partial`, of a layer."""
         self.require_late_parameters(partial=self._partial)
         self._refuse_what_reload_would_lose()
         if not self._partial:
@@ -208,7 +203,7 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
         self._require_whole_layers()
 
     def _refuse_what_reload_would_lose(self) -> None:
-        """A reload loads into other tensors, and sees what comes by a tensor's loader only."""
+        """Refuse loads past a tensor's loader: a reload loads into other tensors, and misses them."""
         for name, origin in self.recorder.written_from.items():
             raise WeightsMismatchError(
                 f"{type(self.model).__name__} computes {name} from {origin}, which has no data in "
@@ -225,10 +220,7 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
                 )
 
     def _require_whole_layers(self) -> None:
-        """Refuse a layer that was loaded in part: vLLM leaves its missing parts uninitialised.
-
-        A layer here is what vLLM reloads as one: a module's own parameters and buffers.
-        """
+        """Refuse a layer that was loaded in part: vLLM leaves its missing parts uninitialised."""
         num_loaded = 0
         for prefix, module in self.model.named_modules():
             own = {name: tensor for table in tables_of(module) for name, tensor in table.items()}
@@ -252,7 +244,7 @@ class _WatchedLayers(WatchedLoads):  # type: ignore[no-untyped-call]
 
 
 def _shares_of_experts(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
-    """Over how many ranks experts are spread, by tensor: of all replicas that step together."""
+    """Yield experts' tensors with their number of ranks, in all replicas that step together."""
     for module in model.modules():
         parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
         if parallel is not None:
@@ -261,19 +253,19 @@ def _shares_of_experts(model: torch.nn.Module) -> Iterator[tuple[int, int]]:
 
 
 def _count_loadable(tensor: Any) -> int:
-    """How many elements of a parameter come from a checkpoint; the rest of it is padding."""
+    """Return the number of a parameter's elements that come from a checkpoint, without padding."""
     return int(getattr(tensor, "weight_loader_numel", tensor.numel()))
 
 
 def _is_reloaded_last(module: torch.nn.Module) -> bool:
-    """Whether it is an attention layer, which reload leaves until all others are done."""
+    """Whether this is an attention layer, which reload leaves until all others are done."""
     return isinstance(module, AttentionLayerBase) and hasattr(
         module, "process_weights_after_loading"
     )
 
 
 def _find_optional(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """A layer's own tensors that need not come: reload fills them well, or leaves them alone."""
+    """Yield a layer's own tensors that may be missing: reload fills them, or leaves them alone."""
     own = [tensor for table in tables_of(module) for tensor in table.values() if tensor is not None]
     yield from own if has_optional_scales(module) else ()
     yield from (tensor for tensor in own if not _count_loadable(tensor))

@@ -1,0 +1,355 @@
+"""`MetaModel`: a copy of an engine's model without data, whose loaders are watched.
+
+Weights are loaded into it without data, while the engine serves. What its loaders write is counted,
+since engines fuse parameters (q, k and v are one): a set of loaded names cannot tell that one of
+the parts is missing. Loaders also skip names that they do not know, so it is noted which tensors
+they read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dbuffer.errors import UnsupportedError, WeightsMismatchError
+from dbuffer.integrations.engine.plan.load_trace import (
+    LoadRecorder,
+    LoadTrace,
+    Unwrapped,
+    storage_of,
+    tables_of,
+    unwrapped_by,
+)
+from dbuffer.runtime.messages import listed
+
+Loader = Callable[..., Any]
+
+
+class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A model on the meta device, and counts of what its loaders write into each of its tensors.
+
+    Each engine says in a subclass when a load is complete.
+
+    Args:
+        model: the copy, made on the meta device. Layers that name a device of their own are
+            moved there.
+        embedding: the class of embeddings and heads, which are padded to a round number of rows;
+            no checkpoint has the last ones, and the loaders check the rows they get.
+        default_loader: of tensors without a ``weight_loader``.
+        tp_size: number of ranks that a tensor may be spread over, if nothing else is known of it.
+        serving: the model that serves, whose loaders may have registered parameters that the copy
+            does not have yet. None: they have not.
+        wrapper: the name of a layer of ``serving`` in the one that wraps it; None: none is wrapped.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        embedding: type[torch.nn.Module],
+        default_loader: Loader,
+        tp_size: int,
+        serving: torch.nn.Module | None = None,
+        wrapper: str | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # No buffers: engines keep rotary embeddings for all their models, so the copy has those of
+        # the model that serves.
+        for parameter in list(model.parameters()):
+            if not parameter.is_meta:
+                _put_in_place(model, parameter, _twin(parameter, "meta"))
+        self.model = model
+        self._tp_size = tp_size
+        self._thread: int | None = None
+        self.recorder = LoadRecorder(dict(model.named_parameters()) | dict(model.named_buffers()))
+        self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        """All names of its parameters, those of tied ones included."""
+        self._name_of = {id(tensor): name for name, tensor in model.named_parameters()}
+        self._loaded: dict[int, int] = {}
+        self._read: set[int] = set()
+        self._embedded: set[int] = set()
+        self._padded = {
+            id(parameter): module
+            for module in model.modules()
+            if isinstance(module, embedding)
+            for parameter in module.parameters(recurse=False)
+        }
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._wrap_loader(tensor, getattr(tensor, "weight_loader", default_loader))
+        self._served_late: dict[str, torch.Size] = {}
+        self._late: dict[str, tuple[torch.nn.Module, str]] = {}
+        self._watch_late_parameters(serving, unwrapped_by(wrapper))
+
+    def reset(self) -> None:
+        """Forget all loads, for one by this thread."""
+        for module, name in self._late.values():
+            tables_of(module)[0][name] = None
+        self._late.clear()
+        self._loaded.clear()
+        self._read.clear()
+        self._embedded.clear()
+        self._thread = threading.get_ident()
+        self.recorder.begin()
+
+    def require_complete(self) -> None:
+        """Raise :class:`WeightsMismatchError` if something is missing."""
+        raise NotImplementedError
+
+    def note_read(self, tensor: torch.Tensor) -> None:
+        """Note that a loader is about to read this."""
+        # A tensor of the loaders' own is gone soon, and another one may take its place in memory.
+        if self.recorder.is_source(tensor):
+            self._read.add(storage_of(tensor))
+
+    def is_read(self, tensor: torch.Tensor) -> bool:
+        """Whether a loader has read this, or a view of it."""
+        return storage_of(tensor) in self._read
+
+    def is_embedded(self, tensor: torch.Tensor) -> bool:
+        """Whether this has gone into an embedding or a head."""
+        return storage_of(tensor) in self._embedded
+
+    def note_loaded(self, tensor: Any, count: int, *, is_part: bool) -> None:
+        """Note that a loader has written so many elements of this, as a whole or as a part."""
+
+    def num_shares(self, tensor: Any) -> int:  # noqa: ARG002
+        """Return the number of ranks that a tensor may be spread over."""
+        return self._tp_size
+
+    def count_of(self, tensor: Any) -> int:
+        """Return the number of elements of this that were written."""
+        return self._loaded.get(id(tensor), 0)
+
+    def end(self) -> LoadTrace:
+        """Return the trace since :meth:`reset`."""
+        return self.recorder.end(
+            (tensor, self.count_of(tensor))
+            for tensor in (*self.model.parameters(), *self.model.buffers())
+        )
+
+    @contextlib.contextmanager
+    def with_data(self, name: str) -> Iterator[torch.Tensor]:
+        """Give a parameter or buffer memory, of zeros, for a while."""
+        path, _, own = name.rpartition(".")
+        tables = tables_of(self.model.get_submodule(path))
+        without = next(table[own] for table in tables if own in table)
+        made = _twin(without, "cpu")
+        made.data.zero_()
+        _put_in_place(self.model, without, made)
+        try:
+            yield made.data
+        finally:
+            _put_in_place(self.model, made, without)
+
+    def require_whole(self, name: str, tensor: Any, num_elements: int) -> None:
+        """Raise :class:`WeightsMismatchError` if fewer elements of this were written."""
+        loaded = self.count_of(tensor)
+        if loaded < (1 if id(tensor) in self._padded else num_elements):
+            raise WeightsMismatchError(
+                f"only {loaded} of {num_elements} elements of {name} were published"
+            )
+
+    def require_late_parameters(self, *, partial: bool = False) -> None:
+        """Refuse other parameters than loaders registered when the engine was started."""
+        for path, (module, name) in self._late.items():
+            served = self._served_late.get(path)
+            shape = tables_of(module)[0][name].shape
+            if served is None:
+                raise WeightsMismatchError(
+                    f"{path} was published, and the engine was started from a checkpoint without: "
+                    "leave it out, or start the engine from a checkpoint that has it"
+                )
+            if shape != served:
+                raise WeightsMismatchError(
+                    f"{path} was published as {list(shape)}; the engine has {list(served)}"
+                )
+        if not partial and (missing := self._served_late.keys() - self._late.keys()):
+            raise WeightsMismatchError(
+                f"{listed(sorted(missing))} of the engine's model was not published"
+            )
+
+    def _watch_late_parameters(self, serving: torch.nn.Module | None, unwrapped: Unwrapped) -> None:
+        """Watch for parameters that the model's loaders register themselves: some biases."""
+        served = dict(serving.named_parameters()) if serving is not None else {}
+        shapes = {unwrapped(name): tensor.shape for name, tensor in served.items()}
+        for prefix, module in self.model.named_modules():
+            lacking = [name for name, tensor in tables_of(module)[0].items() if tensor is None]
+            paths = {f"{prefix}.{name}".lstrip("."): name for name in lacking}
+            # Engines make others of what they have loaded.
+            late = [path for path, name in paths.items() if name == "bias" and path in shapes]
+            self._served_late |= {path: shapes[path] for path in late}
+            if paths:
+                register = functools.partial(self._register, prefix, module)
+                module.register_parameter = register
+
+    def _register(self, prefix: str, module: torch.nn.Module, name: str, parameter: Any) -> None:
+        """Register a parameter of the copy, and treat it as loaded: its loader is not wrapped."""
+        is_late = tables_of(module)[0].get(name) is None and parameter is not None
+        torch.nn.Module.register_parameter(module, name, parameter)
+        if not is_late or self._thread is None:
+            return
+        path = f"{prefix}.{name}".lstrip(".")
+        self._late[path] = module, name
+        self._loaded[id(parameter)] = parameter.numel()
+        self.note_read(parameter)
+        self.recorder.note_registered(path, parameter)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for value in tree_leaves(args):
+            if isinstance(value, torch.Tensor):
+                self.note_read(value)
+        self.recorder.note(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        self.recorder.note_result(args, kwargs or {}, result)
+        return result
+
+    def _wrap_loader(self, tensor: Any, loader: Loader) -> None:
+        signature = inspect.signature(loader)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            # All take the parameter and what is loaded first, some by name.
+            param, loaded, *which_part = signature.bind(*args, **kwargs).arguments.values()
+            if not param.is_meta:  # with data, what was counted without is done once more
+                return loader(*args, **kwargs)
+            self.note_read(loaded)
+            # A trainer's float32 into an engine's bfloat16 is the usual case; bits are not numbers.
+            if loaded.is_floating_point() != param.is_floating_point():
+                raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
+            # Some models load in threads of their own, which have modes of their own too.
+            is_here = threading.get_ident() == self._thread
+            copied = _CopiedElements(None if is_here else self.recorder)
+            self._require_rows(param, loaded)
+            with copied:
+                result = loader(*args, **kwargs)
+            # Each rank takes its share, or all of it, or nothing (another rank's expert).
+            is_padded = id(param) in self._padded
+            if not is_padded and 0 < copied.count * self.num_shares(param) < loaded.numel():
+                raise WeightsMismatchError(f"only {copied.count} of {loaded.numel()} elements fit")
+            if is_padded and self.recorder.is_source(loaded):
+                self._embedded.add(storage_of(loaded))
+            self.note_loaded(param, copied.count, is_part=bool(which_part))
+            self._loaded[id(param)] = self.count_of(param) + copied.count
+            return result
+
+        # Parameters of some quantisations have a property of that name, without a setter.
+        found = getattr(type(tensor), "weight_loader", None)
+        is_fixed = isinstance(found, property) and found.fset is None
+        setattr(tensor, "_weight_loader" if is_fixed else "weight_loader", watched)
+
+    def _require_rows(self, parameter: Any, loaded: torch.Tensor) -> None:
+        """Refuse a vocabulary of another size with its sizes, which loaders do not name."""
+        num_rows = getattr(self._padded.get(id(parameter)), "org_vocab_size", None)
+        if num_rows is None or not loaded.ndim or loaded.shape[0] == num_rows:
+            return
+        name = self._name_of.get(id(parameter), "its embedding")
+        raise WeightsMismatchError(
+            f"{name} of the engine has the {num_rows} rows of its vocabulary, not {len(loaded)}: "
+            f"publish {num_rows} rows, without those that a trainer pads it with, or start the "
+            "engine from a checkpoint with this vocabulary"
+        )
+
+
+class _CopiedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counter of the elements that are copied while it is on, in this thread."""
+
+    def __init__(self, recorder: LoadRecorder | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.count += args[0].numel()
+        if self._recorder is not None:
+            self._recorder.note(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str] = ()) -> Any:
+    """Build a model on the meta device.
+
+    Some constructors read values that they compute (slopes of ALiBi, a threshold): where that
+    fails, tensors made of plain numbers have data. ``keep``: names of buffers that keep theirs.
+
+    Raises:
+        UnsupportedError: the constructor fails all the same.
+    """
+    try:
+        with torch.device("meta"):
+            return make()
+    # A constructor may raise anything; if that is not for want of data, it raises again.
+    except Exception:  # noqa: BLE001
+        try:
+            with torch.device("meta"), _NumbersWithData():
+                model = make()
+        except Exception as error:
+            raise UnsupportedError(
+                f"a {what} cannot be built without data, so nothing could be checked before it is "
+                f"loaded: {type(error).__name__} {error!s:.300}"
+            ) from error
+    for module in model.modules():
+        for name, buffer in tables_of(module)[1].items():
+            is_loaded = name not in module._non_persistent_buffers_set  # noqa: SLF001
+            if buffer is not None and is_loaded and name not in keep and not buffer.is_meta:
+                _put_in_place(model, buffer, _twin(buffer, "meta"))
+    return model
+
+
+class _NumbersWithData(TorchFunctionMode):
+    """Mode that makes tensors of plain numbers in main memory, whatever the default device is."""
+
+    _MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor, torch.arange, torch.linspace)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._MAKERS and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+def tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module, unwrapped: Unwrapped) -> None:
+    """Tie the parameters of a copy that are tied in the model that serves.
+
+    An engine may tie a head to the embedding once it has loaded both, and they were equal.
+    """
+    own = dict(model.named_parameters(remove_duplicate=False))
+    firsts: dict[tuple[int, int], str] = {}
+    for served, tensor in serving.named_parameters(remove_duplicate=False):
+        name = unwrapped(served)
+        if name not in own or not tensor.nbytes:
+            continue
+        first = firsts.setdefault((tensor.data_ptr(), tensor.nbytes), name)
+        if own[name] is not own[first] and own[name].shape == own[first].shape:
+            _put_in_place(model, own[name], own[first])
+
+
+def _twin(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a tensor of the same kind, shape and attributes on another device."""
+    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    made = torch.Tensor._make_subclass(type(tensor), data, False)  # noqa: SLF001
+    made.__dict__.update(tensor.__dict__)
+    return made
+
+
+def _put_in_place(model: torch.nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Replace a parameter or buffer in all layers that have it; a tied one is in several."""
+    for layer in model.modules():
+        for table in tables_of(layer):
+            for key, tensor in table.items():
+                if tensor is old:
+                    table[key] = new
