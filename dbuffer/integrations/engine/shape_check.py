@@ -186,7 +186,7 @@ class ShapeCheck:
             self._meta.model.load_weights(shapes())
 
     def loaded(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Load some tensors with data, and return the parameter of this name as the loaders fill it.
+        """Load some tensors with data, and return how they fill the parameter of this name.
 
         For the same thread as the check. Errors of the loaders are raised.
         """

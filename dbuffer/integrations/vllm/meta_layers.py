@@ -193,7 +193,7 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
 
     def require_complete(self) -> None:
-        """Raise :class:`WeightsMismatchError` if a tensor is missing; with `partial`, of a layer."""
+        """Raise :class:`WeightsMismatchError` if a tensor is missing; with `partial`, half a layer."""
         self.require_late_parameters(partial=self._partial)
         self._refuse_what_reload_would_lose()
         if not self._partial:
@@ -203,7 +203,7 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         self._require_whole_layers()
 
     def _refuse_what_reload_would_lose(self) -> None:
-        """Refuse loads past a tensor's loader: a reload loads into other tensors, and misses them."""
+        """Refuse loads past a tensor's loader: reload has other tensors there, and misses them."""
         for name, origin in self.recorder.written_from.items():
             raise WeightsMismatchError(
                 f"{type(self.model).__name__} computes {name} from {origin}, which has no data in "

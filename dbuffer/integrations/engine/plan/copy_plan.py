@@ -161,7 +161,7 @@ class PreparedSwitch:
     tensors: Tensors
     """Published tensors; only those to be reloaded, where the copies have memory of their own."""
     copies: Mapping[str, Sequence[Copy]]
-    """By the name of the parameter."""
+    """Copies into each parameter, by its name."""
     fixed: Mapping[str, int]
     """Digests of the tensors in ``plan.verified_for``."""
     images: Sequence[Image] = ()

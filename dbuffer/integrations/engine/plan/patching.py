@@ -90,7 +90,7 @@ class Patches:
     base: str
     """Identity of the version that the model must hold."""
     patches: Mapping[str, Sequence[Patch]]
-    """By the name of the parameter."""
+    """Patches of each parameter, by its name."""
     copies: Sequence[Copy]
     """Copies into parts that are not patched."""
 
