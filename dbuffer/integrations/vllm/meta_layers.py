@@ -193,7 +193,7 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
         self._loaded_of_layer[prefix] = counted + min(count, _count_loadable(tensor))
 
     def require_complete(self) -> None:
-        """Raise :class:`WeightsMismatchError` if a tensor is missing; with `partial`, half a layer."""
+        """Raise :class:`WeightsMismatchError` if a tensor, or part of a layer, is missing."""
         self.require_late_parameters(partial=self._partial)
         self._refuse_what_reload_would_lose()
         if not self._partial:
