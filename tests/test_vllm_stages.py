@@ -42,6 +42,7 @@ IMPORTED = (
     "dbuffer.integrations.vllm.rank",
 )
 """By both ranks, once: it takes each of them 8 s."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ORDER = (1, 0, 1, 0)
 """Of the two checkpoints, as they are published: the last switches are copies."""
 
@@ -131,6 +132,18 @@ def test_what_one_rank_cannot_take_no_rank_takes(
         assert name in answer
         assert "no rank was touched" in answer
     assert engine.digests() == before
+
+
+@pytest.mark.parametrize("engine", ["two stages of a tied model"], indirect=True)
+def test_a_head_that_no_stage_reads_is_redundant_if_it_is_equal(engine: Engine) -> None:
+    weights = engine.pair[0] | {HEAD: engine.pair[0][EMBEDDING].clone()}
+    assert engine.switch_to(weights) == ["", ""]
+    assert engine.digests() == engine.fresh[0]
+    for scale in (2, 3):
+        for answer in engine.switch_to(weights | {HEAD: scale * weights[HEAD]}):
+            assert f"{HEAD} (it differs from {EMBEDDING}" in answer
+            assert "no rank was touched" in answer
+        assert engine.digests() == engine.fresh[0]
 
 
 def test_experts_that_move_are_refused(world: World, engine: Engine) -> None:

@@ -86,6 +86,10 @@ class RankReceiver:
         self._traces: list[tuple[Layout, LoadTrace]] = []
         self._warned: set[str] = set()
         self._judged: Layout | None = None
+        self._redundant: set[str] = set()
+        """Tensors that no stage reads, and that are another one's twins."""
+        self._differing: tuple[str, dict[str, str]] = "", {}
+        """Identity of the version prepared last, and its tensors that differ from their twins."""
         self._copier = Copier(options.num_threads)
         self._loader = WeightLoader(
             rank.module,
@@ -262,15 +266,26 @@ class RankReceiver:
             )
         self._warned.update(unused)
 
-    def _judge_stages(self, staged: Staged | None) -> None:
-        """Refuse tensors for which no stage of the model has a place; on all ranks."""
-        if staged is None or not self._is_stage or staged.layout == self._judged:
+    def _judge_stages(self, staged: Staged | None, differing: Sequence[Mapping[str, str]]) -> None:
+        """Refuse tensors that no stage of the model reads; on all ranks.
+
+        ``differing``: each rank's tensors that differ from the one in their place.
+        """
+        if staged is None or not self._is_stage:
             return
-        trace = self._trace_of(staged.layout)
-        unused = trace.unused if trace is not None else ()
-        nowhere = set(unused).intersection(*self.ranks.gather(unused))
+        nowhere: list[str] = []
+        if staged.layout != self._judged:
+            trace = self._trace_of(staged.layout)
+            unused = {text.partition(" ")[0]: text for text in trace.unused} if trace else {}
+            ranks = self.ranks.gather(([*unused], [*trace.twins] if trace else []))
+            unread = set.intersection(*({*names, *twins} for names, twins in ranks))
+            self._redundant = {name for _, twins in ranks for name in twins} & unread
+            nowhere = [unused[name] for name in sorted(unread - self._redundant)]
+        more = {
+            name: why for each in differing for name, why in each.items() if name in self._redundant
+        }
         try:
-            self._judge_unused(sorted(nowhere))
+            self._judge_unused([*nowhere, *more.values()])
         except WeightsMismatchError as error:
             raise EngineUpdateError(
                 f"engine {self.engine_id} could not prepare: {error}; no rank was touched, and "
@@ -278,19 +293,17 @@ class RankReceiver:
             ) from None
         self._judged = staged.layout
 
-    def _judge_twins(self, trace: LoadTrace, snapshot: Snapshot) -> None:
-        """Take a tensor that the model has another one for as redundant only if both are equal."""
+    def _differing_twins(self, trace: LoadTrace, snapshot: Snapshot) -> dict[str, str]:
+        """Find unread tensors that differ from the one that the model has in their place."""
 
         def tensor(name: str) -> torch.Tensor:
             return snapshot.tensors[snapshot.layout.aliases.get(name, name)]
 
-        self._judge_unused(
-            [
-                f"{name} (it differs from {twin}, which the engine has in its place)"
-                for name, twin in trace.twins.items()
-                if not _are_equal(tensor(name), tensor(twin))
-            ]
-        )
+        return {
+            name: f"{name} (it differs from {twin}, which the engine has in its place)"
+            for name, twin in trace.twins.items()
+            if not _are_equal(tensor(name), tensor(twin))
+        }
 
     def _trace_of(self, layout: Layout) -> LoadTrace | None:
         traces = (trace for of, trace in self._traces if of is layout or of == layout)
@@ -313,8 +326,11 @@ class RankReceiver:
         trace = self._trace_of(snapshot.layout)
         if trace is None:
             return None
-        if not self._is_stage:  # another stage may have the head
-            self._judge_twins(trace, snapshot)
+        differing = self._differing_twins(trace, snapshot)
+        if self._is_stage:  # another stage may have the head
+            self._differing = snapshot.identity, differing
+        else:
+            self._judge_unused([*differing.values()])
         tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
 
         def changed_since(identity: str) -> Changed | None:
@@ -358,16 +374,18 @@ class RankReceiver:
         for round_ in range(_MAX_ROUNDS):
             staged, problem = self._take(request, must_load=must_load, is_first=round_ == 0)
             version = staged.version if staged else self._version
-            answer = version, staged.identity if staged else "", problem
+            identity = staged.identity if staged else ""
+            differing = self._differing[1] if self._differing[0] == identity else {}
+            answer = version, identity, problem, differing
             answers = self.ranks.gather(answer, begins=round_ == 0)
-            self._require_no_problem(request, [problem for _, _, problem in answers])
-            if len({(version, identity) for version, identity, _ in answers}) == 1:
-                self._judge_stages(staged)
+            self._require_no_problem(request, [problem for _, _, problem, _ in answers])
+            if len({(version, identity) for version, identity, _, _ in answers}) == 1:
+                self._judge_stages(staged, [differing for _, _, _, differing in answers])
                 return staged
-            versions = {version or 0 for version, _, _ in answers}
+            versions = {version or 0 for version, _, _, _ in answers}
             highest = max(versions)
             # What one rank has, another one may have to load again, when it was half loaded there.
-            must_load = len(versions) == 1 and any(not identity for _, identity, _ in answers)
+            must_load = len(versions) == 1 and any(not identity for _, identity, _, _ in answers)
             # Some rank holds the highest, so it stays in the store until all do; but a store that
             # was replaced may have two of one number.
             if len(versions) == 1 or version != highest:
