@@ -264,7 +264,7 @@ def _measure(place: Path, progress: OnStep) -> Meeting:
             is_late = True
         except errors.ReceiverFailedError:
             store = DoubleBuffer(sender.store, allow_shared_store=True)
-            problem = "; ".join(seen.problem for seen in store.receivers() if seen.problem)
+            problem = "; ".join(record.problem for record in store.receivers() if record.problem)
             if not problem:  # the peer has ended
                 raise
     return Meeting(
