@@ -1,4 +1,4 @@
-"""`VllmModel`: one rank's model; loading weights, and refusing to serve when that failed.
+"""`VllmModel`: one rank's model, which loads weights, and refuses to serve when that failed.
 
 Weights go through vLLM's layerwise reload, which serves packed, quantised and plain layers alike.
 """
@@ -38,7 +38,7 @@ _Tensors = tuple[torch.nn.Module, list[dict[str, Any]]]
 
 
 class VllmModel:
-    """The model of one rank, as it serves.
+    """Model of one rank, as it serves.
 
     All methods are for the worker's main thread, between two steps of the engine.
     """
@@ -126,10 +126,10 @@ def _own_tensors(module: Any) -> list[dict[str, Any]]:
 
 
 def _put_back(before: list[_Tensors]) -> None:
-    """Give each layer its own tensors again, after a load that failed; what is in them is a mix.
+    """Give each layer its own tensors again, after a load that failed; their content is a mix.
 
-    Half a layer that is left waiting for its other half would be completed by the next load, with
-    tensors of another version; and one that failed would stay on the meta device.
+    The next load would complete half a layer with tensors of another version; and a layer that
+    failed would stay on the meta device.
     """
     for module, tensors in before:
         get_layerwise_info(module).reset()
@@ -159,7 +159,7 @@ class _Registrations:
             module.__dict__.pop("register_parameter", None)
 
     def settled_after_each(self, weights: _Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield these, and look after each whether it was made a parameter."""
+        """Yield weights, and settle the parameters that each was made."""
         for name, tensor in weights:
             yield name, tensor
             for module, own_name, old in self._new:
@@ -177,7 +177,7 @@ class _Registrations:
 
 
 def _register_nothing_again(before: list[_Tensors]) -> None:
-    """Reload forgets a layer's names that have None under them: weights that its kernel keeps."""
+    """Restore the names with None, of weights that a kernel keeps: reload drops them."""
     for module, tensors in before:
         for table, own in zip(tables_of(module), tensors, strict=True):
             for name, tensor in own.items():
@@ -186,7 +186,7 @@ def _register_nothing_again(before: list[_Tensors]) -> None:
 
 
 def _lacking_nothing(before: list[_Tensors], loaded: list[torch.nn.Module]) -> list[Any]:
-    """Layers all of whose parameters have come, with another layer's where they are tied."""
+    """Return the layers whose parameters have all come, tied ones with another layer."""
     have_come = {
         id(parameter)
         for module, (parameters, _) in before
@@ -202,10 +202,10 @@ def _lacking_nothing(before: list[_Tensors], loaded: list[torch.nn.Module]) -> l
 
 @contextlib.contextmanager
 def _no_warning_of(complete: list[torch.nn.Module]) -> Iterator[None]:
-    """Keep to ourselves that reload found nothing for layers that need nothing.
+    """Suppress warnings that reload found nothing for layers that need nothing.
 
-    vLLM warns of each, by the name of its class: of rotary embeddings, tied heads, what a partial
-    version leaves out.
+    vLLM warns of each, by the name of its class: of rotary embeddings, tied heads, layers that a
+    partial version leaves out.
     """
     harmless = {f"{type(module).__name__}: Failed to load weights" for module in complete}
 
@@ -227,15 +227,15 @@ def _has_loaded(module: torch.nn.Module) -> bool:
 
 
 def has_optional_scales(module: torch.nn.Module) -> bool:
-    """Whether what a layer loads are scales of its cache.
+    """Whether a layer loads the scales of its cache.
 
-    vLLM does not ask a checkpoint for those; where it has none, they get defaults after loading.
+    vLLM does not require them of a checkpoint; missing ones get defaults after loading.
     """
     return isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
 
 
 def _finish_caches_without_scales(model: torch.nn.Module) -> None:
-    """Let reload give scales that did not come their defaults; it would keep the old version's."""
+    """Let reload set missing scales to their defaults; it would keep the old version's."""
     for module in model.modules():
         if has_optional_scales(module) and not _has_loaded(module):
             # Reload looks at nothing else, and begins with the defaults.
@@ -244,10 +244,10 @@ def _finish_caches_without_scales(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def _onednn_kernels_keep_scales() -> Iterator[None]:
-    """Let int8 kernels that are made on a CPU meanwhile hold the scales that they were made with.
+    """Keep the scales alive that int8 kernels are made with on a CPU, during a reload.
 
-    oneDNN notes where the scales lie; reload copies them to where the layer had its own, and gives
-    those away (vLLM 0.28 to 0.33), so that the kernel would read whatever comes to lie there.
+    oneDNN keeps the scales' address; reload copies them into the layer's own, and frees these (vLLM
+    0.28 to 0.33), so that the kernel would read memory that was reused.
     """
     make = _custom_ops.create_onednn_scaled_mm
 
@@ -264,10 +264,10 @@ def _onednn_kernels_keep_scales() -> Iterator[None]:
 
 
 def _repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
-    """Reload skips a layer whose weight is another's, so what its kernel has packed is the old one.
+    """Pack layers again whose weight is another layer's: reload skips them, and keeps the old one.
 
-    So it is with a head that has the embedding's. On a CPU vLLM packs most embeddings, too, which
-    never multiply by it. Such a copy has just been made anew, and is what the head needs.
+    A head tied to the embedding is such a layer. On a CPU vLLM packs most embeddings, too, which
+    never multiply by it: that copy was just made anew, and is the one that the head needs.
     """
     packing = CpuPacking()
     owners = {id(weight): module for module in loaded for weight in module.parameters(False)}
@@ -283,10 +283,10 @@ def _repack_tied(model: torch.nn.Module, loaded: list[torch.nn.Module]) -> None:
 
 
 def _repack_cpu_experts(loaded: list[torch.nn.Module]) -> None:
-    """On a CPU, reload leaves experts as they were loaded, where their kernel reads packed ones.
+    """Pack experts again: on a CPU, reload leaves them as they were loaded.
 
-    vLLM (0.28 to 0.33) packs them when it first makes their kernel, and not again. Those that got
-    nothing are packed still.
+    vLLM (0.28 to 0.33) packs them when it first makes their kernel, and not again. Experts that got
+    nothing are still packed.
     """
     for module in loaded:
         method = getattr(module, "quant_method", None)

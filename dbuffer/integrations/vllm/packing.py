@@ -16,7 +16,7 @@ _NUM_ROWS = 4
 
 
 class CpuPacking:
-    """See `Packing` of :mod:`dbuffer.integrations.engine.plan.images`.
+    """Packing of vLLM's layers on a CPU, for images of them (`engine/plan/images.py`).
 
     Linear layers and heads are packed into memory of a kernel, experts into another form of their
     parameters.
