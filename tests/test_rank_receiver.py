@@ -91,7 +91,8 @@ class Watched(MetaModel):  # type: ignore[no-untyped-call]
         super().__init__(model, embedding=nn.Module, default_loader=all_of_it, tp_size=SIZE)
 
     def require_complete(self) -> None:
-        """All is well."""
+        for name, parameter in self.model.named_parameters():
+            self.require_whole(name, parameter, 1)
 
 
 @dataclasses.dataclass
@@ -231,6 +232,20 @@ def test_what_was_staged_for_another_model_is_staged_anew(
             staging == "copy"
         ] * SIZE
         assert require_right(list(found), published) == [4] * SIZE
+    world.run(close)
+
+
+@pytest.mark.parametrize("staging", ["map", "copy"])
+def test_a_tensor_of_two_names_is_staged_under_both(
+    staging: str, world: World, store: Path
+) -> None:
+    with dbuffer.WeightSender(store) as sender:
+        world.run(start, store, staging)
+        for version in range(1, 4):
+            published = weights(version, norms=float(version))
+            published["norm_1"] = published["norm_0"]
+            sender.send(published)
+            assert require_right(world.run(update, version), published) == [2] * SIZE
     world.run(close)
 
 

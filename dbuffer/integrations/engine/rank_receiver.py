@@ -343,7 +343,7 @@ class RankReceiver:
         with self._reading:
             if self._state.is_asleep or self._state.is_unknown:
                 return None
-            return self._loader.prepare(tensors, trace, changed_since)
+            return self._loader.prepare(tensors, trace, changed_since, snapshot.layout.aliases)
 
     def _load(self, staged: Staged) -> None:
         self._state.loaded_names.add(staged.layout.all_names, staged.version)

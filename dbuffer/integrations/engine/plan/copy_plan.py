@@ -97,10 +97,10 @@ class CopyPlan:
         """Memory for one more copy of the parameters."""
         return sum(align(parameter.nbytes) for parameter in self.parameters.values())
 
-    def switch_to(self, tensors: Tensors) -> PreparedSwitch:
+    def switch_to(self, tensors: Tensors, aliases: Mapping[str, str]) -> PreparedSwitch:
         """Bind the copies to a version's tensors, without images, sample and patches."""
         fixed = {name: digest_of(tensors[name]) for name in self.verified_for or ()}
-        return PreparedSwitch(self, tensors, self.copies_of(tensors), fixed)
+        return PreparedSwitch(self, tensors, self.copies_of(tensors), fixed, aliases)
 
     def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
         """Bind the copies into each parameter to a version's tensors."""
@@ -164,6 +164,8 @@ class PreparedSwitch:
     """Copies into each parameter, by its name."""
     fixed: Mapping[str, int]
     """Digests of the tensors in ``plan.verified_for``."""
+    aliases: Mapping[str, str]
+    """Stored names of tensors that the model takes under another name."""
     images: Sequence[Image] = ()
     sample: Sample = field(default_factory=dict)
     """Elements by which the model is known to hold this version."""
@@ -175,11 +177,12 @@ class PreparedSwitch:
         """Whether it is verified to do all that a reload does."""
         return self.plan.covers(self)
 
-    @property
+    @cached_property
     def reloaded(self) -> Tensors:
         """Published tensors that are reloaded in addition."""
         sources = self.plan.partial_reload.sources
-        return {name: tensor for name, tensor in self.tensors.items() if name in sources}
+        names = [name for name in self.tensors if name in sources] if sources else []
+        return {name: self.tensors[name] for name in names}
 
     @property
     def num_bytes(self) -> int:
@@ -194,8 +197,9 @@ class PreparedSwitch:
         return self.plan.twin_bytes + reloaded_bytes
 
     def of(self, tensors: Tensors) -> PreparedSwitch:
-        """Bind the copies to other tensors with the same content."""
-        return self._from(tensors, self.plan.copies_of(tensors))
+        """Bind the copies to other tensors with the same content, by their stored names."""
+        offered = {name: tensors[self.aliases.get(name, name)] for name in self.tensors}
+        return self._from(offered, self.plan.copies_of(offered))
 
     def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> PreparedSwitch:
         """Copy all that it needs into flat bytes, with ``copy``, and bind the copies to these.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -144,17 +144,22 @@ class WeightLoader:
         tensors: Tensors,
         trace: LoadTrace,
         changed_since: Callable[[str], Changed | None] = lambda _: None,
+        aliases: Mapping[str, str] | None = None,
     ) -> PreparedSwitch | None:
         """Prepare a switch to a version that is being staged; None: it is reloaded.
 
-        ``changed_since`` returns where the version differs from that of an identity, if known.
+        Args:
+            tensors: the version's, by the names that the model takes.
+            trace: of its layout.
+            changed_since: returns where it differs from the version of an identity, if known.
+            aliases: stored names of tensors that the model takes under another name.
         """
         plan = self._plan_of(trace)
         if plan is None:
             return None
         if plan.verified_for is not None and not self._loads_as_traced(plan, tensors):
             return None
-        switch = plan.switch_to(tensors)
+        switch = plan.switch_to(tensors, aliases or {})
         try:
             switch.images = plan.make_images(tensors)
         except NotPlannableError as error:
