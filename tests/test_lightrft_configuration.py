@@ -22,7 +22,7 @@ from dbuffer.integrations import default_store
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.lightrft import BroadcastManager, manager
 from dbuffer.integrations.lightrft.configuration import SGLANG_NAMES, Configuration
-from dbuffer.integrations.lightrft.engines import mine_of
+from dbuffer.integrations.lightrft.engines import engines_of_rank
 from dbuffer.receive.stager import Stager
 
 
@@ -251,12 +251,12 @@ class SGLangWrapper:
 
 
 def test_engines_that_a_rank_has_to_do_with() -> None:
-    assert mine_of("http://a", 0) == ["http://a"]
-    assert mine_of("http://a", 1) == []
-    assert mine_of([5, "http://a", None], 0) == [5, "http://a"]
-    assert mine_of([5, "http://a", None], 1) == [5]
-    assert mine_of(SGLangWrapper(0), 3) == [["the engine", 0]]
-    assert mine_of(SGLangWrapper(1), 0) == []
+    assert engines_of_rank("http://a", 0) == ["http://a"]
+    assert engines_of_rank("http://a", 1) == []
+    assert engines_of_rank([5, "http://a", None], 0) == [5, "http://a"]
+    assert engines_of_rank([5, "http://a", None], 1) == [5]
+    assert engines_of_rank(SGLangWrapper(0), 3) == [["the engine", 0]]
+    assert engines_of_rank(SGLangWrapper(1), 0) == []
 
 
 def hold(rank: int, place: Path) -> str:

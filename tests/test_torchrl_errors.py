@@ -29,6 +29,8 @@ import dbuffer
 from dbuffer.integrations import torchrl as integration
 
 SCHEMES: list[Any] = [DoubleBufferSyncScheme, VLLMDoubleBufferSyncScheme, VLLMWeightSyncScheme]
+NO_ENGINE = "http://127.0.0.1:1"
+"""URL of a server that does not answer."""
 SOURCES = sorted(Path(integration.__file__).parent.glob("*.py"))
 
 
@@ -39,7 +41,8 @@ def sending(scheme: Any) -> Any:
 
 
 def receiving(scheme: Any) -> Any:
-    scheme.init_on_receiver(model_id="policy", model=None, context=None)
+    engine = None if isinstance(scheme, DoubleBufferSyncScheme) else NO_ENGINE
+    scheme.init_on_receiver(model_id="policy", model=engine, context=None)
     return scheme
 
 
@@ -69,8 +72,6 @@ EVERY: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "send after the end": (lambda s: shut_down(s).send(), RuntimeError),
     "receive first": (lambda s: s.receive(), RuntimeError),
     "apply first": (lambda s: s.apply_weights({}), RuntimeError),
-    "get_sender first": (lambda s: s.get_sender(), RuntimeError),
-    "get_receiver first": (lambda s: s.get_receiver(), RuntimeError),
     "an unknown name": (lambda s: prepare(s, "env.nothing"), ValueError),
     "an index beyond the end": (
         lambda s: s.prepare_weights("a[3]", "policy", None, SimpleNamespace(a=[])),
@@ -105,11 +106,10 @@ ENGINES: dict[str, tuple[Callable[[Any], Any], type[Exception]]] = {
     "no model": (lambda s: s.create_sender().update_weights(), RuntimeError),
     "a model that is gone": (lambda s: with_model_gone(s).update_weights(), RuntimeError),
     "out of place": (
-        lambda s: s.create_receiver(None).apply_weights({}, inplace=False),
+        lambda s: receiving(s).apply_weights({}, inplace=False),
         ValueError,
     ),
-    "no engine": (lambda s: s.create_receiver(None).poll_and_apply(0), NotImplementedError),
-    "no context": (lambda s: registered(s, "policy").poll_and_apply(0), ValueError),
+    "no engine": (lambda s: s.create_receiver(None), NotImplementedError),
     "receive after the end": (lambda s: ended(receiving(s)).receive(), RuntimeError),
 }
 
@@ -118,12 +118,6 @@ def with_model_gone(scheme: Any) -> Any:
     sender = scheme.create_sender()
     sender.register_model(nn.Linear(1, 1))
     return sender
-
-
-def registered(scheme: Any, model: Any) -> Any:
-    receiver = scheme.create_receiver(None)
-    receiver.register_model(model)
-    return receiver
 
 
 def ended(scheme: Any) -> Any:

@@ -22,7 +22,7 @@ from dbuffer.errors import (
     StoreBusyError,
     WaitTimeoutError,
 )
-from dbuffer.integrations.verl.syncing import Incoming, Outgoing, SyncOptions
+from dbuffer.integrations.verl.syncing import ActorSync, RolloutSync, SyncOptions
 
 STEP = 7
 
@@ -37,7 +37,7 @@ def weights(number: float) -> Iterator[tuple[str, torch.Tensor]]:
     yield "b", torch.full((2, 2), number)
 
 
-def taken(incoming: Incoming) -> dict[str, torch.Tensor]:
+def taken(incoming: RolloutSync) -> dict[str, torch.Tensor]:
     """What a rollout worker gives its engine; it waits without doing something else."""
     for _ in incoming.waiting():
         pass
@@ -64,8 +64,8 @@ class Ends:
 
     def __init__(self, store: Path, **more: Any) -> None:
         self.configuration = configuration(store, **more)
-        self.outgoing = Outgoing(self.configuration)
-        self.incoming = Incoming(self.configuration)
+        self.outgoing = ActorSync(self.configuration)
+        self.incoming = RolloutSync(self.configuration)
 
     def begin(self) -> None:
         self.incoming.expect(self.outgoing.announce())
@@ -81,7 +81,7 @@ class Ends:
         """Another process has the store now; this one's sender is closed as that of one dead."""
         assert self.outgoing._sender is not None
         self.outgoing._sender.close()
-        self.outgoing = Outgoing(self.configuration)
+        self.outgoing = ActorSync(self.configuration)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_a_version_of_another_sync_is_not_taken_whatever_its_step(
     ends.begin()
     ends.outgoing.publish(weights(2), step)  # and verl gave this sync up
     if is_new:
-        ends.incoming = Incoming(ends.configuration)
+        ends.incoming = RolloutSync(ends.configuration)
     ends.begin()
     waiting = ends.incoming.waiting()
     next(waiting)
@@ -140,7 +140,7 @@ def test_rollout_workers_follow_a_trainer_that_begins_the_store_anew(
 def test_a_second_trainer_is_refused_when_its_sync_begins(ends: Ends) -> None:
     ends.sync(1)
     with pytest.raises(StoreBusyError):
-        Outgoing(ends.configuration).announce()
+        ActorSync(ends.configuration).announce()
 
 
 def test_a_version_that_does_not_come_is_an_error(store: Path) -> None:

@@ -1,4 +1,4 @@
-"""How a mirror does, as Prometheus metrics."""
+"""Prometheus metrics of a mirror."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sender has published, as Prometheus metrics."""
+"""Prometheus metrics of a sender."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _problem(names: list[str], before: torch.Tensor, candidates: list[torch.Tens
 
 
 def _as_part(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The tensor, as a parameter where the model has one."""
+    """Return the tensor, as a parameter where the model has one."""
     if not isinstance(before, nn.Parameter) or isinstance(tensor, nn.Parameter):
         return tensor
     return nn.Parameter(tensor.detach(), requires_grad=before.requires_grad)

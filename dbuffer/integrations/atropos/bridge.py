@@ -87,13 +87,13 @@ class VLLMWeightBridge:
         self._delta = checks.flag("delta", delta)
         self._rank_timeout_s = checks.positive_seconds("rank_timeout_s", rank_timeout_s)
         self.store = Path(store).absolute() if store is not None else _default_store(config)
-        """The store's directory; what servers that follow by themselves are to be given."""
+        """The store's directory, for servers that follow by themselves."""
         self.inference_nodes: list[str] = []
-        """With several nodes: those whose engines are waited for."""
+        """Nodes whose engines are waited for, with several nodes."""
         self.device = torch.device(config.device)
-        """Where the model of :meth:`get_trainable_model` is."""
+        """Device of the model of :meth:`get_trainable_model`."""
         self.shared_state_dict: Mapping[str, torch.Tensor] = {}
-        """What was attached."""
+        """Tensors that were attached."""
         self.nccl_group: None = None
         """Always None, as is ``gloo_group``: no process group is joined with engines."""
         self.gloo_group: None = None
@@ -107,11 +107,11 @@ class VLLMWeightBridge:
         self._update_count = 0
         self._version: int | None = None
         self._served: int | None = None
-        """The version that the server of local mode is known to answer with."""
+        """Newest version that the server of local mode is known to serve."""
 
     @property
     def param_mappings(self) -> dict[str, Any]:
-        """What the servers say of each parameter; empty without a mapping."""
+        """Servers' entry for each parameter; empty without a mapping."""
         return self._mapping.entries
 
     @property
@@ -181,7 +181,7 @@ class VLLMWeightBridge:
         self.shared_state_dict = vllm_state_dict
 
     def get_trainable_model(self) -> nn.Module:
-        """The model ``config.model_name``, to be trained; each update publishes it as it is then.
+        """Return the model ``config.model_name``, to be trained; each update publishes its weights.
 
         If tensors were attached, its parameters are those, not the checkpoint's: values, dtypes
         and, on the same device, memory. Buffers that were not attached are the checkpoint's.
@@ -225,7 +225,7 @@ class VLLMWeightBridge:
         self.barrier()
 
     def broadcast_weights_to_inference(self) -> None:
-        """Publish the weights, and do not wait for anybody; see :meth:`barrier`.
+        """Publish the weights, without waiting for servers; see :meth:`barrier`.
 
         Raises:
             NotReadyError, DBufferError: as :meth:`notify_update`.
@@ -302,7 +302,7 @@ class VLLMWeightBridge:
 
     @property
     def _rank_patience_s(self) -> float:
-        """How long ranks wait for one that waits for the servers."""
+        """Seconds that ranks wait for one that waits for the servers."""
         return self.config.timeout_seconds + self._rank_timeout_s
 
     @property
@@ -324,7 +324,7 @@ class VLLMWeightBridge:
         self._agreement = Agreement(None, timeout_s=self._rank_patience_s)
 
     def _await_mapping(self) -> ParameterMapping:
-        """The run's mapping; an empty one if it has none, which is logged where one was to be."""
+        """Return the run's mapping, or an empty one; log an expected one that is missing."""
         config, is_named = self.config, bool(os.environ.get(PATH_VARIABLE))
         if config.directory is None and not is_named:
             return ParameterMapping.find(None) or ParameterMapping(mapping_path(None))
@@ -396,7 +396,7 @@ class VLLMWeightBridge:
     def _laid_out(
         self, weights: nn.Module | Mapping[str, torch.Tensor]
     ) -> nn.Module | Mapping[str, torch.Tensor]:
-        """The weights in the servers' layout."""
+        """Return the weights in the servers' layout."""
         if not self._mapping.permuted:
             return weights
         from transformers import AutoConfig
@@ -441,7 +441,7 @@ def _named(weights: nn.Module | Mapping[str, torch.Tensor]) -> Mapping[str, torc
 
 
 def create_bridge_from_training_config(config: Any) -> VLLMWeightBridge:
-    """An initialised bridge, from Atropos' ``TrainingConfig`` or what has its attributes.
+    """Return an initialized bridge, from Atropos' ``TrainingConfig`` or an object like it.
 
     Raises:
         DBufferError: see :class:`BridgeConfig` and :meth:`VLLMWeightBridge.initialize`.

@@ -14,7 +14,7 @@ from dbuffer.runtime import options as checks
 
 @dataclass
 class BridgeConfig:
-    """How the bridge reaches the inference servers.
+    """Settings of the bridge: the trainer's processes, and the inference servers.
 
     Raises:
         UnsupportedError: (a ``NotImplementedError``) ``use_cuda_ipc`` is set.
@@ -22,19 +22,19 @@ class BridgeConfig:
     """
 
     trainer_rank: int = 0
-    """Of this process among the trainer's."""
+    """Rank of this process in the trainer."""
     world_size: int = 1
     """Processes of the trainer. Above 1, all of them make a bridge, and all its calls."""
     init_method: str = "env://"
-    """Where they meet, if ``torch.distributed`` is not initialised before the bridge."""
+    """Meeting point of the processes, if the bridge must initialize ``torch.distributed``."""
     num_inference_nodes: int = 0
     """Nodes of a SLURM job that run engines, one engine a node; 0: one server on this machine."""
     model_name: str = ""
     """Hugging Face name or directory; for :meth:`VLLMWeightBridge.get_trainable_model`."""
     device: str = "cuda"
-    """Where that model is trained."""
+    """Device on which that model is trained."""
     timeout_seconds: float = 300.0
-    """For how long an update may take, until the servers serve it."""
+    """Seconds that an update may take, until the servers serve it."""
     log_dir: str | None = None
     """A directory that trainer and servers see; None: see :attr:`directory`."""
     vllm_api_url: str = "http://localhost:9001"
@@ -42,7 +42,7 @@ class BridgeConfig:
     use_cuda_ipc: bool = False
     """Must stay False: GPU memory is not shared through files."""
     num_gpus_per_node: int = field(default_factory=torch.cuda.device_count)
-    """Taken because Atropos' has it. Nothing here depends on it: nobody joins a process group."""
+    """Accepted because Atropos has it; unused, since there is no process group."""
 
     def __post_init__(self) -> None:
         if self.use_cuda_ipc:
@@ -79,10 +79,10 @@ class BridgeConfig:
 
     @classmethod
     def from_training_config(cls, config: Any) -> Self:
-        """From Atropos' ``TrainingConfig``, or anything with its attributes.
+        """Read Atropos' ``TrainingConfig``, or anything with its attributes.
 
         ``log_dir`` comes from the environment variable ``LOGDIR``, and the URL from the
-        ``vllm_port``, as in Atropos. Its ``single_copy`` is the same wish as ``use_cuda_ipc``.
+        ``vllm_port``, as in Atropos. Its ``single_copy`` means ``use_cuda_ipc``.
 
         Raises:
             UnsupportedError, OptionError: see the class.

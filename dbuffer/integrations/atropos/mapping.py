@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 
 MAPPING_FILE = "vllm_bridge_config.json"
 PATH_VARIABLE = "VLLM_BRIDGE_CONFIG_PATH"
-"""Where Atropos' servers write it, if this environment variable is set."""
+"""Environment variable with the path to which Atropos' servers write the mapping."""
 
 _SETTLE_S = 2.0
-"""The server does not write it in one step: what cannot be read may be on its way."""
+"""Seconds to retry an unreadable file: the server does not write it atomically."""
 _RETRY_S = 0.1
 _QUERY = re.compile(r"(?:^|\.)(?:wq|q_proj)\.")
 _KEY = re.compile(r"(?:^|\.)(?:wk|k_proj)\.")
 
 
 def mapping_path(directory: str | None) -> Path:
-    """Where the mapping of a run is, if it has one; ``directory`` as in `BridgeConfig`."""
+    """Return the path of a run's mapping; ``directory`` as in `BridgeConfig`."""
     named = os.environ.get(PATH_VARIABLE)
     return Path(named) if named else Path(directory or ".") / MAPPING_FILE
 
 
 def stamp_of(path: Path) -> object:
-    """What tells one writing of a file from the next; None: it is not there."""
+    """Return a value that changes when the file is written again; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -53,7 +53,7 @@ def stamp_of(path: Path) -> object:
 
 
 def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The trainer's names of each of the servers' names, from the ``param_mappings`` of a file.
+    """Return the trainer's names for each of the servers' names, from a file's ``param_mappings``.
 
     An entry without ``vllm_name`` keeps its name.
     """
@@ -65,15 +65,15 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
 
 @dataclass(frozen=True, slots=True)
 class ParameterMapping:
-    """The servers' names for the trainer's tensors, and which of these are to be permuted.
+    """Servers' names for the trainer's tensors, and the tensors to permute.
 
-    One of just a path, where no file is, changes nothing.
+    A mapping with only a path changes nothing.
     """
 
     path: Path
     names: NameMap = NameMap(())  # noqa: RUF009 - it does not change
     permuted: frozenset[str] = frozenset()
-    """The trainer's names of those with ``needs_permute``; see `rotary`."""
+    """Trainer's names of the tensors with ``needs_permute``; see `rotary`."""
     entries: dict[str, Any] = field(default_factory=dict)
     """The file's ``param_mappings``."""
 
@@ -116,13 +116,13 @@ class ParameterMapping:
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Self:
-        """From what another rank's :meth:`as_json` has returned."""
+        """Make a mapping from another rank's :meth:`as_json`."""
         path = values["path"]
         names = NameMap.parse(values["names"], path)
         return cls(Path(path), names, frozenset(values["permuted"]), values["entries"])
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for another rank."""
+        """Return the whole mapping as JSON values, for another rank."""
         return {
             "path": str(self.path),
             "names": self.names.as_json(),
@@ -155,7 +155,7 @@ class ParameterMapping:
     def permute(
         self, tensors: Mapping[str, torch.Tensor], num_heads: int, num_kv_heads: int
     ) -> dict[str, torch.Tensor]:
-        """The tensors, those with ``needs_permute`` in the layout of halves."""
+        """Return the tensors, those with ``needs_permute`` in the layout of halves."""
         heads = {name: _heads_of(name, num_heads, num_kv_heads) for name in self.permuted}
         return {
             name: permute_for_rotary(tensor.detach(), heads[name]) if name in heads else tensor
@@ -164,7 +164,7 @@ class ParameterMapping:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], NameMap]:
-    """What is in the file, and its names; read once, so that both are of one writing."""
+    """Return the file's content and its names, both from one read."""
     deadline = time.monotonic() + _SETTLE_S
     while True:
         try:

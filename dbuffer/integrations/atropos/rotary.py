@@ -1,4 +1,4 @@
-r"""The two layouts of rotary position embeddings, and the way from one to the other.
+r"""Conversion between the two layouts of rotary position embeddings.
 
 A rotary embedding turns pairs of a head's elements, pair *i* by an angle of its own. Models differ
 in what is a pair: elements :math:`2i` and :math:`2i+1` (interleaved: Meta's checkpoints, GPT-J), or
@@ -15,7 +15,7 @@ from dbuffer.errors import InvalidWeightsError
 
 
 def permute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """From interleaved pairs to halves.
+    """Convert a projection from interleaved pairs to halves.
 
     Args:
         w: weight ``[n_heads * head_dim, in_features]`` or bias ``[n_heads * head_dim]`` of a query
@@ -39,7 +39,7 @@ def permute_for_rotary_1d(w: torch.Tensor, n_heads: int) -> torch.Tensor:
 
 
 def unpermute_for_rotary(w: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """From halves to interleaved pairs: the inverse of :func:`permute_for_rotary`."""
+    """Convert a projection from halves to interleaved pairs."""
     _check(w, n_heads)
     halves = w.reshape(n_heads, 2, -1, *w.shape[1:])
     return halves.transpose(1, 2).reshape(w.shape)

@@ -1,4 +1,4 @@
-"""What a strategy and an actor of LightRFT say of what is to be published."""
+"""`Configuration`: how a trainer publishes, read from LightRFT's strategy and actor."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ A language model's names stay, also where nobody has said that it is one.
 """
 
 DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_only": False}
-"""LightRFT's, for what a strategy does not say."""
+"""LightRFT's defaults, for settings that a strategy does not have."""
 
 _LORA_PART = ".lora_"
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """How a trainer publishes."""
+    """Settings by which a trainer publishes."""
 
     engine_type: str
     is_fsdp: bool
     is_sharded: bool
     """Whether a rank holds only parts of the parameters."""
     dtype: torch.dtype | None
-    """Of all floating-point tensors; None: each in its own."""
+    """Dtype in which floating-point tensors are published; None: each in its own."""
     rename: Rename | None
 
     @classmethod
     def of(cls, strategy: Any) -> Configuration:
-        """From a strategy's ``engine_type``, and its ``args``, or what they lack its ``config``.
+        """Read a strategy: ``engine_type``, and settings in ``args``, or else in ``config``.
 
-        Read are ``fsdp``, ``zero_stage``, ``bf16`` and ``text_only``; see :data:`DEFAULTS`.
+        The settings are ``fsdp``, ``zero_stage``, ``bf16`` and ``text_only``; see :data:`DEFAULTS`.
 
         Raises:
             UnsupportedError: (both ``NotImplementedError``) one of
@@ -77,7 +77,7 @@ class Configuration:
         )
 
     def weights(self, actor: Any) -> Weights:
-        """What is published of an actor: its module, or the one that adapters in it make of it.
+        """Return the weights to publish: the actor's module, with its adapters merged.
 
         Raises:
             UnsupportedError: (a ``NotImplementedError``) it is not what the strategy says,
@@ -118,7 +118,7 @@ class Configuration:
 
 
 def _setting(strategy: Any, name: str) -> Any:
-    """As LightRFT finds it: its ``config`` is made of ``args``, which may lack it, or be None."""
+    """Find a setting as LightRFT does: ``args`` may lack it, or be None."""
     for holder in (getattr(strategy, "args", None), getattr(strategy, "config", None)):
         if hasattr(holder, name):
             return getattr(holder, name)
@@ -126,7 +126,7 @@ def _setting(strategy: Any, name: str) -> Any:
 
 
 def _dtype(*, is_bf16: bool, is_fsdp: bool) -> torch.dtype | None:
-    """As LightRFT has it: without ``bf16`` its FSDP2 sends float16, its DeepSpeed what it holds."""
+    """Return LightRFT's dtype: without ``bf16``, float16 for FSDP2, unchanged for DeepSpeed."""
     if is_bf16:
         return torch.bfloat16
     return torch.float16 if is_fsdp else None

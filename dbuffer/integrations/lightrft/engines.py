@@ -1,4 +1,4 @@
-"""Which engines a rank of a LightRFT trainer switches, and what does it."""
+"""Engines that a rank of a LightRFT trainer switches, and the followers that switch them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from dbuffer.integrations.vllm.launched import LaunchedFollower
 
 EngineFollower: TypeAlias = "Follower | LaunchedFollower"
-"""What switches an engine."""
+"""Follower that switches an engine."""
 
 
-def mine_of(inference_engine: Any, rank: int) -> list[Any]:
-    """The engines that this rank switches, of one or a list of several.
+def engines_of_rank(inference_engine: Any, rank: int) -> list[Any]:
+    """Return the engines that this rank switches.
 
     Args:
-        inference_engine: engines in this process, of which each rank has its own, or its part of
-            one; None, where another rank has it; and servers' URLs, the same on all ranks, which
-            the first rank switches.
-        rank: this one.
+        inference_engine: one, or a list: engines in this process, of which each rank has its own,
+            or its part of one; None, where another rank has it; and servers' URLs, the same on all
+            ranks, which the first rank switches.
+        rank: the number of this rank.
     """
     is_several = isinstance(inference_engine, list | tuple)
     given = inference_engine if is_several else [inference_engine]
@@ -32,7 +32,7 @@ def mine_of(inference_engine: Any, rank: int) -> list[Any]:
 
 
 def _without_wrapper(engine: Any) -> Any:
-    """SGLang's engine in LightRFT's wrapper; None on ranks whose wrapper holds none."""
+    """Return SGLang's engine in LightRFT's wrapper; None on ranks whose wrapper holds none."""
     if not hasattr(engine, "tp_group_cpu"):
         return engine
     return engine._engine if engine._tp_rank == 0 else None  # noqa: SLF001 - no other way to it
@@ -62,7 +62,7 @@ def start_follower(
 
 
 def switch_all(followers: Sequence[EngineFollower], version: int, *, timeout_s: float) -> None:
-    """Switch each to a version or a later one; all are tried, also when one of them fails."""
+    """Switch each engine to a version or a later one; try all of them, also when one fails."""
     errors = []
     for follower in followers:
         try:

@@ -1,4 +1,4 @@
-"""`BroadcastManager`: LightRFT's by name and call, over a store instead of tensor by tensor."""
+"""`BroadcastManager`: LightRFT's class of this name, over a store instead of tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dbuffer.integrations.default_store import default_store
 from dbuffer.integrations.lightrft.configuration import Configuration
 from dbuffer.integrations.lightrft.engines import (
     EngineFollower,
-    mine_of,
+    engines_of_rank,
     start_follower,
     switch_all,
 )
@@ -27,8 +27,7 @@ from dbuffer.weights.sources import Weights
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 600.0
-"""How long the ranks wait for an engine that loads, after the version is ready: as long as a server
-is given to answer."""
+"""Seconds that ranks wait for an engine to load a version that is ready: a server's time-out."""
 
 
 class BroadcastManager(Closing):
@@ -153,7 +152,7 @@ class BroadcastManager(Closing):
         self._agreement.each("let its engines follow", self._follow)
 
     def _weights_on_all_ranks(self) -> Weights:
-        """What this rank holds, where every rank holds something that can be published."""
+        """Return this rank's weights, after every rank has found that its own can be published."""
         found: list[Weights] = []
 
         def find() -> None:
@@ -163,7 +162,7 @@ class BroadcastManager(Closing):
         return found[0]
 
     def _require_an_engine(self) -> None:
-        mine = mine_of(self.inference_engine, self._agreement.rank)
+        mine = engines_of_rank(self.inference_engine, self._agreement.rank)
         if not any(self._agreement.each("count its engines", lambda: len(mine))):
             raise OptionError("no rank has an inference engine")
 
@@ -174,7 +173,7 @@ class BroadcastManager(Closing):
         options = EngineOptions(
             store=str(self.store), timeout_s=self._timeout_s, unused_tensors=self._unused_tensors
         )
-        for engine in mine_of(self.inference_engine, self._agreement.rank):
+        for engine in engines_of_rank(self.inference_engine, self._agreement.rank):
             follower = start_follower(engine_type, engine, self._api_key, options)
             self._opened.callback(_stop, follower)
             self._followers.append(follower)

@@ -35,7 +35,7 @@ _FREE = frozenset(
         "task_type",
     }
 )
-"""Of a configuration: what says nothing of what the adapter's tensors mean."""
+"""Configuration keys that do not change the meaning of an adapter's tensors."""
 
 
 def adapter_weights(peft_model: PeftModel, adapter: str = "default") -> dict[str, torch.Tensor]:

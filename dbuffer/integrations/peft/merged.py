@@ -26,7 +26,7 @@ from dbuffer.weights.sources import only_tensors, own_tensors
 def merged_weights(
     peft_model: PeftModel, adapters: Collection[str] | None = None
 ) -> dict[str, torch.Tensor | LazyTensor]:
-    """What ``merge_and_unload()`` would make of a peft model, for `WeightSender.send`.
+    """Return the weights that ``merge_and_unload()`` would give, for `WeightSender.send`.
 
     The values equal those of ``copy.deepcopy(peft_model).merge_and_unload().state_dict()``, under
     the same names. The peft model is left as it is, and no more of it is copied at a time than one
@@ -129,7 +129,7 @@ def _merge_whole(peft_model: PeftModel, adapters: list[str] | None) -> nn.Module
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """What tensors have in common that are changed together: their memory."""
+    """Return the address of a tensor's memory, which tied tensors share."""
     return tensor.untyped_storage().data_ptr() or -id(tensor)
 
 
@@ -163,7 +163,7 @@ class _Groups:
     def weight(
         self, name: str, to_be: torch.Tensor, tensor: torch.Tensor | None
     ) -> torch.Tensor | LazyTensor:
-        """What is to be published under a name: the tensor that is there, or one to be merged."""
+        """Return the tensor to publish under a name: the existing one, or a merged one."""
         key = next((key for key in _parents_of(name) if key in self._group_of), None)
         if key is not None:
             return self._group_of[key].promise(to_be, tensor, key, name.removeprefix(f"{key}."))
@@ -179,7 +179,7 @@ def _parents_of(name: str) -> list[str]:
 
 
 def _layers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Those of peft's layers that are in none other, and change weights when they are merged."""
+    """Yield peft's outermost layers that change weights when they are merged."""
     inside: str | None = None
     for key, module in model.named_modules():
         if inside is not None and key.startswith(inside):

@@ -33,7 +33,7 @@ class SavedAdapter:
 
     version: int
     path: Path
-    """Its directory. Its name is that of no other version, of this store or another."""
+    """Directory of the version. Its name is unique, also across stores."""
 
     @property
     def number(self) -> int:

@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class Stores(NamedTuple):
-    """What to follow."""
+    """Store to follow, and its local mirror."""
 
     store: str
     local_store: str | None
-    """The mirror of it that is read, if one is."""
+    """Mirror to read in place of the store; None: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Two directories, which may be one."""
+    """The two addresses of a scheme, which may be one directory."""
 
     remote: Path
     local: Path
@@ -44,7 +44,7 @@ class Addresses:
         return self.remote.resolve() == self.local.resolve()
 
     def find(self) -> Stores | None:
-        """What there is to follow; None if there is nothing yet."""
+        """Return the store to follow; None if nothing is published yet."""
         remote, local = self._newest(self.remote), self._newest(self.local)
         if self.are_one:
             return None if local is None else Stores(str(self.local), None)
@@ -60,7 +60,7 @@ class Addresses:
 
     @property
     def expected(self) -> Stores:
-        """What to follow before anything is published."""
+        """Store to follow before anything is published."""
         if self.are_one:
             return Stores(str(self.local), None)
         return Stores(str(self.remote), str(self.local))

@@ -1,4 +1,4 @@
-"""`StoreScheme`: what our schemes have in common, for collectors and for engines."""
+"""`StoreScheme`: the base of our schemes, for collectors and for engines."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ DEFAULT_MODEL_ID = "policy"
 
 
 class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typed
-    """A ``WeightSyncScheme`` over a store, with one part on either side that has the store open.
+    """Base of our schemes: a ``WeightSyncScheme`` whose two sides meet in a store.
 
-    Its errors are ours, and of the standard types that TorchRL's are. `init_on_worker`,
-    `get_sender` and `get_receiver` are what TorchRL's schemes had before 0.12.
+    Its errors are ``DBufferError`` and of the standard types that TorchRL's are.
     """
 
     def __init__(
@@ -79,20 +78,6 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
             raise NotReadyError("connect(weights=...) is for the sending side")
         super().connect(worker_idx=worker_idx, weights=weights)
 
-    def init_on_worker(self, model_id: str, context: Any = None, **kwargs: Any) -> None:
-        self.init_on_receiver(model_id=model_id, context=context, **kwargs)
-
-    def get_sender(self) -> Any:
-        """What has ``update_weights``."""
-        if not self.initialized_on_sender:
-            raise NotReadyError("call init_on_sender() before get_sender()")
-        return self
-
-    def get_receiver(self) -> Any:
-        if not self.initialized_on_receiver:
-            raise NotReadyError("call init_on_receiver() before get_receiver()")
-        return self
-
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Apply weights that did not come through the store.
 
@@ -113,7 +98,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
     def prepare_weights(
         self, weights: Any, model_id: str | None = None, strategy: Any = None, context: Any = None
     ) -> Any:
-        """What TorchRL's strategy extracts from whatever ``send`` takes.
+        """Extract weights with TorchRL's strategy, from anything that ``send`` takes.
 
         Args:
             weights: a module, its name in the context, None for that of ``model_id``; anything else
@@ -134,12 +119,8 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
             return (strategy or self._strategy).extract_weights(weights)
         return weights
 
-    def create_transport(
-        self,
-        pipe_or_context: Any = None,  # noqa: ARG002 - of TorchRL's first schemes
-        **kwargs: Any,  # noqa: ARG002
-    ) -> VLLMDoubleBufferTransport:
-        """A way to write and read the store by hand; collectors need none."""
+    def create_transport(self, **kwargs: Any) -> VLLMDoubleBufferTransport:  # noqa: ARG002
+        """Return a transport, which writes and reads the store by hand; collectors need none."""
         remote, local = self._store_at(self.remote_addr), self._store_at(self.local_addr)
         return VLLMDoubleBufferTransport(remote, local, options=self.options)
 
@@ -153,7 +134,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         self._close()
 
     def _find_weights(self, weights: Any, context: Any) -> Any:
-        """The model of that name, if it is a name; the scheme's own weights for None."""
+        """Return the model that a name stands for; the scheme's own weights for None."""
         if weights is None:
             return self._own_weights()
         if not isinstance(weights, str):
@@ -178,7 +159,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
 
 
 def find_model(context: Any, model_id: str | None) -> Any:
-    """The model of that id in a context, a collector mostly; None if there is none.
+    """Find the model of an id in a context, mostly a collector; None if there is none.
 
     The id may be a path as ``env.transform[0]``. A collector whose policy is made by its workers
     may keep one to take weights from.
@@ -197,7 +178,7 @@ def find_model(context: Any, model_id: str | None) -> Any:
 
 
 def model_of_factory(context: Any, model_id: str | None) -> Any:
-    """A policy from the factory that all workers of a collector share; None if they do not."""
+    """Make a policy with the factory that all workers of a collector share; None without one."""
     if (model_id or DEFAULT_MODEL_ID) != DEFAULT_MODEL_ID:
         return None
     factories = getattr(context, "policy_factory", None)

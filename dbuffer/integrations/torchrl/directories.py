@@ -1,4 +1,4 @@
-"""Where a collector's models lie below the scheme's address.
+"""Directories of a collector's models below the scheme's address.
 
 ``ADDRESS/MODEL`` is the store that all workers of a model follow. ``ADDRESS/MODEL~worker-N`` is
 worker N's own, written when weights are for that worker alone.
@@ -37,7 +37,7 @@ class ModelDirectory:
         return self.address / f"{self.name}~{receiver_id(worker_idx)}"
 
     def mirrored(self, store: Path) -> Path:
-        """The store that one of these mirrors; the same one, unless it is a mirror's."""
+        """Return the store that a mirror's store copies; other stores as they are."""
         return store if self.remote is None else self.remote / store.name
 
 
@@ -47,7 +47,7 @@ def receiver_id(worker_idx: int | None) -> str:
 
 
 def versions_below(address: Path, *, allow_shared_store: bool) -> dict[str, int]:
-    """The newest version of every store directly below ``address``, by the store's name."""
+    """Return the newest version of every store directly below ``address``, by the store's name."""
     versions = {}
     for pointer_file in address.glob(f"*/{POINTER_FILE}"):
         store = DoubleBuffer(pointer_file.parent, allow_shared_store=allow_shared_store)

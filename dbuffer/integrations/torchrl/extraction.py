@@ -29,7 +29,7 @@ EXTRA_STATE = "__extra_state__"
 """TorchRL's key for it in a TensorDict of weights, and the beginning of our tensors' names."""
 
 _KEY = "torchrl"
-"""Of what a version's metadata says to workers."""
+"""Metadata key of a version's `VersionInfo`."""
 
 Structure = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Extracted:
 
     tensors: dict[str, torch.Tensor]
     extra_state: dict[str, Structure] = field(default_factory=dict)
-    """By the path of the module in the model; the model itself is ``""``."""
+    """Structure by the module's path in the model; the model itself is ``""``."""
 
     def __bool__(self) -> bool:
         """Whether there is anything to publish: a store holds at least one tensor."""
@@ -49,21 +49,21 @@ class Extracted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInfo:
-    """What a version's metadata says to workers of a collector."""
+    """Metadata of a version for the workers of a collector."""
 
     extra_state: dict[str, Structure] = field(default_factory=dict)
     """The structure of the extra state, by the path of the module that it is of."""
     is_initial: bool = False
-    """What a run begins with: it does not count as a version of the policy."""
+    """Whether a run begins with it: then it does not count as a version of the policy."""
     after_version: int = 0
-    """For one worker: the newest version for all workers at that time."""
+    """Newest version for all workers when this one was published for one worker."""
 
     def to_metadata(self) -> dict[str, Any]:
         return {_KEY: asdict(self)}
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Self:
-        """Take it from metadata; that of another sender has none."""
+        """Read it from metadata; a version of another sender gets the defaults."""
         values = snapshot.metadata.get(_KEY, {})
         try:
             info = cls(**values)
@@ -105,7 +105,7 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
 
 
 def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
-    """What a checkpoint of the model would hold: no buffers that are never saved."""
+    """Extract the tensors of a checkpoint, without buffers that are never saved."""
     weights = without_torchrl_wrapper(weights)
     extracted = extract(weights, extract_weights)
     if not isinstance(weights, nn.Module):
@@ -116,7 +116,7 @@ def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) 
 
 
 def without_torchrl_wrapper(model: Any) -> Any:
-    """The model in a ``TransformersWrapper``, whose names an engine knows; others as they are."""
+    """Return the model in a ``TransformersWrapper``, whose names an engine knows."""
     is_wrapper = type(model).__module__.startswith("torchrl.modules.llm.")
     inner = getattr(model, "model", None) if is_wrapper else None
     return inner if isinstance(inner, nn.Module) else model
@@ -144,7 +144,7 @@ def _check_complete(model: nn.Module, named: Mapping[str, Any]) -> None:
 
 
 def decode_state(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
-    """What was encoded, with every tensor fetched by name."""
+    """Rebuild encoded extra state; ``get_tensor`` fetches tensors by name."""
     match structure:
         case {"tensor": str(name)}:
             return get_tensor(name)
@@ -190,7 +190,7 @@ class _Encoder:
 
 
 def _named_values(weights: Any) -> dict[str, Any]:
-    """Tensors by dotted name, and extra state under its own keys."""
+    """Return tensors by dotted name, and extra state under its own keys."""
     if isinstance(weights, TensorDictBase):
         extra = weights.get(EXTRA_STATE, None)
         if extra is None:

@@ -68,11 +68,11 @@ class ForwardGuard:
         self._problem = None
 
     def __deepcopy__(self, memo: Any) -> Self:
-        """The same guard: a collector may copy the policy that was guarded and run the copy."""
+        """Return this guard: a collector may copy the guarded policy and run the copy."""
         return self
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        """A new guard: in another process, other threads run the model."""
+        """Pickle as a new guard: in another process, other threads run the model."""
         return type(self), ()
 
     def _is_attached(self, model: nn.Module) -> bool:

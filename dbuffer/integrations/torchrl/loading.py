@@ -98,7 +98,7 @@ class ModelLoader:
     def _plan(
         self, staged: StagedVersion, model: Any
     ) -> tuple[Match, dict[str, torch.Tensor], list[tuple[nn.Module, Any]]]:
-        """What to load of a version, before anything is touched.
+        """Plan a load, before anything is touched.
 
         Returns:
             What fits; room for the values of tensors that the model has on the meta device; and
@@ -129,7 +129,7 @@ def is_on_meta(model: Any) -> bool:
 
 
 def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Tensor]:
-    """The tensors that weights are to be loaded into; of those never saved, only the published."""
+    """Return the tensors to load weights into; unsaved buffers only where they are published."""
     if isinstance(model, TensorDictBase):
         return tensordict_targets(model)
     if isinstance(model, nn.Module):
@@ -145,7 +145,7 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
 
 
 def _states_of(staged: StagedVersion, model: Any) -> list[tuple[nn.Module, Any]]:
-    """The modules whose extra state was published, and it."""
+    """Return the modules whose extra state was published, each with its state."""
     structures: Mapping[str, Structure] = staged.info.extra_state
     if not structures:
         return []

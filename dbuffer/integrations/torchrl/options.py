@@ -1,4 +1,4 @@
-"""What the schemes hand on to the senders and receivers that they make."""
+"""`TransportOptions`: options of the senders and receivers that the schemes make."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TransportOptions:
     poll_interval_s: float = 1.0
     allow_shared_store: bool = False
     unused_tensors: Literal["refuse", "warn"] = "refuse"
-    """Of an engine that follows, as in :class:`EngineOptions`."""
+    """Option of an engine that follows; see :class:`EngineOptions`."""
     move_torchrl_aside: bool = False
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class TransportOptions:
         return start_mirror(remote, local, **self._only(_MIRROR))
 
     def for_engine(self, store: str, local_store: str | None) -> EngineOptions:
-        """Of an engine that follows ``store``, or its mirror ``local_store`` if that is given."""
+        """Return the options of an engine that follows ``store``, or its mirror ``local_store``."""
         given = self._only((*_RECEIVER, "unused_tensors"))
         return EngineOptions(store=store, local_store=local_store, **given)
 

@@ -15,7 +15,7 @@ from dbuffer.publish.sender import WeightSender
 
 @dataclass(frozen=True, slots=True)
 class ForWorkers:
-    """A version that workers are to apply."""
+    """Published version, and the workers that must apply it."""
 
     sender: WeightSender
     version: int
@@ -25,8 +25,11 @@ class ForWorkers:
 class ModelPublisher:
     """Publishes for all workers of a model, or for some of them.
 
-    So many acknowledge, counted from 0; with none, nobody is waited for. ``last_version`` is the
-    newest for all workers that is there, 0 if none is.
+    Args:
+        directory: the model's stores.
+        num_workers: workers to wait for, counted from 0.
+        options: of the senders.
+        last_version: the newest version for all workers that is published; 0: none.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`DoubleBufferSyncScheme`: a store as the way that a collector's weights take to its workers."""
+"""`DoubleBufferSyncScheme`: a collector's weights go to its workers through a store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WorkerIds = int | Iterable[int] | None
 
 
 class DoubleBufferSyncScheme(StoreScheme):
-    """Weights of one model, from a collector to its workers, through a store.
+    """Scheme that brings one model's weights from a collector to its workers through a store.
 
     ``weight_sync_schemes={"policy": DoubleBufferSyncScheme(directory)}``. One scheme serves one
     model of one collector; the schemes of several models may share an address.
@@ -293,7 +293,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         receiver.follow()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """The weights, when there are newer ones than at the last call; None if none came.
+        """Return the weights if newer ones came since the last call, else None.
 
         They are applied in the background, whether this is called or not.
 
@@ -354,7 +354,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         return versions_below(Path(self.remote_addr), allow_shared_store=is_shared)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled for a worker: the options, and versions of earlier runs."""
+        """Pickle the options and the versions of earlier runs, for a worker."""
         state: dict[str, Any] = super().__getstate__()
         if not self.initialized_on_sender and not self.initialized_on_receiver:
             # It goes to a worker before there is a sender, as an RPC collector's does. That one

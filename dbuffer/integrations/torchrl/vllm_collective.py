@@ -1,15 +1,14 @@
-"""In the place of TorchRL's ``torchrl.weight_update.llm.vllm_nccl``: its methods, over a store.
+"""Replacements for ``torchrl.weight_update.llm.vllm_nccl``: the same methods, over a store.
 
-There is no process group to set up, so no calls must be made at the same time on both sides, and no
-Ray is needed to coordinate. As there, weights are pushed: a receiver's engine has them when
-``update_weights`` returns.
+There is no process group, so the two sides need not call anything at the same time, and need no Ray
+to coordinate. Weights are pushed as there: a receiver's engine has them when ``update_weights``
+returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,9 +28,9 @@ from dbuffer.errors import (
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.torchrl.base import Strategy
+from dbuffer.integrations.torchrl.engine_turns import EngineTurns
 from dbuffer.integrations.torchrl.extraction import extract_for_vllm, without_torchrl_wrapper
-from dbuffer.integrations.torchrl.pushed import Pushed, Registered
-from dbuffer.integrations.torchrl.turns import Turns
+from dbuffer.integrations.torchrl.follow_thread import FollowThread, RegisteredReceivers
 from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferWeightReceiver,
@@ -49,15 +48,15 @@ ModelMetadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 """Dtype and shape by name, as :func:`get_model_metadata` returns them."""
 
 _READY_CHECK_S = 0.005
-"""How often to look whether an ``LLM``'s ranks have a version ready; it generates meanwhile."""
+"""Interval at which to ask whether an ``LLM``'s ranks have a version ready."""
 
 
 class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
     """The scheme of :class:`VLLMWeightSender` and :class:`VLLMWeightReceiver`.
 
     Args:
-        master_address, master_port, gpus_per_replica, num_replicas, device: as TorchRL's takes
-            them, attributes as there. A store needs none of them: nobody listens on that port.
+        master_address, master_port, gpus_per_replica, num_replicas, device: accepted and kept as
+            attributes, as in TorchRL's class. A store needs none of them.
         strategy: how TorchRL extracts weights.
         remote_addr: the store, as the trainer sees it.
         local_addr: where the engine's workers read; see `VLLMDoubleBufferSyncScheme`.
@@ -89,7 +88,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         local = None if local_addr is None else os.fspath(local_addr)
         super().__init__(os.fspath(remote_addr), local, num_threads, strategy, **options)
         self.master_address = "localhost" if master_address is None else master_address
-        self.master_port = _free_port() if master_port is None else master_port
+        self.master_port = master_port
         self.gpus_per_replica = gpus_per_replica
         self.num_replicas = num_replicas
         self.device = device
@@ -110,7 +109,7 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         super().__init__(scheme)
         self._timeout_s = scheme.timeout_s
         self._receiver: VLLMDoubleBufferWeightReceiver | None = None
-        self._registered = Registered(
+        self._registered = RegisteredReceivers(
             Path(self._transport.remote_addr),
             allow_shared_store=scheme.options.allow_shared_store,
         )
@@ -140,9 +139,8 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
     def update_weights(self, weights: Any | None = None) -> None:
         """Publish weights; return when the registered receivers' engines have them.
 
-        A receiver is registered from its creation with an engine, or from its
-        ``init_all_workers_group``, until its ``shutdown``. The engine that was given to the
-        sender's is waited for, too.
+        A receiver is registered from its creation until its ``shutdown``. The engine that was
+        given to this sender's ``init_all_workers_group`` is waited for, too.
 
         Raises:
             WaitTimeoutError: (a ``TimeoutError``) an engine does not have them in time.
@@ -167,24 +165,24 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
 class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
     """Keeps an engine on the store's newest weights, in a thread of its own.
 
-    It follows from its creation with an engine on. An engine that is registered later
-    (``set_context(collector)``, ``register_model("policy")``) is followed from
-    :meth:`init_all_workers_group` on, and switched by :meth:`poll_and_apply` before.
-
-    An ``LLM`` is switched between two generations: one that is under way ends first, and the next
-    one waits for the switch.
+    It follows until :meth:`shutdown`. An ``LLM`` is switched between two generations: one that is
+    under way ends first, and the next one waits for the switch.
     """
 
-    def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any = None) -> None:
-        self._pushed: Pushed | None = None
+    def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
         self._begun: list[Any] | None = None
         self._timeout_s = scheme.timeout_s
         super().__init__(scheme, vllm_engine)
-        if vllm_engine is not None:
-            self._follow()
+        self._begin()
+        self._thread = FollowThread(
+            self,
+            is_to_be_made=self._transport.addresses.are_one,
+            allow_shared_store=scheme.options.allow_shared_store,
+            poll_interval_s=scheme.options.poll_interval_s,
+        )
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
-        """Check that what is, or will be, published fits the engine; follow from now on.
+        """Check that the weights that are, or will be, published fit the engine.
 
         Args:
             model_metadata: dtype and shape of each tensor.
@@ -194,12 +192,12 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
                 engine; the message lists how.
         """
         self._do(lambda: _require_fit(self, model_metadata))
-        self._follow()
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """As :class:`VLLMDoubleBufferWeightReceiver`'s, with TorchRL's shorter time-out.
+        """Wait for weights that the engine does not have, and apply them.
 
-        Weights come to the engine whether this is called or not.
+        Weights come to the engine whether this is called or not. Errors are those of
+        :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`.
         """
         return bool(self._do(lambda: super(VLLMWeightReceiver, self).poll_and_apply(timeout)))
 
@@ -207,32 +205,15 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         self._do(lambda: super(VLLMWeightReceiver, self).apply_weights(weights, inplace))
 
     def shutdown(self) -> None:
-        if self._pushed is not None:
-            self._pushed.close()
-            self._pushed = None
-            if (turns := self._turns()) is not None:
-                turns.give_up()
+        self._thread.close()
+        if (turns := self._turns()) is not None:
+            turns.give_up()
         super().shutdown()
 
-    def _follow(self) -> None:
-        if self._pushed is not None:
-            return
-        self._find_engines()
-        self._begin()
-        options = self._scheme.options
-        self._pushed = Pushed(
-            self,
-            is_to_be_made=self._transport.addresses.are_one,
-            allow_shared_store=options.allow_shared_store,
-            poll_interval_s=options.poll_interval_s,
-        )
-
     def _do(self, call: Callable[[], Any]) -> Any:
-        """Make a call that needs the engine, in the thread that follows if there is one."""
-        if self._pushed is None:
-            return call()
-        _require_another_thread(engine_in(self._engine()))
-        return self._pushed.do(call)
+        """Make a call that needs the engine, in the thread that follows."""
+        _require_another_thread(engine_in(self._vllm_engine))
+        return self._thread.do(call)
 
     # For the thread that follows.
 
@@ -288,10 +269,10 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
                     follower.start()
         self._begun = self._followers
 
-    def _turns(self) -> Turns | None:
+    def _turns(self) -> EngineTurns | None:
         """Return those of an ``LLM``; None: the engine may be asked from any thread."""
-        engine = getattr(engine_in(self._engine()), "llm_engine", None)
-        return None if engine is None else Turns.of(engine)
+        engine = getattr(engine_in(self._vllm_engine), "llm_engine", None)
+        return None if engine is None else EngineTurns.of(engine)
 
 
 def _require_another_thread(engine: Any) -> None:
@@ -333,14 +314,8 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def _published(receiver: WeightReceiver) -> ModelMetadata | None:
-    """What the store's newest version holds; None if there is none."""
+    """Return dtypes and shapes of the store's newest version; None if there is none."""
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     try:
         with receiver.open(timeout_s=0.0, acknowledge=False) as snapshot:

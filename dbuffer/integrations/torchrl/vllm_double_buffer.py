@@ -1,7 +1,6 @@
-"""In the place of TorchRL's ``torchrl.weight_update.llm.vllm_double_buffer``.
+"""Replacements for ``torchrl.weight_update.llm.vllm_double_buffer``, over a store.
 
-The same classes with the same arguments, methods and defaults; a store instead of one directory
-that is rewritten in place. Change the import, and nothing else.
+Classes, arguments, methods and defaults are TorchRL's: change the import, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.torchrl.addresses import Stores
 from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, find_model
 from dbuffer.integrations.torchrl.extraction import Extracted, extract_for_vllm
-from dbuffer.integrations.torchrl.transport import VLLMDoubleBufferTransport
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
 from dbuffer.receive.receiver import WeightReceiver
@@ -36,11 +34,11 @@ from dbuffer.runtime import options as checks
 logger = logging.getLogger(__name__)
 
 _HOLDERS = ("llm_instance", "ray_actor", "model")
-"""Where TorchRL's ``LocalLLMWrapper``, ``RayLLMWorker`` and ``vLLMWrapper`` have theirs."""
+"""Engine attributes of TorchRL's ``LocalLLMWrapper``, ``RayLLMWorker`` and ``vLLMWrapper``."""
 
 
 class VLLMDoubleBufferSyncScheme(StoreScheme):
-    """Weights from a trainer to vLLM engines, through a store.
+    """Scheme that brings weights from a trainer to vLLM engines through a store.
 
     Args:
         remote_addr: the store, as the trainer sees it.
@@ -77,7 +75,7 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         return VLLMDoubleBufferWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """The part that updates an engine; see :func:`followers_of` for what it may be."""
+        """Return the part that updates an engine; see :func:`followers_of` for its kinds."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
     # A scheme that is given to both sides, as collectors give theirs, makes one part on each.
@@ -131,27 +129,25 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
         """Publish weights, where ``init_on_sender`` was called."""
-        self.get_sender().update_weights(weights)
+        self._opened_sender().update_weights(weights)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        self.get_receiver().apply_weights(weights, inplace)
+        self._opened_receiver().apply_weights(weights, inplace)
 
     def receive(self, timeout: float | None = None) -> Any:
         """Apply what is new, where ``init_on_receiver`` was called; None if nothing is."""
-        return self.get_receiver().poll_and_apply(timeout or 0.0) or None
+        return self._opened_receiver().poll_and_apply(timeout or 0.0) or None
 
-    def get_sender(self) -> VLLMDoubleBufferWeightSender:
-        super().get_sender()
+    def _opened_sender(self) -> VLLMDoubleBufferWeightSender:
         sender: VLLMDoubleBufferWeightSender | None = self._sender
         if sender is None:
-            raise NotReadyError("this scheme was shut down: call init_on_sender() again")
+            raise NotReadyError("this scheme has no sender: call init_on_sender()")
         return sender
 
-    def get_receiver(self) -> VLLMDoubleBufferWeightReceiver:
-        super().get_receiver()
+    def _opened_receiver(self) -> VLLMDoubleBufferWeightReceiver:
         receiver: VLLMDoubleBufferWeightReceiver | None = self._receiver
         if receiver is None:
-            raise NotReadyError("this scheme was shut down: call init_on_receiver() again")
+            raise NotReadyError("this scheme has no receiver: call init_on_receiver()")
         return receiver
 
 
@@ -166,7 +162,7 @@ class VLLMDoubleBufferWeightSender:
         self._post_hooks: list[Callable[[], None]] = []
 
     def register_model(self, model: Any) -> None:
-        """The model that weights are taken from. It is not kept alive."""
+        """Take weights from this model, without keeping it alive."""
         self._model_ref = weakref.ref(model)
 
     def register_collector(self, collector: Any) -> None:
@@ -235,48 +231,15 @@ class VLLMDoubleBufferWeightReceiver:
     it needs no option of ours where dbuffer is installed beside its vLLM.
     """
 
-    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any = None) -> None:
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         self._scheme = scheme
         self._transport = scheme.create_transport()
         self._vllm_engine = vllm_engine
-        self._context: Any = None
         self._followers: list[Follower | RayFollower] = []
         self._seen: int | None = None
         self._watch: WeightReceiver | None = None
         self._stores: Stores | None = None
-        if vllm_engine is not None:
-            self._find_engines()
-
-    def set_context(self, context: Any, model_id: str | None = None) -> None:
-        """Where a model that is registered by its path is searched: usually a collector.
-
-        With ``model_id``, a path, register that at once.
-        """
-        self._context = context
-        if model_id is not None:
-            self.register_model(model_id)
-
-    def register_model(self, model_ref: Any) -> None:
-        """The engine, or what holds it; or the path of that, such as ``"policy"``."""
-        self.shutdown()
-        self._vllm_engine = model_ref
-
-    def register_worker_transport(self, pipe: Any) -> None:
-        """Read the store of this transport from now on.
-
-        Anything else, such as a pipe, is what other schemes need: then it is the scheme's own.
-        """
-        self.shutdown()
-        self._seen = None
-        self._transport = self._scheme.create_transport()
-        if isinstance(pipe, VLLMDoubleBufferTransport):
-            self._transport = VLLMDoubleBufferTransport(
-                pipe.remote_addr, pipe.local_addr, options=self._scheme.options
-            )
-
-    def receive(self, timeout: float = 0.001) -> bool:
-        """:meth:`poll_and_apply`, with the default time-out of receivers before TorchRL 0.11."""
-        return self.poll_and_apply(timeout)
+        self._find_engines()
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Wait for weights that the engine does not have, and apply them.
@@ -339,15 +302,6 @@ class VLLMDoubleBufferWeightReceiver:
             self._watch.close()
         self._followers, self._watch = [], None
 
-    def _engine(self) -> Any:
-        engine = self._vllm_engine
-        if not isinstance(engine, str) or "://" in engine:
-            return engine
-        found = find_model(self._context, engine)
-        if found is None:
-            raise OptionError(f"there is no {engine!r} in {self._context!r}: call set_context()")
-        return found
-
     def _find_engines(self) -> WeightReceiver:
         """Let the engines follow the store that is found now; the receiver to wait with."""
         addresses = self._transport.addresses
@@ -363,7 +317,7 @@ class VLLMDoubleBufferWeightReceiver:
         options = self._scheme.options
         self._stores = stores = found or addresses.expected
         self._followers = followers_of(
-            self._engine(),
+            self._vllm_engine,
             options.for_engine(stores.store, stores.local_store),
         )
         self._watch = options.make_receiver(stores.store)
@@ -425,7 +379,7 @@ class VLLMDoubleBufferWeightReceiver:
 
 
 def followers_of(target: Any, options: EngineOptions) -> list[Follower | RayFollower]:
-    """What switches each engine in ``target``.
+    """Return the follower of each engine in ``target``.
 
     Args:
         target: a ``vllm.LLM``, an ``AsyncLLM``, a server's URL, a Ray actor that has one of the

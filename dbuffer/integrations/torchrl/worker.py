@@ -25,7 +25,7 @@ from dbuffer.runtime.trouble import Trouble
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-"""How often it can be logged that trouble with a store is over, while nothing new comes."""
+"""Longest wait for a version, after which the end of store errors can be logged."""
 
 Order = tuple[int, int]
 """A version for all, and after that one, a version for this worker."""
@@ -33,12 +33,12 @@ Order = tuple[int, int]
 
 @dataclass
 class Feed:
-    """One of the two stores."""
+    """Store that a worker follows: the one for all workers, or its own."""
 
     receiver: WeightReceiver
     is_for_all: bool
     seen: int | None
-    """The newest version that was dealt with; those up to it are not looked at."""
+    """Newest version that was loaded or skipped."""
 
     def order_of(self, version: int, info: VersionInfo) -> Order:
         """The order of a version of this store among those of both."""
@@ -117,7 +117,7 @@ class WorkerReceiver:
             return self._has_loaded.wait_for(lambda: self.num_loads > num_loads, timeout_s)
 
     def use(self, model: Any) -> None:
-        """The model is another object from now on: bring it to where the last one was."""
+        """Replace the model by another object, and load the last weights into it."""
         with self._lock:  # nothing is loaded into tensors that are being replaced
             self.loader.take_over(model)
             if self._order is None:
@@ -195,7 +195,7 @@ class WorkerReceiver:
             return True
 
     def _stage(self, feed: Feed, timeout_s: float) -> tuple[int, StagedVersion | None]:
-        """The newest version, and a whole copy if it is to be loaded; the model runs meanwhile."""
+        """Return the newest version, with a copy if it must be loaded; the model runs meanwhile."""
         while True:
             try:
                 with feed.receiver.open(feed.seen, timeout_s, acknowledge=False) as snapshot:

@@ -47,7 +47,7 @@ class StoreWeightTransfer:
         self._dtype = dtype
         self._sender: WeightSender | None = None
         self.version: int | None = None
-        """The last one that was published."""
+        """Newest version published."""
 
     def init_weight_transfer(self) -> None:
         """Open the store. TRL does so on its main process only, as it makes every call here.

@@ -143,9 +143,9 @@ class WeightSync:
         self._follower: Any = None
         self._agreement: Agreement | None = None
         self.version: int | None = None
-        """The last one that vLLM has."""
+        """Newest version that vLLM has."""
         self.sender = self._open_sender(delta, dtype)
-        """What publishes: for `sender_metrics`, among others."""
+        """Sender that publishes the weights, for instance for `sender_metrics`."""
 
     def sync_weights(self) -> None:
         """Publish the trainer's weights, and return when vLLM generates with them.

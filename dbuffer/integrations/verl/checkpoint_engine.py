@@ -13,10 +13,10 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from dbuffer.errors import NotReadyError
 from dbuffer.integrations.verl.syncing import (
     LOOK_AGAIN_S,
-    Incoming,
-    Outgoing,
+    ActorSync,
+    RolloutSync,
     SyncOptions,
-    take_part,
+    join_gathering,
 )
 
 VERL_BACKEND = "dbuffer"
@@ -27,8 +27,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
     """Brings weights from verl's actor to its rollout workers through a store.
 
     verl makes one in each actor rank and in each rollout worker, and calls it as its documentation
-    says. Each sync is one version. It has a name that the actor's first rank makes up and verl
-    hands to all workers, and a rollout worker takes the version of that name and nothing else.
+    says. Each sync is one version, with an id that the actor's first rank generates and verl
+    hands to all workers. A rollout worker takes the version of that id and nothing else.
 
     Args:
         bucket_size: not used; it is verl's for the way from a rollout worker into its engine.
@@ -61,25 +61,25 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
             store=store, local_store=local_store, delta=delta, dtype=dtype, timeout_s=timeout_s
         )
         self._is_master = is_master
-        self._outgoing = Outgoing(configuration)
-        self._incoming = Incoming(configuration)
+        self._actor_sync = ActorSync(configuration)
+        self._rollout_sync = RolloutSync(configuration)
 
     def prepare(self) -> str | None:
-        """Begin a sync: in the actor's first rank, open the store, and make up the sync's name.
+        """Begin a sync: in the actor's first rank, open the store and generate the sync's id.
 
         Raises:
             StoreBusyError, StoreAccessError: as for `WeightSender`.
         """
-        return self._outgoing.announce() if self._is_master else None
+        return self._actor_sync.announce() if self._is_master else None
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[str | None]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """What each worker's :meth:`init_process_group` is called with: the sync's name, or None.
+        """Return the arguments of each worker's :meth:`init_process_group`: the sync's id, or None.
 
         Raises:
-            NotReadyError: not one rank of the actor has made up a name.
+            NotReadyError: the ranks of the actor have generated no id, or several.
         """
         names = [name for name in metadata if name is not None]
         if len(names) != 1:
@@ -96,7 +96,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
             OptionError: ``local_store`` holds another store's versions, and is in use.
         """
         if sync is not None:
-            self._incoming.expect(sync)
+            self._rollout_sync.expect(sync)
 
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
@@ -113,8 +113,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         """
         with torch.no_grad():
             if self._is_master:
-                return self._outgoing.publish(weights, global_steps)
-            take_part(weights)
+                return self._actor_sync.publish(weights, global_steps)
+            join_gathering(weights)
             return {}
 
     def stage(self) -> None:
@@ -126,22 +126,22 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
             WaitTimeoutError: it did not come in time.
             VersionRegressedError, StoreCorruptError: as for `WeightReceiver.open`.
         """
-        for _ in self._incoming.waiting():
+        for _ in self._rollout_sync.waiting():
             time.sleep(LOOK_AGAIN_S)
 
     async def receive_weights(
         self,
-        global_steps: int | None = None,  # noqa: ARG002 - the sync's name says more
+        global_steps: int | None = None,  # noqa: ARG002 - the sync's id is exact
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of the sync's version, once it is there. They are on the CPU.
+        """Yield names and tensors of the sync's version, once it is there. They are on the CPU.
 
         Raises:
             WaitTimeoutError: it did not come in time, or another sync has begun meanwhile.
             VersionRegressedError, StoreCorruptError: as for `WeightReceiver.open`.
         """
-        for _ in self._incoming.waiting():
+        for _ in self._rollout_sync.waiting():
             await asyncio.sleep(LOOK_AGAIN_S)
-        for name, tensor in self._incoming.tensors():
+        for name, tensor in self._rollout_sync.tensors():
             yield name, tensor
 
     def finalize(self) -> None:
@@ -150,4 +150,4 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         Raises:
             SnapshotEvictedError: loading took longer than the sender waits.
         """
-        self._incoming.finish()
+        self._rollout_sync.finish()

@@ -16,7 +16,7 @@ _WORKER_CLASS = ray.remote(CheckpointEngineWorker)
 
 
 class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not typed
-    """verl's manager of the backend ``dbuffer``, for ``rollout.checkpoint_manager_class``.
+    """Manager of verl's backend ``dbuffer``, for ``rollout.checkpoint_manager_class``.
 
     verl's own pauses the rollout engines, and then lets the actor send. Here the actor publishes,
     and every rollout worker has the version in memory, while the engines generate on; they are
@@ -29,8 +29,8 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
         replicas: verl's rollout replicas.
 
     Raises:
-        OptionError: (a ``ValueError``) it is another backend, which cannot send before somebody
-            receives.
+        OptionError: (a ``ValueError``) it is another backend, which cannot send before a receiver
+            is waiting.
     """
 
     def __init__(self, config: Any, actor_wg: Any, replicas: list[Any]) -> None:

@@ -1,6 +1,6 @@
-"""Both halves of a sync: `Outgoing` in the actor, `Incoming` beside each rollout engine.
+"""Both halves of a sync: `ActorSync` in the actor, `RolloutSync` beside each rollout engine.
 
-`SyncOptions` is what both are told. None of it needs verl.
+Both take `SyncOptions`. None of it needs verl.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from dbuffer.runtime import options
 logger = logging.getLogger(__name__)
 
 LOOK_AGAIN_S = 0.02
-"""How often a store is looked at for a version that is being published."""
+"""Interval between two looks at a store for a version that is being published."""
 
 _SYNC = "sync"
-"""In a version's metadata: which sync it is of. Global steps repeat, and may be None."""
+"""Metadata key of a version's sync id. Global steps repeat, and may be None."""
 _WHERE = "engine_kwargs.dbuffer"
 _FLOATS = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
-    """What ``checkpoint_engine.engine_kwargs.dbuffer`` says, checked.
+    """Checked options of ``checkpoint_engine.engine_kwargs.dbuffer``.
 
     `StoreCheckpointEngine` describes it.
     """
@@ -60,7 +60,7 @@ class SyncOptions:
     def checked(
         cls, *, store: Any, local_store: Any, delta: Any, dtype: Any, timeout_s: Any
     ) -> Self:
-        """Options of which each may be what it is; from YAML, so of any type.
+        """Check options from YAML, which may be of any type.
 
         Raises:
             OptionError: (a ``ValueError``) one may not.
@@ -81,15 +81,15 @@ class SyncOptions:
         )
 
 
-def take_part(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Go through weights that another rank publishes: ranks gather each tensor together."""
+def join_gathering(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Iterate over weights that another rank publishes: ranks gather each tensor together."""
     collections.deque(weights, maxlen=0)
 
 
-class Outgoing:
-    """What the actor's first rank publishes with; the others only take part.
+class ActorSync:
+    """Publishing side of the syncs, in the actor's first rank.
 
-    The store is opened with the first sync.
+    The first sync opens the store.
     """
 
     def __init__(self, configuration: SyncOptions) -> None:
@@ -98,14 +98,14 @@ class Outgoing:
         self._sync: str | None = None
 
     def announce(self) -> str:
-        """Begin a sync; the name that its version will bear, and no other version ever.
+        """Begin a sync; return its id, which only its version will have.
 
         Raises:
             StoreBusyError, StoreAccessError: as for `WeightSender`.
         """
         if self._sender is None:
-            told = self._configuration
-            self._sender = WeightSender(told.store, delta=told.delta, dtype=told.dtype)
+            settings = self._configuration
+            self._sender = WeightSender(settings.store, delta=settings.delta, dtype=settings.dtype)
         self._sync = secrets.token_hex(16)
         return self._sync
 
@@ -135,7 +135,7 @@ class Outgoing:
             source = dict(_copies(rest)) if self._configuration.delta else rest
             published = self._sender.send(source, metadata=metadata)
         except Exception:
-            take_part(rest)
+            join_gathering(rest)
             raise
         return {
             "dbuffer/version": float(published.version),
@@ -145,15 +145,15 @@ class Outgoing:
 
 
 def _copies(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """In this host's memory, whatever the iterator does with its own."""
+    """Copy tensors to this host's memory, since the iterator may reuse its own."""
     for name, tensor in weights:
         yield name, tensor.detach().to("cpu", copy=True)
 
 
-class Incoming:
-    """What a rollout worker receives with: the version of each sync, or none.
+class RolloutSync:
+    """Receiving side of the syncs, in a rollout worker.
 
-    It holds one after the other, each until its engine has loaded it.
+    It holds the version of one sync until the engine has loaded it.
     """
 
     def __init__(self, configuration: SyncOptions) -> None:
@@ -177,7 +177,7 @@ class Incoming:
         self._sync = sync
 
     def waiting(self) -> Iterator[None]:
-        """Hold the sync's version. Yields whenever there is time to do something else.
+        """Hold the sync's version; yield each time it is not there yet.
 
         Nothing but that version is taken: neither an older one, nor that of a sync that failed.
 
@@ -205,12 +205,12 @@ class Incoming:
                 )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and tensors of the version that is held: views, valid until it is let go."""
+        """Yield names and tensors of the held version: views, valid until it is released."""
         assert self._snapshot is not None  # noqa: S101 - waiting() has ended
         yield from self._snapshot.tensors.items()
 
     def finish(self) -> None:
-        """The engine has loaded what is held: acknowledge it, and let it go.
+        """Acknowledge and release the held version, which the engine has loaded.
 
         Raises:
             SnapshotEvictedError: loading took longer than the sender waits, and what was loaded

@@ -1,4 +1,4 @@
-"""`Turns`: the thread that generates with an ``LLM``, and the one that follows, use it by turns."""
+"""`EngineTurns`: turns of the generating thread and the following thread at an ``LLM``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dbuffer.errors import EngineBusyError
 _KEPT_AS = "_dbuffer_turns"
 
 
-class Turns:
+class EngineTurns:
     """Lets a second thread switch an ``LLM``, which serves one thread.
 
     A generation that is under way ends first; one that would begin waits for the switch. Every
@@ -38,8 +38,8 @@ class Turns:
         engine.engine_core = _OneAtATime(engine.engine_core, self._turn)
 
     @classmethod
-    def of(cls, engine: Any) -> Turns:
-        """Return those of an ``LLMEngine``, which keeps them for as long as it lives."""
+    def of(cls, engine: Any) -> EngineTurns:
+        """Return the turns of an ``LLMEngine``, which keeps them for as long as it lives."""
         turns = getattr(engine, _KEPT_AS, None)
         if turns is None:
             turns = cls(engine)
@@ -48,7 +48,7 @@ class Turns:
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Keep everybody else from the engine.
+        """Take the engine for one switch.
 
         Raises:
             EngineBusyError: it is generating. The next generation waits until this has succeeded,

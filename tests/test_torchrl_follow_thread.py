@@ -16,13 +16,13 @@ import torch
 from support import Child, preload
 
 import dbuffer
-from dbuffer.integrations.torchrl.pushed import Pushed, Registered
+from dbuffer.integrations.torchrl.follow_thread import FollowThread, RegisteredReceivers
 
-preload("dbuffer.integrations.torchrl.pushed")
+preload("dbuffer.integrations.torchrl.follow_thread")
 
 
 class Reader:
-    """An engine as far as `Pushed` knows one; it reads the whole version, after ``delay_s``."""
+    """Stand-in for an engine; it reads the whole version, after ``delay_s``."""
 
     def __init__(self, store: Path, delay_s: float) -> None:
         self.store = store
@@ -45,7 +45,7 @@ class Reader:
 
 
 def follow(connection: Connection, store: Path, delay_s: float) -> None:
-    pushed = Pushed(
+    thread = FollowThread(
         Reader(store, delay_s),
         is_to_be_made=True,
         allow_shared_store=False,
@@ -53,7 +53,7 @@ def follow(connection: Connection, store: Path, delay_s: float) -> None:
     )
     connection.send("following")
     connection.recv()
-    pushed.close()
+    thread.close()
     connection.send("left")
 
 
@@ -69,7 +69,7 @@ def send(sender: dbuffer.WeightSender, name: str = "weight") -> int:
 
 
 def test_receivers_that_were_there_first_are_waited_for(store: Path) -> None:
-    registered = Registered(store, allow_shared_store=False)
+    registered = RegisteredReceivers(store, allow_shared_store=False)
     with Child(follow, store, 0.2) as one, Child(follow, store, 0.0) as other:
         assert [one.receive(), other.receive()] == ["following"] * 2
         with dbuffer.WeightSender(store) as sender:
@@ -87,7 +87,7 @@ def test_receivers_that_were_there_first_are_waited_for(store: Path) -> None:
 
 
 def test_receiver_that_was_killed_is_told_once(store: Path) -> None:
-    registered = Registered(store, allow_shared_store=False)
+    registered = RegisteredReceivers(store, allow_shared_store=False)
     with dbuffer.WeightSender(store) as sender, Child(follow, store, 0.0) as child:
         assert child.receive() == "following"
         sender.wait_applied(send(sender), receivers=registered.names())

@@ -1,4 +1,4 @@
-"""`Pushed`: a thread that brings a receiver's engine to each version, and says so in the store."""
+"""`FollowThread`: keeps a receiver's engine on the newest version, and records it in the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = "torchrl-vllm-"
 _BUSY_RETRY_S = 0.005
-"""How often to look whether an ``LLM`` has finished: the next generation waits meanwhile."""
+"""Interval at which to ask whether an ``LLM`` has finished; the next generation waits."""
 
 
 class Switching(Protocol):
@@ -45,7 +45,7 @@ class Switching(Protocol):
         """Return when there is a version above ``beyond``, or earlier if ``wake`` is set."""
 
 
-class Pushed:
+class FollowThread:
     """Keeps a receiver's engine on the newest version of a store until it is closed.
 
     It is one receiver of the store, whose record says which version the engine has, or why it does
@@ -71,7 +71,7 @@ class Pushed:
         self._is_closed = False
         self._closing = threading.Lock()
         self._say(None, None)
-        self._thread = threading.Thread(target=self._run, name="dbuffer-pushed", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="dbuffer-torchrl", daemon=True)
         self._thread.start()
 
     def _register(self, store: Path) -> None:
@@ -80,7 +80,7 @@ class Pushed:
         self._record.set(is_ephemeral=True)
 
     def do(self, call: Callable[[], Any]) -> Any:
-        """Let the thread make a call that needs the engine; what it returned, or raised."""
+        """Make a call in the thread; return or raise its outcome."""
         if threading.current_thread() is self._thread:
             return call()
         future: Future[Any] = Future()
@@ -137,7 +137,7 @@ class Pushed:
                     future.set_exception(error)
 
     def _say(self, newest: Pointer | None, applied: int | None, problem: str | None = None) -> None:
-        """Record what the engine has of the run of versions that ``newest`` is of."""
+        """Record the engine's version, of the history that ``newest`` belongs to."""
         version, history = (newest.version, newest.history) if newest else (None, None)
         before = self._record.current
         if applied != version:  # a version came meanwhile, maybe of another run: look again
@@ -160,8 +160,8 @@ class Pushed:
             self._record.write(**changes)
 
 
-class Registered:
-    """Receivers that :class:`Pushed` has registered in a store, for a sender to wait for."""
+class RegisteredReceivers:
+    """Receivers that :class:`FollowThread` has registered in a store, for a sender to wait for."""
 
     def __init__(self, store: Path, *, allow_shared_store: bool) -> None:
         self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
