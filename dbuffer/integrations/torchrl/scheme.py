@@ -22,10 +22,14 @@ from dbuffer.integrations.torchrl.base import (
     find_model,
     model_of_factory,
 )
-from dbuffer.integrations.torchrl.directories import ModelDirectory, versions_below
 from dbuffer.integrations.torchrl.extraction import VersionInfo, extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
-from dbuffer.integrations.torchrl.publisher import ForWorkers, ModelPublisher
+from dbuffer.integrations.torchrl.model_stores import (
+    ModelPublisher,
+    ModelStores,
+    PublishedVersion,
+    versions_below,
+)
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
 from dbuffer.runtime import options as checks
 
@@ -126,11 +130,9 @@ class DoubleBufferSyncScheme(StoreScheme):
         # This collector counts its workers by rank, and the trainer is rank 0.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
         self._passed_over = self._versions_there()
-        directory = self._directory(self.remote_addr)
-        last_version = self._passed_over.get(directory.for_all.name, 0)
-        self._sender = ModelPublisher(
-            directory, num_workers, self.options, last_version=last_version
-        )
+        stores = self._stores(self.remote_addr)
+        last_version = self._passed_over.get(stores.for_all.name, 0)
+        self._sender = ModelPublisher(stores, num_workers, self.options, last_version=last_version)
         try:
             self._find_source(weights, model, params_map)
             if device_map_fn is not None and self._source is not None:
@@ -173,7 +175,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         weights: Any | None = None,
     ) -> None:
         """Publish the first weights, without waiting: workers may only be starting."""
-        published: list[ForWorkers] = []
+        published: list[PublishedVersion] = []
         if weights is not None or self._first != "none":
             published = self._publish(
                 self._find_weights(weights, self.context), None, is_initial=True
@@ -216,7 +218,7 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     def _publish(
         self, weights: Any, worker_ids: WorkerIds, *, is_initial: bool = False
-    ) -> list[ForWorkers]:
+    ) -> list[PublishedVersion]:
         workers = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         parts: list[tuple[Any, Iterable[int] | None]] = [(weights, workers)]
         if _is_by_worker(weights):
@@ -263,7 +265,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             worker_idx = getattr(context, "worker_idx", None)
         self._worker_idx = worker_idx
         self._receiver = WorkerReceiver(
-            self._directory(self.local_addr, remote=self.remote_addr),
+            self._stores(self.local_addr, remote=self.remote_addr),
             None if worker_idx is None else worker_idx - self._first_worker_idx,
             self.options,
             versions=self._passed_over,
@@ -343,11 +345,11 @@ class DoubleBufferSyncScheme(StoreScheme):
     # Both sides.
 
     def _store_at(self, address: str | Path) -> Path:
-        return self._directory(address).for_all
+        return self._stores(address).for_all
 
-    def _directory(self, address: str | Path, remote: str | Path | None = None) -> ModelDirectory:
+    def _stores(self, address: str | Path, remote: str | Path | None = None) -> ModelStores:
         mirrored = None if remote is None else Path(remote)
-        return ModelDirectory(Path(address), self._model_id or DEFAULT_MODEL_ID, mirrored)
+        return ModelStores(Path(address), self._model_id or DEFAULT_MODEL_ID, mirrored)
 
     def _versions_there(self) -> dict[str, int]:
         is_shared = self.options.allow_shared_store

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -159,7 +158,7 @@ class VLLMDoubleBufferWeightSender:
         self._strategy = WeightStrategy(extract_as=scheme.strategy_name)
         self._model_ref: weakref.ref[Any] | None = None
         self._transport = scheme.create_transport()
-        self._post_hooks: list[Callable[[], None]] = []
+        self._collectors: list[Any] = []
 
     def register_model(self, model: Any) -> None:
         """Take weights from this model, without keeping it alive."""
@@ -170,18 +169,7 @@ class VLLMDoubleBufferWeightSender:
 
         A collector that cannot is logged, and the update has succeeded, as in TorchRL.
         """
-
-        def increment_version() -> None:
-            try:
-                collector.increment_version()
-            # TorchRL logs whatever it raises: the weights are published.
-            except Exception:
-                logger.warning("could not advance a collector's policy version", exc_info=True)
-
-        self.register_post_hook(increment_version)
-
-    def register_post_hook(self, hook: Callable[[], None]) -> None:
-        self._post_hooks.append(hook)
+        self._collectors.append(collector)
 
     def update_weights(self, weights: Any | None = None) -> None:
         """Publish weights: those given, a module's, or the registered model's.
@@ -195,21 +183,17 @@ class VLLMDoubleBufferWeightSender:
         weights = self._registered_model() if weights is None else weights
         extracted = extract_for_vllm(weights, self._strategy.extract_weights)
         self._deliver(self._transport.publish(extracted).version)
-        failures = []
-        for hook in self._post_hooks:
+        for collector in self._collectors:
             try:
-                hook()
-            # One that fails must not keep the others from hearing of what is published.
-            except Exception as error:
-                logger.exception("a hook failed after the weights were published")
-                failures.append(error)
-        if failures:
-            raise failures[0]
+                collector.increment_version()
+            # Whatever it raises: the weights are published.
+            except Exception:
+                logger.warning("could not advance a collector's policy version", exc_info=True)
 
     def shutdown(self) -> None:
         """Close the store. A second call does nothing."""
         self._transport.close()
-        self._post_hooks.clear()
+        self._collectors.clear()
 
     def _deliver(self, version: int) -> None:
         """Do nothing more: receivers look at the store when they are polled."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dbuffer import errors
-from dbuffer.integrations.torchrl.directories import ModelDirectory, receiver_id
 from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
+from dbuffer.integrations.torchrl.model_stores import ModelStores, receiver_id
 from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.trouble import Trouble
@@ -55,7 +55,7 @@ class WorkerReceiver:
 
     def __init__(
         self,
-        directory: ModelDirectory,
+        model_stores: ModelStores,
         worker_idx: int | None,
         options: TransportOptions,
         *,
@@ -75,12 +75,14 @@ class WorkerReceiver:
         self._stop_event = threading.Event()
         self._threads: list[threading.Thread] = []
         name = receiver_id(worker_idx)
-        stores = (directory.for_all, directory.for_worker(worker_idx))
-        self._mirrors = [options.start_mirror(directory.mirrored(store), store) for store in stores]
+        stores = (model_stores.for_all, model_stores.for_worker(worker_idx))
+        self._mirrors = [
+            options.start_mirror(model_stores.mirrored(store), store) for store in stores
+        ]
         self._feeds = [
             Feed(
                 options.make_receiver(store, name),
-                is_for_all=store == directory.for_all,
+                is_for_all=store == model_stores.for_all,
                 seen=versions.get(store.name),
             )
             for store in stores
