@@ -37,7 +37,7 @@ from dbuffer.runtime.trouble import Trouble
 NewHistory = Literal["follow", "refuse"]
 """Policy for a store that is emptied or replaced, and started over, while it is followed."""
 
-NEW_HISTORIES = ("follow", "refuse")
+NEW_HISTORIES: tuple[NewHistory, ...] = ("follow", "refuse")
 
 
 class Followed(Protocol):

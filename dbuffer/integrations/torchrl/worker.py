@@ -19,13 +19,10 @@ from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
 from dbuffer.integrations.torchrl.model_stores import ModelStores, receiver_id
 from dbuffer.integrations.torchrl.options import TransportOptions
+from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.runtime.trouble import Trouble
 
 logger = logging.getLogger(__name__)
-
-_LOOK_S = 1.0
-"""Longest wait for a version, after which the end of store errors can be logged."""
 
 Order = tuple[int, int]
 """A version for all, and after that one, a version for this worker."""
@@ -149,23 +146,21 @@ class WorkerReceiver:
             feed.receiver.record.write()
 
     def _follow(self, feed: Feed) -> None:
-        receiver = feed.receiver
-        trouble = Trouble(logger)
-        while not self._stop_event.is_set():
-            try:
-                version = receiver.wait_for_version(feed.seen, _LOOK_S, self._stop_event)
-            except errors.ClosedError:
-                return
-            # Mostly transient; a store that was recreated is for a new scheme to follow.
-            except (errors.DBufferError, OSError) as error:
-                wait_s = trouble.note(error)
-                receiver.record.write_problem(error, None)
-                self._stop_event.wait(wait_s)
-                continue
-            if trouble.end(str(receiver.store)):
-                receiver.record.write(problem=None)
-            if version is not None:
-                self._take_or_tell(feed, version)
+        # A store that was recreated is for a new scheme to follow: until then it is a problem.
+        loop = FollowLoop(
+            feed.receiver,
+            "following",
+            logger,
+            final=(errors.ClosedError,),
+            stop=self._stop_event,
+        )
+        with contextlib.suppress(errors.ClosedError):
+            while not self._stop_event.is_set():
+                with loop.attempt():
+                    version = loop.wait(feed.seen)
+                    if version is not None:
+                        loop.succeeded()
+                        self._take_or_tell(feed, version)
 
     def _take_or_tell(self, feed: Feed, version: int) -> None:
         try:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import dbuffer
 from dbuffer import errors
+from dbuffer.receive.follow_loop import NEW_HISTORIES, FollowLoop, Outcome
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import format_bytes
-from dbuffer.runtime.trouble import Trouble
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from dbuffer.receive.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
-
-_LOOK_S = 1.0
-"""Interval of looks at the store, after which the end of trouble with it is logged."""
 
 
 def follow(
@@ -73,7 +70,7 @@ def follow_versions(
     """
     if timeout_s is not None:
         options.seconds("timeout_s", timeout_s)
-    options.choice("new_history", new_history, ("follow", "refuse"))
+    policy = options.choice("new_history", new_history, NEW_HISTORIES)
     receiver = dbuffer.WeightReceiver(
         store,
         receiver_id=receiver_id,
@@ -83,9 +80,10 @@ def follow_versions(
     with receiver:
         receiver.wait_for_version(newer_than, 0.0)  # what is wrong from the start is an error
         shared.explain_wait(store)
+        loop = FollowLoop(receiver, "following", logger, new_history=policy)
         while count is None or count > 0:
             held = contextlib.ExitStack()
-            snapshot = _hold_next(receiver, held, newer_than, timeout_s, new_history)
+            snapshot = _hold_next(receiver, loop, held, newer_than, timeout_s)
             # A store that is emptied meanwhile is found, and decided on, by the next look.
             with contextlib.suppress(errors.VersionRegressedError), held:
                 on_version(snapshot)
@@ -95,36 +93,28 @@ def follow_versions(
 
 def _hold_next(
     receiver: dbuffer.WeightReceiver,
+    loop: FollowLoop,
     held: contextlib.ExitStack,
     newer_than: int | None,
     timeout_s: float | None,
-    new_history: str,
 ) -> Snapshot:
     """Wait for the next version, also while the store cannot be read."""
-    deadline = time.monotonic() + timeout_s if timeout_s is not None else math.inf
-    trouble = Trouble(logger)
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        left_s = max(0.0, deadline - time.monotonic())
-        try:
-            if receiver.wait_for_version(newer_than, min(left_s, _LOOK_S)) is not None:
+        left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
+        with loop.attempt():
+            if loop.wait(newer_than, timeout_s=left_s) is not None:
                 snapshot = held.enter_context(receiver.open(newer_than))
-                trouble.end(str(receiver.store))
+                loop.succeeded()
                 return snapshot
-        except (errors.DBufferError, OSError) as error:
-            if isinstance(error, errors.VersionRegressedError) and error.history is not None:
-                if new_history == "refuse":
-                    raise
-                logger.warning("%s (following it)", error)
-                receiver.start_over()
-                newer_than = None
-                continue
-            wait_s = trouble.note(error)
-            if wait_s >= left_s:
-                raise
-            time.sleep(wait_s)
-            continue
-        trouble.end(str(receiver.store))
-        if left_s <= 0:
+        if loop.outcome is Outcome.STARTED_OVER:
+            newer_than = None
+        elif loop.outcome is Outcome.FAILED and loop.failure is not None:
+            error = loop.failure.error
+            is_refused = isinstance(error, errors.VersionRegressedError) and error.history
+            if is_refused or time.monotonic() >= deadline:
+                raise error
+        else:
             there = DoubleBuffer(receiver.store).state_without_version()
             raise errors.WaitTimeoutError(
                 f"nothing new for {timeout_s:g} s in {receiver.store}{there}"
