@@ -69,7 +69,7 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
     assert receiver.record.current.stats["failures"] == 2
     with loop.attempt():
         assert loop.wait(None) == 1
-        loop.succeeded()
+        loop.used()
     assert loop.outcome is Outcome.ENDED
     assert loop.failure is None
     assert problem_in(store) == (None, None)
@@ -117,7 +117,7 @@ def test_a_store_that_can_be_read_again_ends_the_failure_with_nothing_new(
     loop = FollowLoop(receiver, "testing", logger)
     with loop.attempt():
         assert loop.wait(None) == 1
-        loop.succeeded()
+        loop.used()
     whole = (store / "CURRENT").read_bytes()
     (store / "CURRENT").write_bytes(b"{")
     with loop.attempt():

@@ -327,7 +327,7 @@ class Mirror(Closing, ProcessBound):
                     with loop.attempt():
                         if loop.wait(self._published) is not None:
                             copied = self._copy_newest(receiver)
-                            loop.succeeded()
+                            loop.used()
                     if copied is not None:
                         self._announce(copied)
                     elif loop.outcome is Outcome.STARTED_OVER:

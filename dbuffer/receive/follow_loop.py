@@ -9,7 +9,7 @@ A follower makes one attempt after the other until it is told to stop::
             version = loop.wait(newer_than)
             if version is not None:
                 ...  # stage, copy, load or print it
-                loop.succeeded()
+                loop.used()
                 newer_than = version
         if loop.outcome is Outcome.STARTED_OVER:
             newer_than = None
@@ -28,11 +28,10 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from dbuffer import errors
-from dbuffer.runtime.trouble import Trouble
+from dbuffer.runtime.trouble import RetryLoop
 
 NewHistory = Literal["follow", "refuse"]
 """Policy for a store that is emptied or replaced, and started over, while it is followed."""
@@ -86,7 +85,7 @@ class Outcome(enum.Enum):
     """The store holds another history, and the receiver follows that one from now on."""
 
 
-class FollowLoop:
+class FollowLoop(RetryLoop):
     """Policy and state of one follower's attempts. It serves one thread.
 
     Args:
@@ -109,13 +108,10 @@ class FollowLoop:
         final: tuple[type[Exception], ...] = (),
         stop: threading.Event | None = None,
     ) -> None:
+        super().__init__(logger, final=final, stop=stop)
         self._receiver = receiver
         self._doing = doing
-        self._logger = logger
         self._new_history = new_history
-        self._final = final
-        self._stop = stop or threading.Event()
-        self._trouble = Trouble(logger)
         self._is_due = False
         self._version: int | None = None
         self._is_exact = False
@@ -128,7 +124,7 @@ class FollowLoop:
         """Begin an attempt, for a ``with`` block."""
         self._version, self._is_exact = None, False
         self.outcome = Outcome.ENDED
-        return self
+        return super().attempt()
 
     def wait(
         self,
@@ -154,9 +150,9 @@ class FollowLoop:
         self._version = version if version is None or exactly is None else exactly
         return self._version
 
-    def succeeded(self) -> None:
+    def used(self) -> None:
         """Note that the version was used, which ends any failure."""
-        if self._trouble.end(f"{self._doing} {self._receiver.store}"):
+        if self.succeeded(f"{self._doing} {self._receiver.store}"):
             self._receiver.note_problem(None, None)
         self.failure = None
 
@@ -164,19 +160,7 @@ class FollowLoop:
         """Let the next attempt be made without backoff. Any thread may call it."""
         self._is_due = True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        if not isinstance(error, Exception) or isinstance(error, self._final):
-            return False
-        if self._stop.is_set():
-            return True
+    def _fail(self, error: Exception) -> None:
         if isinstance(error, errors.SnapshotEvictedError):
             self.outcome = Outcome.OVERTAKEN
             self._logger.warning("%s was overtaken, starting over: %s", self._doing, error)
@@ -187,24 +171,27 @@ class FollowLoop:
         ):
             self.outcome = Outcome.STARTED_OVER
             self._logger.warning("%s (%s it)", error, self._doing)
-            self.succeeded()
+            self.used()
             self._receiver.start_over()
         else:
             self.outcome = Outcome.FAILED
-            self._fail(error)
-        return True
+            self._back_off(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _back_off(self, error: Exception) -> None:
         version = self._version
         if version is not None and not self._is_exact:
             version = max(version, self._receiver.seen_version)  # by which it was overtaken
         is_lasting = isinstance(error, errors.WeightsMismatchError)
         of = "" if version is None else f"version {version} of "
         what = f"{self._doing} {of}{self._receiver.store}"
-        wait_s = self._trouble.note(error, what, is_short=version is None, is_lasting=is_lasting)
+        self.error = error
+        self.retry_s = self._trouble.note(
+            error, what, is_short=version is None, is_lasting=is_lasting
+        )
         # Its frames hold on to the mapping of a file that may be long gone.
         traceback.clear_frames(error.__traceback__)
-        self.failure = Failure(error, version, None if is_lasting else time.monotonic() + wait_s)
+        retry_at = None if is_lasting else time.monotonic() + self.retry_s
+        self.failure = Failure(error, version, retry_at)
         # A record that another receiver has taken is that one's to write.
         with contextlib.suppress(errors.StoreBusyError):
             self._receiver.note_problem(error, version)
@@ -235,7 +222,7 @@ class FollowLoop:
         if not interrupt.wait(left_s):
             # There may be nothing new: a look shows whether the store can be read again.
             self._receiver.wait_for_version(None, 0.0)
-            self.succeeded()
+            self.used()
         return None
 
 

@@ -406,7 +406,7 @@ class Stager:
                 version = self._loop.wait(newer_than, exactly=exactly, interrupt=self._interrupt)
                 if version is not None and self._make_room(version):
                     self._bring_in(version, is_exact=exactly is not None)
-                    self._loop.succeeded()
+                    self._loop.used()
             self._settle(request)
 
     def _wait_until_free(self) -> bool:

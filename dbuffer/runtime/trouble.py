@@ -1,4 +1,4 @@
-"""`Trouble`: delays between retries, with backoff, and a log with a longer backoff.
+"""`RetryLoop`: attempts until one works, with backoff, and with a log that backs off further.
 
 `log_once` is for conditions that are no failures, and last.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
+from types import TracebackType
+from typing import Self
 
 from dbuffer.errors import DBufferError, EngineUnreachableError
 
@@ -92,6 +95,64 @@ class Trouble:
         # A server that is not there yet is no error.
         level = logging.WARNING if isinstance(error, EngineUnreachableError) else logging.ERROR
         self._logger.log(level, "%s", message, exc_info=None if _is_known(error) else error)
+
+
+class RetryLoop:
+    """Attempts at one operation, each the block of a ``with loop.attempt():``.
+
+    The block lets only the final errors out. All others are logged once, and kept in
+    :attr:`error`; whoever makes the attempts waits :attr:`retry_s` before the next one.
+
+    Args:
+        logger: the caller's logger.
+        final: errors that end the attempts.
+        stop: an error after it is set is ignored: it comes of closing.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        *,
+        final: tuple[type[Exception], ...] = (),
+        stop: threading.Event | None = None,
+    ) -> None:
+        self._logger = logger
+        self._final = final
+        self._stop = stop or threading.Event()
+        self._trouble = Trouble(logger)
+        self.error: Exception | None = None
+        """Error of the last attempt; None: it worked."""
+        self.retry_s = 0.0
+        """Backoff after the last failure."""
+
+    def attempt(self) -> Self:
+        """Begin an attempt."""
+        self.error = None
+        return self
+
+    def succeeded(self, what: str) -> bool:
+        """Note that ``what`` works; return whether it did not before."""
+        return self._trouble.end(what)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        # Whatever it is, a bug of ours included, must not end the attempts silently.
+        if not isinstance(error, Exception) or isinstance(error, self._final):
+            return False
+        if not self._stop.is_set():
+            self._fail(error)
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        self.error = error
+        self.retry_s = self._trouble.note(error)
 
 
 def _is_known(error: Exception) -> bool:

@@ -16,7 +16,7 @@ from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
-from dbuffer.runtime.trouble import Trouble
+from dbuffer.runtime.trouble import RetryLoop
 
 logger = logging.getLogger(__name__)
 
@@ -198,30 +198,27 @@ def follow_for_ever(
     retried with backoff; a server that was restarted begins to follow again, and is switched at
     once.
     """
-    trouble = Trouble(logger)
+    loop = RetryLoop(logger, final=(EngineEndedError,), stop=stop_event)
     is_current = False
     while not stop_event.is_set():
+        switch: Switch | None = None
         try:
-            if is_current:
-                follower.wait_for_version(stop_event)
-                trouble.end(follower.engine_id)
-            outcome = follower.sync(stop_event=stop_event)
+            with loop.attempt():
+                if is_current:
+                    follower.wait_for_version(stop_event)
+                    loop.succeeded(follower.engine_id)
+                switch = follower.sync(stop_event=stop_event)
         except EngineEndedError as error:
-            if stop_event.is_set():
-                return
-            logger.warning("%s is followed no longer: %s", follower.engine_id, error)
-            yield error
+            if not stop_event.is_set():
+                logger.warning("%s is followed no longer: %s", follower.engine_id, error)
+                yield error
             return
-        # Whatever it is, a bug of ours included, must not end following silently.
-        except Exception as error:  # noqa: BLE001
-            if stop_event.is_set():
-                return
-            wait_s = trouble.note(error)
-            yield error
-            follower.wait_to_retry(wait_s, stop_event)
-            is_current = False
-            continue
-        is_current = outcome is None
-        if outcome is not None:
-            trouble.end(follower.engine_id)
-        yield outcome
+        is_current = switch is None and loop.error is None
+        if loop.error is not None:
+            yield loop.error
+            follower.wait_to_retry(loop.retry_s, stop_event)
+        elif switch is not None:
+            loop.succeeded(follower.engine_id)
+            yield switch
+        elif not stop_event.is_set():
+            yield None

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from dbuffer.errors import ClosedError, DBufferError
 from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.format.places import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
-from dbuffer.runtime.trouble import Trouble
+from dbuffer.runtime.trouble import RetryLoop
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
@@ -100,25 +100,24 @@ class FollowThread:
         self._record.remove()
 
     def _run(self) -> None:
-        trouble = Trouble(logger)
+        loop = RetryLoop(logger)
         while not self._is_closed:
             self._wake.clear()
             self._do_jobs()
             newest, wait_s = None, self._poll_interval_s
-            try:
+            with loop.attempt():
                 if (store := self._receiver.store) != self._store.root:
                     self._record.remove()
                     self._register(store)
                 newest = self._store.newest_pointer()
                 if self._receiver.catch_up():
-                    trouble.end(self._name)
+                    loop.succeeded(self._name)
                     self._say(newest, self._receiver.applied)
                 else:
                     wait_s = _BUSY_RETRY_S
-            # Whatever it is, a bug of ours included, must not end following silently.
-            except Exception as error:  # noqa: BLE001
-                wait_s = trouble.note(error)
-                self._say(newest, None, problem=str(error) or repr(error))
+            if loop.error is not None:
+                wait_s = loop.retry_s
+                self._say(newest, None, problem=str(loop.error) or repr(loop.error))
             beyond = None if newest is None else newest.version
             # What is wrong with the store, the next look tells.
             with contextlib.suppress(DBufferError, OSError):

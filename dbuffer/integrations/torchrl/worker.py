@@ -159,7 +159,7 @@ class WorkerReceiver:
                 with loop.attempt():
                     version = loop.wait(feed.seen)
                     if version is not None:
-                        loop.succeeded()
+                        loop.used()
                         self._take_or_tell(feed, version)
 
     def _take_or_tell(self, feed: Feed, version: int) -> None:

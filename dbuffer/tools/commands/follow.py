@@ -105,7 +105,7 @@ def _hold_next(
         with loop.attempt():
             if loop.wait(newer_than, timeout_s=left_s) is not None:
                 snapshot = held.enter_context(receiver.open(newer_than))
-                loop.succeeded()
+                loop.used()
                 return snapshot
         if loop.outcome is Outcome.STARTED_OVER:
             newer_than = None
