@@ -1,9 +1,9 @@
-"""`AcknowledgementRelay`: carries receivers' records from a mirrored store to the one it mirrors.
+"""`AcknowledgementRelay`: copies receivers' records from a local store to the one it mirrors.
 
-A sender waits for receivers in its own store's records; those of a mirror's readers are in the
-mirror's. Relays chain as mirrors do: one of the next store finds these records again. A relay
-stands behind what it carries for as long as the receiver itself may live, and then carries its
-last word together with the word that it was the last.
+A sender waits for receivers by the records in its own store; a mirror's readers have theirs in the
+local store. Relays chain as mirrors do: one of the next store finds these records again. A relay
+keeps a record alive for as long as the receiver itself may live; then it copies the record's last
+state, and with it that the receiver has ended.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dbuffer.store.records import KeptFile
 logger = logging.getLogger(__name__)
 
 RELAY_INTERVAL_S = 0.05
-"""How often local records are looked at; a network sees only those that have changed."""
+"""Interval at which local records are read; only those that have changed go over the network."""
 
 _NAME_CHARACTERS = 110
-"""Of a name that something is added to."""
+"""Characters that are kept of a name with a suffix."""
 
 
 class AcknowledgementRelay:
@@ -72,10 +72,10 @@ class AcknowledgementRelay:
                 self._problem = str(error)
 
     def _relay(self) -> None:
-        # Looked at before records are read: what is read after its end is a process's last word.
+        # Before the records are read: a record that is read after its process's end is final.
         ended = {Process.of(record) for record in self._found if not self._local.may_live(record)}
         self._found = self._local.receivers()
-        records = {record.receiver: _carried(record, ended) for record in self._found}
+        records = {record.receiver: _relayed(record, ended) for record in self._found}
         for name in self._relayed.keys() - records.keys():
             self._kept.pop(name).remove()
             del self._relayed[name]
@@ -98,9 +98,9 @@ class AcknowledgementRelay:
         except StoreNotFoundError:  # the store is being removed
             return
         except StoreBusyError as error:
-            # That of another node, whose receivers have the same names.
+            # Another node's receiver has the same name.
             self._names[name] = f"{name:.{_NAME_CHARACTERS}}-{self._token}"
-            logger.warning("%s; carried as %s", error, self._names[name])
+            logger.warning("%s; relayed as %s", error, self._names[name])
             del self._kept[name]
             self._put(name, record)
         self._relayed[name] = record
@@ -114,7 +114,7 @@ class AcknowledgementRelay:
         kept.write(dataclasses.replace(record, receiver=there, part_of=part_of))
 
 
-def _carried(record: ReceiverRecord, ended: Collection[Process]) -> ReceiverRecord:
-    """What concerns the sender. A version that is held is held in the mirror, and nowhere else."""
+def _relayed(record: ReceiverRecord, ended: Collection[Process]) -> ReceiverRecord:
+    """Return the part of a record that concerns the sender; the version held is in the mirror."""
     life: Literal["living", "ended"] = "ended" if Process.of(record) in ended else "living"
     return dataclasses.replace(record, held_version=None, stats={}, relay_state=life)

@@ -76,9 +76,9 @@ class Outcome(enum.Enum):
     """Outcome of an attempt."""
 
     ENDED = enum.auto()
-    """It succeeded, or the wait for a version was interrupted."""
+    """The attempt succeeded, or its wait for a version was interrupted."""
     FAILED = enum.auto()
-    """`FollowLoop.failure` says why; the next attempt backs off."""
+    """`FollowLoop.failure` has the reason; the next attempt backs off."""
     OVERTAKEN = enum.auto()
     """A writer took the version's buffer; the next attempt looks for a newer version at once."""
     STARTED_OVER = enum.auto()

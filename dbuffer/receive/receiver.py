@@ -50,7 +50,7 @@ Target: TypeAlias = (
 
 
 class _InMemory(NamedTuple):
-    """A version that was read over a network, and of which nobody else has the memory."""
+    """A version that was read over a network, in memory that no other object refers to."""
 
     identity: str
     layout_xxh3: str | None
@@ -67,13 +67,13 @@ _NO_FAILURES = (
 """Errors that say nothing about whether the newest version can be applied."""
 
 _STOP_CHECK_S = 0.1
-"""How often a wait looks at its stop event."""
+"""Interval at which a wait looks at its stop event."""
 
 
 class WeightReceiver(Closing, ProcessBound):
-    """A reader of a store; any number of them, in any process.
+    """Reader of a store; there may be any number, in any process.
 
-    It may be made before the store is, and serves one thread at a time. It leaves no trace until
+    It may be made before the store exists, and serves one thread at a time. It writes nothing until
     it reads: then ``receivers/ID.json`` in the store says what it holds and has applied.
 
     It follows one history of the store. Where the store was emptied or replaced, and started over,
@@ -92,7 +92,7 @@ class WeightReceiver(Closing, ProcessBound):
             write to.
 
     Raises:
-        OptionError: an option is not what it may be.
+        OptionError: an option is invalid.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class WeightReceiver(Closing, ProcessBound):
             acknowledge: whether to acknowledge the version, or report an error.
 
         Raises:
-            OptionError: one of these is not what it may be.
+            OptionError: an argument is invalid.
             WaitTimeoutError: no such version came in time.
             VersionError: ``version`` is no longer in the store.
             VersionRegressedError: the store was emptied, or replaced. On leaving, too: what was
@@ -189,7 +189,7 @@ class WeightReceiver(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def open_seen(self, newer_than: int, timeout_s: float) -> Iterator[Snapshot]:
-        """As :meth:`open`, the version that :meth:`wait_for_version` has just come upon.
+        """Hold the version that :meth:`wait_for_version` has just found, for a ``with`` block.
 
         The pointer is read again only if that version is no longer there. Nothing is acknowledged.
         """
@@ -253,8 +253,8 @@ class WeightReceiver(Closing, ProcessBound):
     def reporting(self, version: int | None) -> Iterator[None]:
         """Report in the record an error that leaves the block, as one of applying ``version``.
 
-        None: the store is looked at, and a problem with it is over when the block is left without
-        an error. A problem with a version is over when one is acknowledged.
+        None: the block looks at the store; it ends a problem with the store if it ends without an
+        error. A problem with a version ends when a version is acknowledged.
         """
         try:
             yield
@@ -281,9 +281,9 @@ class WeightReceiver(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[Held | None]:
-        """Hold the file of the version that :meth:`wait_for_version` has just come upon, unread.
+        """Hold the file of the version that :meth:`wait_for_version` has just found, unread.
 
-        None: nothing is above ``newer_than``.
+        None: no version is above ``newer_than``.
         """
         self._check_open()
         held = self._hold(newer_than, self._seen)
@@ -347,7 +347,7 @@ class WeightReceiver(Closing, ProcessBound):
     def follow(
         self, newer_than: int | None = None, stop_event: threading.Event | None = None
     ) -> Iterator[Snapshot]:
-        """Every newest version as it comes; those that were too fast for the loop are skipped.
+        """Yield each newest version; versions that came faster than the loop are skipped.
 
         A version is acknowledged when the loop asks for the next one.
 
@@ -373,12 +373,12 @@ class WeightReceiver(Closing, ProcessBound):
         timeout_s: float | None = 60.0,
         stop_event: threading.Event | None = None,
     ) -> int | None:
-        """Wait until a version above ``newer_than`` is published; the newest one's number.
+        """Wait until a version above ``newer_than`` is published; return the newest one's number.
 
-        None if the time is over (``timeout_s=None``: never) or ``stop_event`` is set first.
+        Return None if ``timeout_s`` passes (None: it never does) or ``stop_event`` is set first.
 
         Raises:
-            OptionError: one of these is not what it may be.
+            OptionError: an argument is invalid.
             StoreNotFoundError: the store was removed.
             VersionRegressedError: the store was started over; its versions are another run's.
             StoreAccessError, StoreCorruptError: it cannot be read.
@@ -410,22 +410,22 @@ class WeightReceiver(Closing, ProcessBound):
                 return
 
     def acknowledge(self, version: int) -> None:
-        """Say in the store that this receiver has applied ``version``."""
+        """Record in the store that this receiver has applied ``version``."""
         if self._seen is None:
-            self._newest()  # which run of versions that is one of
+            self._newest()  # its history
         self._set_applied(version, self.history)
         self.record.write(held_version=None)
 
     @property
     def history(self) -> str | None:
-        """Identity of the run of versions that it follows; None before it has seen one."""
+        """Identity of the history that it follows; None before it has seen a version."""
         return None if self._seen is None else self._seen.history
 
     def start_over(self) -> None:
-        """Follow what the store holds now, whatever it held before.
+        """Follow the history that the store holds now, whatever it held before.
 
-        What a target was filled with is remembered all the same: a version that lacks what an
-        earlier one contained is refused with ``partial``, because it would leave a mix.
+        The names that a target was filled with are still remembered: with ``partial``, a version
+        that lacks some of them is refused, because it would leave a mix.
         """
         self._seen = self._loaded = None
         self.record.set(
@@ -437,11 +437,11 @@ class WeightReceiver(Closing, ProcessBound):
         )
 
     def wake(self) -> None:
-        """Let a :meth:`wait_for_version` in another thread look at once: its stop event is set."""
+        """Let :meth:`wait_for_version` in another thread look at its stop event at once."""
         self._watcher.wake()
 
     def close(self) -> None:
-        """Stop watching. What was acknowledged stays in the store."""
+        """Stop watching. Acknowledgements stay in the store."""
         self._is_closed = True
         self._watcher.close()
         self.record.close()
@@ -531,9 +531,10 @@ class WeightReceiver(Closing, ProcessBound):
             self.record.write(held_version=None)
 
     def _bring_in(self, held: Held, *, keep: bool = False) -> FileTensors | None:
-        """A version in memory, whole; None if a writer was faster.
+        """Return a version in memory, whole; None if a writer was faster.
 
-        Where it is only copied from before the next one comes, memory and mappings are ``keep``-ed.
+        ``keep``: its memory or mapping is kept for the next version, as the caller only copies
+        from it before then.
         """
         if self._store.medium.maps_files:
             mapped = self._map_kept(held) if keep else map_privately(held)
@@ -548,9 +549,9 @@ class WeightReceiver(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def reporting_unreadable(self, held: Held) -> Iterator[None]:
-        """Say so in the record, if a version cannot be read that stands on an anchor and deltas.
+        """Record that a version made of an anchor and deltas cannot be read.
 
-        Its sender publishes the next one whole then: nobody can go on from this one.
+        Its sender publishes the next version whole then, as no delta can be applied to this one.
         """
         try:
             yield
@@ -561,9 +562,9 @@ class WeightReceiver(Closing, ProcessBound):
         self.record.set(unreadable_version=None)
 
     def _keep_snapshot_memory(self, held: Held, tensors: FileTensors) -> None:
-        """Keep the memory of a snapshot that was left, where what changed since may come alone.
+        """Keep the memory of a snapshot that was left, if deltas may be applied to it later.
 
-        Its user may have written into it, which checksums show; without, it is not gone on from.
+        Its user may have written into it, which checksums show; without them it is not used.
         """
         if held.manifest.chain and not self._store.medium.maps_files and self._must_verify(held):
             self._keep_in_memory(held, tensors)
@@ -587,7 +588,7 @@ class WeightReceiver(Closing, ProcessBound):
                 held.wait_after_loss(error, self._patience)
             return None
         self._patience = Patience()
-        # It is in memory, and nobody need keep the file for us.
+        # It is in memory, and the sender need not keep the file.
         self.record.write(held_version=None)
         return tensors
 
@@ -599,7 +600,7 @@ class WeightReceiver(Closing, ProcessBound):
         return tensors
 
     def _apply_deltas_in_memory(self, before: _InMemory, held: Held) -> FileTensors | None:
-        """Apply what changed since to what is in memory; None where that is not what it was."""
+        """Apply deltas to the version in memory; None if they do not lead to the held one."""
         if before.layout_xxh3 != held.manifest.layout_xxh3 or not self._must_verify(held):
             return None
         checksums = self.apply_changes(before.tensors, before.identity, held)
@@ -612,12 +613,11 @@ class WeightReceiver(Closing, ProcessBound):
         held: Held,
         on_bytes: OnBytes | None = None,
     ) -> list[int] | None:
-        """Bring memory that holds the version ``since`` to a held one, and verify the result.
+        """Turn the version ``since`` in memory into a held one by its deltas, and verify it.
 
         Returns:
             The checksums of all tensors. None: no deltas lead there; or, logged, they cannot be
-            read, or lead elsewhere, because the memory was changed: the version is to be read
-            whole.
+            read, or the memory was modified before: the version must be read whole.
         """
         manifest = held.manifest
         if since not in manifest.chain:
@@ -646,9 +646,9 @@ class WeightReceiver(Closing, ProcessBound):
         return checksums
 
     def _map_kept(self, held: Held) -> MappedTensors:
-        """A mapping that stays for the next versions in the same file, and is only copied from.
+        """Return a mapping that is only copied from, and kept for later versions in its file.
 
-        What a publish does not change, the layout, the views and the page tables, is made once.
+        Layout, views and page tables, which a publish does not change, are made once.
         """
         return self._kept.of(held.path, held.file.number, lambda: map_privately(held))
 
@@ -689,7 +689,7 @@ class WeightReceiver(Closing, ProcessBound):
         return self._map_kept(held).layout if maps_files else held.read_layout()
 
     def _note(self, held: Held, names: Set[str], partial: bool) -> None:
-        """Remember what is about to be touched; refuse what would leave a mix."""
+        """Remember the names that are about to be loaded; refuse names that would leave a mix."""
         version = held.manifest.version
         if partial:
             self._loaded_names.require_all(names, version)
@@ -699,8 +699,8 @@ class WeightReceiver(Closing, ProcessBound):
         return self._store.medium.must_verify(held.manifest, self._verify)
 
     def _is_verified_in_place(self, held: Held) -> bool:
-        """Whether what is copied must be compared once more, with the checksums of the copy."""
-        # What was read into memory was checked there, where nobody else writes.
+        """Whether the copy of a version must be verified, too."""
+        # A version that was read into memory was verified there, where no writer reaches it.
         return self._store.medium.maps_files and self._must_verify(held)
 
     def checksums_match(self, held: Held, layout: Layout, checksums: list[int]) -> bool:

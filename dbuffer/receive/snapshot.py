@@ -1,4 +1,4 @@
-"""`Snapshot`: one version, mapped and held still; and whether its bytes are those published."""
+"""`Snapshot`: one version, mapped and held still, and the verification of its bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class SnapshotTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a version by name; each view is made when it is asked for."""
+    """Tensors of a version by name; a view is made by each access."""
 
     def __init__(self, data: torch.Tensor, layout: Layout) -> None:
         self._data = data
@@ -80,24 +80,24 @@ class Snapshot(ProcessBound):
 
     @property
     def identity(self) -> str:
-        """What no other version has, of this store or of one that takes its place."""
+        """Identity that no other version has, of this store or of one that takes its place."""
         return self._held.manifest.identity
 
     @property
     def history(self) -> str:
-        """Which run of versions it is of: only within one do their numbers go up."""
+        """Identity of its history: version numbers go up only within one."""
         return self._held.manifest.history
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the sender gave with it."""
+        """Metadata that the sender published with it."""
         return self._held.manifest.metadata
 
     @property
     def path(self) -> Path:
         """The weights file, which ``TensorDict.from_consolidated`` opens as well.
 
-        On a network mount it may hold an earlier version, upon which deltas make this one:
+        On a network mount it may hold an earlier version, to which deltas are applied:
         :meth:`as_file` gives a file of this version.
         """
         return self._held.path
@@ -113,7 +113,7 @@ class Snapshot(ProcessBound):
         return self._held.manifest.checksums_xxh3 is not None
 
     def damaged_tensors(self) -> list[str]:
-        """Names of the tensors whose bytes are not those published; all of them are read.
+        """Names of the tensors whose bytes differ from those published; all tensors are read.
 
         Raises:
             StoreCorruptError: it was published without checksums.
@@ -122,7 +122,7 @@ class Snapshot(ProcessBound):
         return wrong_tensors(self._held, self._contents.layout, checksums)
 
     def read_ahead(self) -> None:
-        """Bring every page of it into this process's page table, so that reading waits for none."""
+        """Map every page into this process's page table, so that reading causes no page faults."""
         self._contents.read_ahead()
 
     @property
@@ -131,7 +131,7 @@ class Snapshot(ProcessBound):
         return self._contents.data.numel()
 
     def copy_into(self, memory: torch.Tensor) -> SnapshotTensors:
-        """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; where they are there.
+        """Copy all tensors into ``memory``, :attr:`data_bytes` flat bytes; return their views.
 
         Raises:
             StoreCorruptError: they were damaged since this snapshot was opened and verified.
@@ -168,12 +168,12 @@ class Snapshot(ProcessBound):
         return self.copy_into(new_memory(self.data_bytes))
 
     def changed_since(self, identity: str) -> dict[str, npt.NDArray[np.int64] | None] | None:
-        """Where it differs from an earlier version: flat positions, ascending, by tensor's name.
-
-        A tensor that is not named is the same; None in place of positions: it may differ anywhere.
+        """Return the elements that differ from an earlier version, by tensor's name.
 
         Returns:
-            None where nobody knows: no deltas lead here from that version, or they are lost.
+            Flat positions, ascending; None for a tensor that may differ anywhere. A tensor that is
+            not named is the same. None in place of all: no deltas lead here from that version, or
+            they are lost.
         """
         if identity not in self._held.manifest.chain:
             return None
@@ -187,7 +187,7 @@ class Snapshot(ProcessBound):
 
     @contextlib.contextmanager
     def as_file(self) -> Iterator[Path]:
-        """A file that other processes of this host can open while the block lasts.
+        """Provide a file that other processes of this host can open while the block lasts.
 
         On a local mount it is the weights file itself, by way of its open descriptor: it stays even
         if a sender has no patience and unlinks it. On a network mount, where a file goes without
@@ -228,7 +228,7 @@ class Snapshot(ProcessBound):
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other names of tied tensors: alias to the name that stands in :attr:`tensors`."""
+        """Other names of tied tensors: alias to the name in :attr:`tensors`."""
         return dict(self._contents.layout.aliases)
 
     @property
@@ -241,7 +241,7 @@ class Snapshot(ProcessBound):
 
 
 def map_privately(held: Held) -> MappedTensors:
-    """Map a version; whoever writes into the mapping spoils no other."""
+    """Map a version privately: writing into the mapping changes no other."""
     layout = held.read_layout()
     if layout.is_in_parts or held.manifest.anchor is not None:
         raise StoreAccessError(
@@ -254,7 +254,7 @@ def map_privately(held: Held) -> MappedTensors:
 def read_whole(
     held: Held, copier: Copier, memory: torch.Tensor | None = None, *, hashed: bool
 ) -> tuple[FileTensors, list[int] | None]:
-    """Read a version, into ``memory`` if that is of the right size; with checksums, if wanted.
+    """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums.
 
     Raises:
         As :class:`ChainReader`: its file, too, may be gone or damaged.
@@ -273,9 +273,9 @@ def wrong_tensors(
     checksums: list[int],
     known: MutableMapping[str, list[int]] | None = None,
 ) -> list[str]:
-    """Names of the tensors whose checksums are not those that were published.
+    """Names of the tensors whose checksums differ from those published.
 
-    ``known``: checksums of earlier versions that were found right, by identity; these are added.
+    ``known``: verified checksums of earlier versions, by identity; these are added if all match.
     """
     manifest = held.manifest
     if manifest.checksums_xxh3 is None:

@@ -135,7 +135,7 @@ class _Stage:
     """Version that was applied, kept until the next one is staged: unmapping it takes 17 ms a GB,
     for which the engine need not wait."""
     failure: Failure | None = None
-    """In FAILED: the reason."""
+    """Reason of FAILED."""
     request: _Request | None = None
     applied: int | None = None
     """Version up to which nothing need be staged."""

@@ -1,1 +1,1 @@
-"""What long-lived objects need: checked options, logged trouble."""
+"""Needs of long-lived objects: checked options, retries with a log."""

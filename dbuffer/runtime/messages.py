@@ -1,4 +1,4 @@
-"""What messages have in common."""
+"""Formatting for messages: lists and bytes."""
 
 from __future__ import annotations
 

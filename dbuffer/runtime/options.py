@@ -46,13 +46,13 @@ def whole_number(name: str, value: Any, *, at_least: int = 1, at_most: int | Non
 
 
 def choice(name: str, value: Any, allowed: Iterable[T]) -> T:
-    """One of a few values, and of their type: 1 is not True."""
+    """Return a value that is one of a few, and of their type: 1 is not True."""
     allowed = tuple(allowed)
-    found = [one for one in allowed if type(value) is type(one) and value == one]
-    if not found:
+    matches = [one for one in allowed if type(value) is type(one) and value == one]
+    if not matches:
         *others, last = map(repr, allowed)
         refuse(name, value, f"{', '.join(others)} or {last}")
-    return found[0]
+    return matches[0]
 
 
 def flag(name: str, value: Any) -> bool:
@@ -90,10 +90,10 @@ def names(name: str, value: Any) -> int | frozenset[str]:
         return whole_number(name, value, at_least=0)
     if isinstance(value, str):
         return frozenset([value])
-    found: list[Any] = list(value) if isinstance(value, Iterable) else [None]
-    if not all(isinstance(one, str) for one in found):
+    several: list[Any] = list(value) if isinstance(value, Iterable) else [None]
+    if not all(isinstance(one, str) for one in several):
         refuse(name, value, "a whole number, a name, or several names")
-    return frozenset(found)
+    return frozenset(several)
 
 
 def refuse(name: str, value: Any, rule: str) -> NoReturn:
