@@ -41,7 +41,7 @@ class AcknowledgementRelay:
         self._local = local
         self._remote = remote
         self._token = secrets.token_hex(4)
-        self._found: list[ReceiverRecord] = []
+        self._records: list[ReceiverRecord] = []
         self._relayed: dict[str, ReceiverRecord] = {}
         self._kept: dict[str, KeptFile] = {}
         self._names: dict[str, str] = {}
@@ -73,9 +73,9 @@ class AcknowledgementRelay:
 
     def _relay(self) -> None:
         # Before the records are read: a record that is read after its process's end is final.
-        ended = {Process.of(record) for record in self._found if not self._local.may_live(record)}
-        self._found = self._local.receivers()
-        records = {record.receiver: _relayed(record, ended) for record in self._found}
+        ended = {Process.of(record) for record in self._records if not self._local.may_live(record)}
+        self._records = self._local.receivers()
+        records = {record.receiver: _relayed(record, ended) for record in self._records}
         for name in self._relayed.keys() - records.keys():
             self._kept.pop(name).remove()
             del self._relayed[name]

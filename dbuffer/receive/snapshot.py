@@ -179,11 +179,11 @@ class Snapshot(ProcessBound):
             return None
         layout = self._contents.layout
         try:
-            found = ChainReader(self._held, layout).changed_since(identity, self._copier)
+            changes = ChainReader(self._held, layout).changed_since(identity, self._copier)
         except DBufferError as error:  # what unpacks deltas may be missing, too
             logger.warning("%s: reading it whole: %s", self.path, error)
             return None
-        return {layout.specs[index].name: positions for index, positions in found.items()}
+        return {layout.specs[index].name: positions for index, positions in changes.items()}
 
     @contextlib.contextmanager
     def as_file(self) -> Iterator[Path]:
@@ -289,8 +289,8 @@ def wrong_tensors(
         return ["the table of checksums"]
     wrong = [
         spec.name
-        for spec, found, right in zip(layout.specs, checksums, expected, strict=True)
-        if found != right
+        for spec, checksum, right in zip(layout.specs, checksums, expected, strict=True)
+        if checksum != right
     ]
     if not wrong:
         known.clear()  # what leads to a later one begins here
