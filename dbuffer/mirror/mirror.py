@@ -259,12 +259,11 @@ class Mirror(Closing, ProcessBound):
         lock = filesystem.take_lock(path, "mirror's", may_lack_locks=False)
         if lock is None:
             return False
-        if self._is_stale():
+        try:
+            self._require_not_stale()
+        except BaseException:
             lock.close()
-            is_away = "" if self._remote.exists() else ", which is not there"
-            raise OptionError(
-                self._refusal(f"versions of another store than {self._remote.root}{is_away}")
-            )
+            raise
         self._lock = lock
         return True
 
@@ -283,6 +282,12 @@ class Mirror(Closing, ProcessBound):
                     f"{self._local.root}; stop it, or give another directory"
                 )
             time.sleep(_LOOK_S)
+
+    def _require_not_stale(self) -> None:
+        if self._is_stale():
+            is_away = "" if self._remote.exists() else ", which is not there"
+            what = f"versions of another store than {self._remote.root}{is_away}"
+            raise OptionError(self._refusal(what))
 
     def _is_stale(self) -> bool:
         """Whether a mirror has left versions in the local store that the remote one never held.
