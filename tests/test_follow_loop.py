@@ -151,6 +151,9 @@ def test_a_new_history_is_followed_or_refused(
             assert refuses.outcome is Outcome.FAILED
             assert refuses.failure is not None
             assert isinstance(refuses.failure.error, VersionRegressedError)
+    ends = FollowLoop(receiver, "testing", logger, new_history="raise")
+    with pytest.raises(VersionRegressedError), ends.attempt():
+        ends.wait(5)
     with follows.attempt():
         follows.wait(5)
     assert follows.outcome is Outcome.STARTED_OVER

@@ -93,7 +93,7 @@ class FollowLoop(RetryLoop):
         doing: present participle for the log: ``"staging"``.
         logger: the follower's logger.
         new_history: ``"follow"``: start over with what the store holds now, and log it.
-            ``"refuse"``: that is a failure like others.
+            ``"refuse"``: that is a failure like others. ``"raise"``: it ends following.
         final: errors that end following. They leave the block of an attempt.
         stop: ends waits; an error of an attempt that it ended is ignored.
     """
@@ -104,7 +104,7 @@ class FollowLoop(RetryLoop):
         doing: str,
         logger: logging.Logger,
         *,
-        new_history: NewHistory = "refuse",
+        new_history: NewHistory | Literal["raise"] = "refuse",
         final: tuple[type[Exception], ...] = (),
         stop: threading.Event | None = None,
     ) -> None:
@@ -160,15 +160,15 @@ class FollowLoop(RetryLoop):
         """Let the next attempt be made without backoff. Any thread may call it."""
         self._is_due = True
 
+    def _is_final(self, error: Exception) -> bool:
+        is_refused = self._new_history == "raise" and _is_new_history(error)
+        return is_refused or super()._is_final(error)
+
     def _fail(self, error: Exception) -> None:
         if isinstance(error, errors.SnapshotEvictedError):
             self.outcome = Outcome.OVERTAKEN
             self._logger.warning("%s was overtaken, starting over: %s", self._doing, error)
-        elif (
-            self._new_history == "follow"
-            and isinstance(error, errors.VersionRegressedError)
-            and error.history is not None
-        ):
+        elif self._new_history == "follow" and _is_new_history(error):
             self.outcome = Outcome.STARTED_OVER
             self._logger.warning("%s (%s it)", error, self._doing)
             self.used()
@@ -224,6 +224,10 @@ class FollowLoop(RetryLoop):
             self._receiver.wait_for_version(None, 0.0)
             self.used()
         return None
+
+
+def _is_new_history(error: Exception) -> bool:
+    return isinstance(error, errors.VersionRegressedError) and error.history is not None
 
 
 def _time_until(*times: float | None) -> float | None:

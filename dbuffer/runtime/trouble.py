@@ -144,11 +144,14 @@ class RetryLoop:
         trace: TracebackType | None,
     ) -> bool:
         # Whatever it is, a bug of ours included, must not end the attempts silently.
-        if not isinstance(error, Exception) or isinstance(error, self._final):
+        if not isinstance(error, Exception) or self._is_final(error):
             return False
         if not self._stop.is_set():
             self._fail(error)
         return True
+
+    def _is_final(self, error: Exception) -> bool:
+        return isinstance(error, self._final)
 
     def _fail(self, error: Exception) -> None:
         self.error = error

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import dbuffer
 from dbuffer import errors
@@ -70,7 +70,7 @@ def follow_versions(
     """
     if timeout_s is not None:
         options.seconds("timeout_s", timeout_s)
-    policy = options.choice("new_history", new_history, NEW_HISTORIES)
+    options.choice("new_history", new_history, NEW_HISTORIES)
     receiver = dbuffer.WeightReceiver(
         store,
         receiver_id=receiver_id,
@@ -80,6 +80,7 @@ def follow_versions(
     with receiver:
         receiver.wait_for_version(newer_than, 0.0)  # what is wrong from the start is an error
         shared.explain_wait(store)
+        policy: Literal["follow", "raise"] = "follow" if new_history == "follow" else "raise"
         loop = FollowLoop(receiver, "following", logger, new_history=policy)
         while count is None or count > 0:
             held = contextlib.ExitStack()
@@ -110,10 +111,8 @@ def _hold_next(
         if loop.outcome is Outcome.STARTED_OVER:
             newer_than = None
         elif loop.outcome is Outcome.FAILED and loop.failure is not None:
-            error = loop.failure.error
-            is_refused = isinstance(error, errors.VersionRegressedError) and error.history
-            if is_refused or time.monotonic() >= deadline:
-                raise error
+            if time.monotonic() >= deadline:
+                raise loop.failure.error
         else:
             there = DoubleBuffer(receiver.store).state_without_version()
             raise errors.WaitTimeoutError(
