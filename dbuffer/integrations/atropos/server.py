@@ -41,7 +41,7 @@ _INFO_ROUTE = "/bridge/info"
 
 _HEALTH_ROUTE = "/health"
 _PAUSE_ROUTE = "/is_paused"
-"""Of a server in development mode."""
+"""Route of a server in development mode."""
 _OK = 200
 
 _CALL_S = 30.0
