@@ -1,7 +1,8 @@
 """verl over a store: its actor under FSDP2 on two ranks, its rollout workers, a real vLLM server.
 
 One program configures verl with the lines of ``docs/integrations/verl.md``, and syncs: with
-dbuffer's manager, with verl's own, with publishes that fail, with an actor that is started again.
+dbuffer's manager, with verl's own, with publishes that fail, with an actor that is killed and
+started again.
 The tests judge what the program saw. (Which version a worker takes is in ``test_verl_sync``.)
 """
 
@@ -13,6 +14,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +125,16 @@ class TestFailedPublish:
         assert seen["answer"] == [token_of(seen["version"])]
 
 
+def test_engines_go_on_with_what_an_actor_published_that_died_while_they_load(
+    observed: Any,
+) -> None:
+    seen = observed["actor lost"]
+    assert (seen["version"], seen["answer"], seen["applied"]) == (7, [token_of(7)], [7])
+
+
 def test_an_actor_that_is_started_again_goes_on(observed: Any) -> None:
     seen = observed["restarted"]
-    assert (seen["version"], seen["answer"], seen["applied"]) == (7, [token_of(7)], [7])
+    assert (seen["version"], seen["answer"], seen["applied"]) == (8, [token_of(8)], [8])
 
 
 # From here on what runs in the program.
@@ -152,10 +161,13 @@ class Rig:
 
     def manager(self, base: Any) -> Any:
         """A manager of verl's or of dbuffer's, that says what was there when it paused."""
+        import ray
+
         rig = self
 
         class Watched(base):  # type: ignore[misc]
             at_pause: Any = None
+            killed_at_pause: Sequence[Any] = ()
 
             async def abort_replicas(self, reject_request: bool = False) -> None:
                 answer, _ = await rig.ask()
@@ -164,6 +176,8 @@ class Rig:
                     "held": rig.told("held_version"),
                     "answer": sorted(set(answer)),
                 }
+                for worker in self.killed_at_pause:
+                    ray.kill(worker)
                 await super().abort_replicas(reject_request)
 
         return Watched(config=self.engine_config, actor_wg=self.actor, replicas=[self.replica])
@@ -280,11 +294,13 @@ def run(directory: Path) -> dict[str, Any]:
     seen["syncs"] = [rig.sync(manager, at, step) for at, step in enumerate(STEPS, start=1)]
     seen["verl's manager"] = rig.sync(rig.manager(CheckpointEngineManager), 4)
     seen |= {how: rig.fail(manager, how) for how in ("gathering", "publishing")}
+    manager.killed_at_pause = rig.actor.workers
+    seen["actor lost"] = rig.sync(manager, 7)
     rig.restart_actor()
-    manager.actor_wg = rig.actor
-    seen["restarted"] = rig.sync(manager, 7)
+    manager.actor_wg, manager.killed_at_pause = rig.actor, ()
+    seen["restarted"] = rig.sync(manager, 8)
     rig.actor.randomize(1)
-    manager.update_weights(8)
+    manager.update_weights(9)
     answers = [rig.asked(tuple(prompt))[0] for prompt in PROMPTS]
     rig.close()
     seen["random"] = {"answers": answers, "expected": fresh_answers(directory, 1)}

@@ -60,7 +60,7 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
         await self.abort_replicas()
         await self.release_kv_cache_replicas()
         ray.get(rollout.update_weights(global_steps=global_steps))
-        _call(self.actor_wg, "finalize")
+        # Only theirs: the actor has nothing to finish, and engines that are paused do not need it.
         _call(rollout, "finalize")
         await self.resume_kv_cache_replicas()
         await self.resume_generation_replicas()
