@@ -70,7 +70,7 @@ def test_calls_under_way_when_the_engine_dies_end_with_it(seen: dict[str, Any]) 
     assert seen["sync"] == "EngineEndedError: the engine is dead: its process has ended"
     # An exception on one rank would shift the answers of the others.
     [answer] = seen["bad request"]
-    assert answer["outcome"] == "invalid"
+    assert answer["error"] == "OptionError"
     assert "no request of this version of dbuffer" in answer["problem"]
 
 
