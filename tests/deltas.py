@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +114,8 @@ def make_step(
     contents = Guarded(layout, before)
     found = find_changes(contents, after, copier, hashed=hashed)
     layout_xxh3 = digest(layout.encode())
+    if absolute:
+        found = replace(found, changes=[replace(one, replaced=None) for one in found.changes])
     encoded = encode_delta(
         found,
         None if absolute else contents,

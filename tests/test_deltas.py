@@ -546,7 +546,7 @@ def test_weights_changed_while_they_are_sent_make_the_next_version_whole(
         assert newest(store, verify=True) == 4
 
 
-@pytest.mark.parametrize("place", ["encode_delta", "Step.add_delta", "Step.commit"])
+@pytest.mark.parametrize("place", ["encode_delta", "DeltaChain.add_delta", "DeltaChain.commit"])
 def test_weights_changed_unnoticed_do_not_make_later_versions_wrong(
     store: Path, mount: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,8 +57,8 @@ class Change:
     """The new words: one a position, or all. Those of a whole tensor may be the very memory that
     was compared: encode or write them before it changes."""
     replaced: Words | None = None
-    """The words that were at these positions, if whoever found the change kept them: they need not
-    be gathered from all over the version before once more."""
+    """The words that were at these positions, if whoever found the change kept them. Those of a
+    whole tensor may be the very memory of the version before: encode them before it changes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -277,9 +277,10 @@ class _Search:
             self._digests[index] = xxhash.xxh3_64_intdigest(view[start:end])
 
     def _whole(self, tensor: int) -> Change:
-        return Change(
-            tensor, None, _bytes_of(self._after[tensor]).view(WORDS[self._layout.widths[tensor]])
-        )
+        words = WORDS[self._layout.widths[tensor]]
+        start, size = self._layout.offsets[tensor], self._layout.sizes[tensor]
+        before = self._before[start : start + size].view(words)
+        return Change(tensor, None, _bytes_of(self._after[tensor]).view(words), before)
 
     def _keep(self, index: int, found: _WordDiff) -> None:
         """Keep what differs in a long tensor's block."""

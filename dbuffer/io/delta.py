@@ -74,8 +74,8 @@ def encode_delta(
 
     Args:
         found: what differs; changes of tensors each of which is there once.
-        before: what it was compared with. None: the new words stand for themselves, and applying
-            the delta twice is as good as once; it is larger.
+        before: what it was compared with. None: what the changes say that they replace. Where they
+            do not, the new words stand for themselves: a larger delta.
         copier: its threads do it.
         base: identity of the version before.
         identity: that of the version after.
@@ -191,10 +191,10 @@ class _Encoder:
         span = _ChunkSpan(self._shapes, plan)
         values, positions, counts = self._joined(plan, span)
         what = delta.THEMSELVES
-        if self._before is not None:
-            old = self._replaced(plan)
-            if old is None:
-                old = self._before.read(span, positions, counts, plan.num_words)
+        old = self._replaced(plan)
+        if old is None and self._before is not None:
+            old = self._before.read(span, positions, counts, plan.num_words)
+        if old is not None:
             differences = _zigzag(values - old)
             if positions is not None or _is_shorter(differences, values):
                 what, values = delta.DIFFERENCES, differences

@@ -14,10 +14,9 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.transfer import chunks_of
 from dbuffer.mirror.relay import AcknowledgementRelay
-from dbuffer.publish.delta_chain import Link, names_in, trimmed
-from dbuffer.publish.draft import Draft, Drafts
+from dbuffer.publish.delta_chain import names_in, trimmed
+from dbuffer.publish.draft import Draft, Drafts, Progress, counter
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.sender import Progress, counter
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.closing import Closing
 from dbuffer.store.buffer import DoubleBuffer, Held
@@ -53,7 +52,7 @@ class LocalCopy(Closing):
     ) -> None:
         self._copier = copier
         self._progress = progress
-        self._chain: list[Link] = []
+        self._chain: dict[str, int] = {}
         """Deltas up to the version copied last."""
         self._layouts: _Layouts | None = None
         with contextlib.ExitStack() as begun:
@@ -78,14 +77,14 @@ class LocalCopy(Closing):
             if not self._fill(draft, held, receiver, layouts.remote) or not held.is_unchanged():
                 return None
             chain = self._copy_deltas(held, draft, layouts)
-            before, self._chain = self._chain, []
+            before, self._chain = self._chain, {}
             draft.commit(
                 manifest.metadata,
                 published_at=manifest.published_at,
                 origin=manifest.identity,
                 chain=names_in(chain),
             )
-            copied = [link.delta_bytes for link in chain[1:] if link not in before]
+            copied = [chain[name] for name in names_in(chain)[1:] if name not in before]
             self._chain = chain
         delta_bytes = sum(copied) if copied else None
         return Publication.of(manifest.version, footer.layout, started, delta_bytes)
@@ -112,22 +111,22 @@ class LocalCopy(Closing):
         checksums = draft.checksums
         return checksums is None or receiver.checksums_match(held, layout, checksums)
 
-    def _copy_deltas(self, held: Held, draft: Draft, layouts: _Layouts) -> list[Link]:
+    def _copy_deltas(self, held: Held, draft: Draft, layouts: _Layouts) -> dict[str, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""
         manifest, chain = held.manifest, self._chain
-        leads_here = chain and chain[-1].identity in manifest.chain
-        if not leads_here or layouts.footer.layout_xxh3 != layouts.remote_xxh3:
-            return [Link(manifest.identity, 0)]
+        last = next(reversed(chain), None)
+        if last not in manifest.chain or layouts.footer.layout_xxh3 != layouts.remote_xxh3:
+            return {manifest.identity: 0}
         try:
-            for identity in manifest.deltas_after(chain[-1].identity):
+            for identity in manifest.deltas_after(last):
                 path, file = held.open_delta(identity)
                 with file:
                     num_bytes = draft.add_delta(chunks_of(file, path), identity)
-                chain = [*chain, Link(identity, num_bytes)]
+                chain = {**chain, identity: num_bytes}
         except (StoreNotFoundError, StoreCorruptError, StoreFullError, UnsupportedError) as error:
             # The version itself is here, whole.
             logger.warning("copying version %d without its deltas: %s", manifest.version, error)
-            return [Link(manifest.identity, 0)]
+            return {manifest.identity: 0}
         return trimmed(chain, layouts.footer.layout, None)
 
     def _layouts_of(self, held: Held) -> _Layouts:

@@ -28,8 +28,8 @@ from dbuffer.errors import (
 from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.local_copy import LocalCopy
+from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.sender import Progress
 from dbuffer.receive.follow_loop import FollowLoop, Outcome
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options

@@ -1,11 +1,11 @@
-"""`DeltaChain`: what the next version can be built upon, and what its manifest says of that."""
+"""`DeltaChain`: the versions that deltas connect, up to the one that was published last."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self
 
 from dbuffer.errors import (
     StoreAccessError,
@@ -19,9 +19,8 @@ from dbuffer.format.manifest import Manifest
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Found
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import EncodedDelta, encode_delta
+from dbuffer.io.delta import encode_delta
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import FileTensors
 from dbuffer.publish.draft import Draft, Drafts
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.buffer import Held
@@ -29,31 +28,22 @@ from dbuffer.store.buffer import Held
 logger = logging.getLogger(__name__)
 
 MAX_CHAIN = 64
-"""DeltaPublisher that a version may name: late readers apply them one after another."""
+"""Most deltas that a version names: late readers apply them one after another."""
 
 MAX_CHAIN_SHARE = 0.5
-"""Bytes of a chain's deltas, of the whole version's. Beyond, an anchor is the cheaper way."""
-
+"""Largest share that a chain's deltas may have of the whole version's bytes. Beyond, an anchor is
+the cheaper way."""
 
 MAX_CHANGED_SHARE = 0.5
-"""Of all elements. A version of which more changed is published whole."""
+"""Largest share of all elements that a delta may change. Beyond, a version is published whole."""
 
 UNREADABLE = (StoreAccessError, StoreCorruptError, StoreNotFoundError, UnsupportedError)
-"""What a version raises that cannot be read back, or is not what was published."""
-
-T = TypeVar("T")
+"""Errors of a version that cannot be read back, or is not what was published."""
 
 
 def is_worth_a_delta(num_changed: int, layout: Layout) -> bool:
     """Whether so many changed words are few enough not to publish the version whole."""
     return num_changed <= MAX_CHANGED_SHARE * layout.num_elements
-
-
-class Link(NamedTuple):
-    """A version of the chain, and the bytes of the delta that leads to it."""
-
-    identity: str
-    delta_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,46 +52,52 @@ class ChainHead:
 
     manifest: Manifest
     buffer: str
-    """The one with its manifest."""
+    """Buffer with its manifest."""
     footer: Footer
     checksums: list[int] | None
-    """Of its tensors, as they were published; None: it has none."""
-    chain: list[Link]
-    """The versions that deltas connect, up to it; the first one's bytes do not count."""
+    """Checksums of its tensors, as they were published; None: it has none."""
+    chain: dict[str, int]
+    """Bytes of the deltas of the versions up to it, by identity, oldest first. No delta leads to
+    the first."""
     anchor_version: int
-    """That whose weights file it stands on; its own, where that is whole."""
+    """Version in whose weights file it lies; its own, where that is whole."""
 
     @classmethod
     def of(cls, held: Held, chain: ChainReader, footer: Footer, *, hashed: bool) -> Self:
-        """A held version, by what it says of itself; ``hashed``: with its checksums."""
+        """Describe a held version by its own records; ``hashed``: with its checksums."""
         manifest = held.manifest
         checksums = chain.expected({}) if hashed else None
         if hashed and checksums is None:
             raise StoreCorruptError(
                 f"{held.path}: its checksums were damaged after it was published"
             )
-        names = manifest.chain or [manifest.identity]
-        links = [Link(name, chain.header(name).num_bytes) for name in names[1:]]
+        first, *later = manifest.chain or [manifest.identity]
+        chain_bytes = {first: 0} | {name: chain.header(name).num_bytes for name in later}
         anchor_version = manifest.version
-        if upon_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
-            anchor_version = chain.header(upon_anchor[0]).record.version - 1
-        chain_so_far = [Link(names[0], 0), *links]
-        return cls(manifest, held.buffer, footer, checksums, chain_so_far, anchor_version)
+        if since_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
+            anchor_version = chain.header(since_anchor[0]).record.version - 1
+        return cls(manifest, held.buffer, footer, checksums, chain_bytes, anchor_version)
 
     @property
-    def since_anchor(self) -> list[Link]:
-        """What leads from the version in the weights file to this one."""
-        names = [link.identity for link in self.chain]
-        return self.chain[names.index(self.manifest.anchor or self.manifest.identity) + 1 :]
+    def anchor(self) -> str:
+        """Identity of the version in whose weights file it lies."""
+        return self.manifest.anchor or self.manifest.identity
+
+    @property
+    def is_far_from_anchor(self) -> bool:
+        """Whether late readers fare better with a new anchor than with one more delta."""
+        names = list(self.chain)
+        since = names[names.index(self.anchor) + 1 :]
+        return _is_long([self.chain[name] for name in since], self.footer.layout)
 
     def follows(self, identity: str | None) -> bool:
         """Whether a delta leads to it from this version."""
-        return len(self.chain) > 1 and self.chain[-2].identity == identity
+        return len(self.chain) > 1 and list(self.chain)[-2] == identity
 
     def checksums_after(self, changed: dict[int, int] | None) -> list[int] | None:
-        """Those of all tensors when some have ``changed``; None: they were not taken.
+        """Return the checksums of all tensors when some have ``changed``; None: it has none.
 
-        By what was published of the others, and not by what lies there.
+        Those of the others are as they were published, whatever lies in the file now.
         """
         if self.checksums is None or changed is None:
             return None
@@ -109,33 +105,52 @@ class ChainHead:
 
 
 class DeltaChain:
-    """Begins versions: whole ones, and such as are built upon the last."""
+    """Begins and commits versions: whole ones, and such as build upon the last.
+
+    Only the writer of a store has one: of a trainer's ranks, the first.
+    """
 
     def __init__(self, drafts: Drafts) -> None:
         self.drafts = drafts
+        self.head: ChainHead | None = None
+        """Version that was published last, as far as the next may build upon it."""
+        self._version = 0
+        """Version that was begun, as all that follows."""
+        self._base: ChainHead | None = None
+        """Version that it builds upon; None: it is whole."""
+        self._chain: dict[str, int] = {}
+        """Chain that leads to its base, as `ChainHead.chain`; empty: none does."""
+        self._needs_file = True
+        self._delta_bytes: int | None = None
+
+    @property
+    def last(self) -> ChainHead:
+        """Head, for callers that have just made it."""
+        assert self.head is not None  # noqa: S101
+        return self.head
+
+    @property
+    def base(self) -> ChainHead:
+        """Version that the begun one builds upon."""
+        assert self._base is not None  # noqa: S101 - it was begun as a delta
+        return self._base
 
     @property
     def keeps_buffers_whole(self) -> bool:
         """Whether every version has a file that holds all of it."""
         return self.drafts.writer.medium.keeps_buffers_whole
 
-    def resume_from_store(
-        self,
-        footer: Footer | None,
-        read: Callable[[Held, ChainReader, ChainHead], T],
-        *,
-        hashed: bool,
-    ) -> T | None:
-        """What ``read`` makes of the version that the sender before this one has left.
+    def resume_from_store(self, footer: Footer | None, *, hashed: bool) -> ChainHead | None:
+        """Make the version that an earlier sender left the head, and return it.
 
         None: there is none, it has other tensors or is not as this sender would publish it; or,
         logged, it cannot be read.
 
         Args:
-            footer: that of the tensors to be published; None: whatever that version has.
-            read: called while the version is held. What it raises of `UNREADABLE` is that.
+            footer: footer of the tensors to be published; None: whatever that version has.
             hashed: whether this sender's versions have checksums.
         """
+        self.head = None
         store = self.drafts.writer.store
         try:
             held = store.hold_newest(newer_than=None)
@@ -147,16 +162,15 @@ class DeltaChain:
                 if footer is None:
                     layout = held.read_layout()
                     footer = self.drafts.footer_of(layout.specs, layout.aliases)
-                if footer.layout_xxh3 != held.manifest.layout_xxh3:
-                    return None
-                chain = ChainReader(held, footer.layout)
-                return read(held, chain, ChainHead.of(held, chain, footer, hashed=hashed))
+                if footer.layout_xxh3 == held.manifest.layout_xxh3:
+                    chain = ChainReader(held, footer.layout)
+                    self.head = ChainHead.of(held, chain, footer, hashed=hashed)
         except UNREADABLE as error:
             self.log_full_publish(str(error))
-            return None
+        return self.head
 
     def log_full_publish(self, reason: str) -> None:
-        """Log why nothing is built upon the version that is there."""
+        """Log why the next version does not build upon the last."""
         root = self.drafts.writer.root
         logger.warning("%s: publishing a whole version, not upon its last: %s", root, reason)
 
@@ -169,47 +183,56 @@ class DeltaChain:
             and (manifest.anchor is None or not self.keeps_buffers_whole)
         )
 
-    def begin(self, version: int, footer: Footer, *, hashed: bool = False) -> Step:
-        """A whole version, which begins a chain; ``hashed``: its draft takes the checksums."""
-        return Step(self.drafts.begin(version, footer, hashed=hashed), version)
+    def begin(
+        self, version: int, footer: Footer | None, *, is_delta: bool, hashed: bool = False
+    ) -> Draft:
+        """Begin a version of these tensors.
 
-    def begin_delta(self, tip: ChainHead, version: int) -> Step:
-        """A version to which a delta leads from the last one."""
-        # Far from their anchor, late readers fare better with a new one.
-        is_far = _is_long(tip.since_anchor, tip.footer.layout)
-        chain, has_file = tip.chain, self.keeps_buffers_whole or is_far
-        if self._is_broken(tip):
-            chain, has_file = chain[-1:], True
-        # Its checksums are known: nothing is hashed as it is written.
-        draft = self.drafts.begin(version, tip.footer, hashed=False, with_file=has_file)
-        return Step(draft, version, tip, chain)
+        Args:
+            version: its number.
+            footer: that of its tensors; None where they are known only when the last has come.
+            is_delta: it builds upon the head, and has a file only where buffers are kept whole or
+                its anchor is far.
+            hashed: its draft takes the checksums as it is filled.
+        """
+        self.adopt(version, is_delta=is_delta)
+        # A delta's checksums are known: nothing is hashed as it is written.
+        hashed = hashed and not is_delta
+        return self.drafts.begin(version, footer, hashed=hashed, with_file=self._needs_file)
 
-    def adopt(self, draft: Draft, version: int, tip: ChainHead | None) -> Step:
-        """The same of a draft that was begun, and filled, before; whole, without a ``tip``."""
-        if tip is None:
-            return Step(draft, version)
-        return Step(draft, version, tip, tip.chain[-1:] if self._is_broken(tip) else tip.chain)
+    def adopt(self, version: int, *, is_delta: bool) -> None:
+        """Let the next commit be this version, in a draft that was begun elsewhere."""
+        head, self.head = self.head, None
+        self._version, self._delta_bytes = version, None
+        self._base, self._chain, self._needs_file = None, {}, True
+        if is_delta and head is not None:
+            is_broken = self._is_broken(head)
+            self._base = head
+            self._chain = {head.manifest.identity: 0} if is_broken else head.chain
+            if not (is_broken or self.keeps_buffers_whole):
+                self._needs_file = head.is_far_from_anchor
 
-    def _is_broken(self, tip: ChainHead) -> bool:
-        """Whether readers cannot have the last version or its deltas: by its files, or one said so.
+    def _is_broken(self, head: ChainHead) -> bool:
+        """Whether readers cannot have the head or its deltas: by its files, or one said so.
 
         Nor do they take what others could have written.
         """
         writer = self.drafts.writer
-        found = writer.store.undamaged_manifest(tip.buffer)
-        if found is None or found.identity != tip.manifest.identity:
+        manifest = writer.store.undamaged_manifest(head.buffer)
+        if manifest is None or manifest.identity != head.manifest.identity:
             # What no manifest names is removed with the next claim.
             logger.warning("%s lost its newest manifest: publishing a whole version", writer.root)
             return True
-        files = {writer.store.delta_path(link.identity): link.delta_bytes for link in tip.chain[1:]}
-        files[writer.store.weights_path(tip.buffer, found)] = found.file_bytes
+        _, *later = head.chain.items()
+        files = {writer.store.delta_path(name): num_bytes for name, num_bytes in later}
+        files[writer.store.weights_path(head.buffer, manifest)] = manifest.file_bytes
         problem = writer.problem_with(files)
         if problem is not None:
             self.log_full_publish(problem)
             return True
         if self.keeps_buffers_whole:
             return False
-        versions = range(tip.anchor_version + 1, tip.manifest.version + 1)
+        versions = range(head.anchor_version + 1, head.manifest.version + 1)
         for record in writer.store.receivers():
             if record.cannot_read(versions, writer.record.history):
                 logger.warning(
@@ -221,81 +244,76 @@ class DeltaChain:
                 return True
         return False
 
-
-class Step:
-    """A version in the making. Leaving its ``with`` block without a commit abandons it."""
-
-    def __init__(
-        self, draft: Draft, version: int, tip: ChainHead | None = None, chain: Sequence[Link] = ()
-    ) -> None:
-        self.draft = draft
-        self.delta_bytes: int | None = None
-        """None: no delta leads to it."""
-        self._version = version
-        self._tip = tip
-        self._chain = chain
-
-    def add_delta(self, found: Found, before: FileTensors | None, copier: Copier) -> EncodedDelta:
-        """Write the delta that leads to it; ``before`` as for `encode_delta`.
+    def add_delta(self, draft: Draft, diff: Found, copier: Copier) -> None:
+        """Write the delta that leads from the base to a draft.
 
         A version that has a file does without its delta, where there is no room.
         """
-        assert self._tip is not None  # noqa: S101 - of a step that was begun upon one
+        base = self.base
         encoded = encode_delta(
-            found,
-            before,
+            diff,
+            None,
             copier,
-            base=self._tip.manifest.identity,
-            identity=self.draft.claim.identity,
+            base=base.manifest.identity,
+            identity=draft.claim.identity,
             version=self._version,
-            layout_xxh3=self._tip.footer.layout_xxh3,
+            layout_xxh3=base.footer.layout_xxh3,
         )
         try:
-            self.delta_bytes = self.draft.add_delta((encoded.header, *encoded.chunks))
+            self._delta_bytes = draft.add_delta((encoded.header, *encoded.chunks))
         except StoreFullError:
-            if not self.draft.has_file:
+            if not draft.has_file:
                 raise
             log_once(
                 logger,
                 "%s has no room for deltas: publishing versions without, until it has",
-                self.draft.root,
+                draft.root,
             )
-            self._chain = ()
-        return encoded
+            self._chain = {}
 
-    def commit(self, metadata: dict[str, Any], checksums: list[int] | None) -> ChainHead:
-        """Publish it. ``checksums``: of all its tensors."""
-        draft, tip = self.draft, self._tip
-        chain = [*self._chain, Link(draft.claim.identity, self.delta_bytes or 0)]
-        anchor_version, upon = self._version, {}
-        if tip is not None and not draft.has_file:
-            anchor_version, upon = tip.anchor_version, tip.manifest.upon(tip.buffer)
-        chain = trimmed(chain, draft.layout, upon.get("anchor"))
+    def commit(
+        self, draft: Draft, metadata: dict[str, Any], checksums: list[int] | None
+    ) -> int | None:
+        """Publish a draft, which is the head then.
+
+        Args:
+            draft: as it was begun last, here or elsewhere.
+            metadata: the version's.
+            checksums: of all its tensors.
+
+        Returns:
+            The bytes of the delta that leads to it; None: there is none.
+        """
+        base, version = self._base, self._version
+        chain = {**self._chain, draft.claim.identity: self._delta_bytes or 0}
+        anchor_version, anchor_fields = version, {}
+        if base is not None and not draft.has_file:
+            anchor_version = base.anchor_version
+            anchor_fields = base.manifest.upon(base.buffer)
+        chain = trimmed(chain, draft.layout, anchor_fields.get("anchor"))
         draft.checksums = checksums
-        manifest = draft.commit(metadata, version=self._version, chain=names_in(chain), **upon)
-        return ChainHead(
-            manifest, draft.claim.buffer, draft.footer, checksums, chain, anchor_version
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.draft.abandon()
+        manifest = draft.commit(metadata, version=version, chain=names_in(chain), **anchor_fields)
+        buffer, footer = draft.claim.buffer, draft.footer
+        self.head = ChainHead(manifest, buffer, footer, checksums, chain, anchor_version)
+        self._base = None
+        return self._delta_bytes
 
 
-def _is_long(links: Sequence[Link], layout: Layout) -> bool:
-    num_bytes = sum(link.delta_bytes for link in links)
-    return len(links) >= MAX_CHAIN or num_bytes > MAX_CHAIN_SHARE * layout.num_bytes
+def _is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:
+    sizes = list(delta_bytes)
+    return len(sizes) >= MAX_CHAIN or sum(sizes) > MAX_CHAIN_SHARE * layout.num_bytes
 
 
-def trimmed(chain: list[Link], layout: Layout, anchor: str | None) -> list[Link]:
-    """A chain without its oldest versions, where it is long; what leads from the anchor stays."""
-    while len(chain) > 1 and chain[0].identity != anchor and _is_long(chain[1:], layout):
-        chain = chain[1:]
-    return chain
+def trimmed(chain: dict[str, int], layout: Layout, anchor: str | None) -> dict[str, int]:
+    """Drop the oldest versions of a long chain, but for the anchor and what leads from it."""
+    names = list(chain)
+    while len(names) > 1 and names[0] != anchor:
+        if not _is_long([chain[name] for name in names[1:]], layout):
+            break
+        names = names[1:]
+    return {name: chain[name] for name in names}
 
 
-def names_in(chain: list[Link]) -> list[str]:
-    """As a manifest has them."""
-    return [link.identity for link in chain] if len(chain) > 1 else []
+def names_in(chain: dict[str, int]) -> list[str]:
+    """Return a chain as a manifest has it: none, where no delta leads to the version."""
+    return list(chain) if len(chain) > 1 else []

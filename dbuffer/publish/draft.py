@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from dbuffer.errors import ClosedError, InvalidWeightsError
+from dbuffer.errors import ClosedError, InvalidWeightsError, StoreAccessError
 from dbuffer.format.layout import Layout, TensorSpec, align
 from dbuffer.format.manifest import MAX_RECORD_BYTES, Manifest
 from dbuffer.io.chain_reader import ChainReader
@@ -23,9 +24,13 @@ from dbuffer.io.tensors import (
     copy_one,
     join_digests,
 )
-from dbuffer.io.transfer import OnBytes, read_tensors, write_tensor, write_tensors
+from dbuffer.io.transfer import OnBytes, part_path, read_tensors, write_tensor, write_tensors
+from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
 from dbuffer.store.writer import BufferWriter, Claim
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes copied so far and in all; 0: the total is not known."""
 
 MAX_METADATA_BYTES = MAX_RECORD_BYTES // 2
 """Metadata is read with every look at a manifest; large things belong in a tensor."""
@@ -100,7 +105,7 @@ class Draft:
         self._end = 0
         self._written: list[int] = []
         self.checksums: list[int] | None = None
-        """Of the tensors that it was filled with, in the layout's order; None: it gets none."""
+        """Checksums of its tensors, in the layout's order; None: it gets none."""
 
     @property
     def root(self) -> Path:
@@ -144,7 +149,7 @@ class Draft:
     def fill_one_by_one(
         self, tensors: Iterable[torch.Tensor], copier: Copier, on_bytes: OnBytes | None = None
     ) -> None:
-        """The same for tensors that are made when they are asked for, and dropped when written.
+        """Write tensors that are made when they are asked for, and dropped when written.
 
         ``on_bytes`` is called with the bytes of each.
         """
@@ -208,10 +213,31 @@ class Draft:
         if self._is_done:
             raise ClosedError("this draft was committed, or abandoned")
         if self.has_file:
+            self._check_parts()
             described |= self.footer.seal(self.claim, self.checksums)
         manifest = self._drafts.writer.commit(self.claim, metadata=metadata, **described)
         self._is_done = True
         return manifest
+
+    def _check_parts(self) -> None:
+        """Require every part that ranks have written to be there, whole, on this host too."""
+        path, layout = self.claim.path, self.layout
+        if not layout.is_in_parts:
+            return
+        with filesystem.os_errors("look at the parts", path):
+            filesystem.refresh(path.parent)
+            for part, num_bytes in enumerate(layout.part_bytes):
+                if not num_bytes:
+                    continue
+                try:
+                    size = part_path(path, part).stat().st_size
+                except FileNotFoundError:
+                    size = None
+                if size != num_bytes:
+                    raise StoreAccessError(
+                        f"{part_path(path, part)} has {size} bytes here, and {num_bytes} where it "
+                        "was written: is the store on one mount that all ranks see alike?"
+                    )
 
     def abandon(self) -> None:
         """Give it up, unless it was committed: its buffer is started over the next time."""
@@ -251,3 +277,22 @@ def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, list) else ()
+
+
+def counter(progress: Progress | None, total: int) -> OnBytes | None:
+    """Return a function that sums up copied bytes, from several threads, for ``progress``.
+
+    None: there is no ``progress`` to call.
+    """
+    if progress is None:
+        return None
+    done = 0
+    lock = threading.Lock()
+
+    def count(num_bytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += num_bytes
+            progress(done, total)
+
+    return count

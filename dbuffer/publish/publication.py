@@ -26,7 +26,7 @@ from dbuffer.runtime.messages import listed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """What a `send` has published."""
+    """Result of a `send`."""
 
     version: int
     num_tensors: int
@@ -51,7 +51,7 @@ class Publication:
 
 
 class PendingPublication(ProcessBound):
-    """What ``send(wait=False)`` returns: weights that are being published.
+    """Weights that are being published, as ``send(wait=False)`` returns them.
 
     They must stay as they are until :meth:`wait` has returned. The sender's next ``send`` and its
     ``close`` wait for it too, and so does an optimizer that ``guard`` was called with.
@@ -120,7 +120,7 @@ class PendingPublication(ProcessBound):
             self._future.exception()
 
     def untold_error(self) -> BaseException | None:
-        """Of one that is over: what went wrong with it, if nobody has been told so far."""
+        """Return the error of a publish that is over, unless it was raised or returned before."""
         is_told, self._is_told = self._is_told, True
         return None if is_told or self._future.cancelled() else self._future.exception()
 

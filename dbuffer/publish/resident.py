@@ -15,22 +15,22 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from dbuffer.errors import DBufferError, UnsupportedError
 from dbuffer.format.delta import require_compression
-from dbuffer.format.layout import Layout
-from dbuffer.io.changes import write_changes
 from dbuffer.io.copier import Copier
+from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.delta_publisher import Last
-from dbuffer.publish.draft import Draft, checked_metadata
+from dbuffer.publish.delta_chain import DeltaChain, is_worth_a_delta
+from dbuffer.publish.draft import Draft, Drafts, checked_metadata
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.sender import LocalSender
+from dbuffer.publish.publisher import Published, Publisher
+from dbuffer.publish.shares import WholeShare
+from dbuffer.ranks.world import Solo
 from dbuffer.runtime import options
 from dbuffer.store.media import medium_of
 from dbuffer.store.writer import BufferWriter
@@ -47,13 +47,14 @@ class _Home:
     draft: Draft
     mapped: MappedTensors
     tensors: list[torch.Tensor]
-    """What the parameters share their memory with, in the layout's order."""
+    """Tensors that the parameters share their memory with, in the layout's order."""
     addresses: list[int]
-    """Of those in the mapped file. ``share_memory()``, which `torch.multiprocessing` calls for what
-    it hands to another process, moves a storage elsewhere, under all tensors that share it."""
+    """Addresses of the tensors in the mapped file. ``share_memory()``, which torch.multiprocessing
+    calls for what it hands to another process, moves a storage elsewhere, under all tensors that
+    share it."""
 
 
-class ResidentModel(LocalSender):
+class ResidentModel(Publisher):
     """The one writer of a store, for a model on the CPU: it lives there, and is not copied there.
 
     Parameters and persistent buffers keep their identity: optimizers, ties, ``requires_grad`` and
@@ -115,24 +116,24 @@ class ResidentModel(LocalSender):
         if not isinstance(module, nn.Module):
             options.refuse("module", type(module), "a torch.nn.Module")
         self.module = module
-        self._checksum = options.flag("checksum", checksum)
-        self._has_deltas = options.flag("delta", delta)
-        if delta:
+        options.flag("checksum", checksum)
+        if options.flag("delta", delta):
             require_compression()
         self._describer = Describer(rename=rename)
         self._home: _Home | None = None
-        self._last: Last | None = None
         source = self._describe_movable()
         copier = Copier(num_threads)
-        writer = BufferWriter(
+        self._writer = BufferWriter(
             store,
             durable=durable,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
             move_torchrl_aside=move_torchrl_aside,
         )
-        super().__init__(copier, writer)
-        self._chaining = DeltaChain(self._drafts)
+        self._drafts = Drafts(self._writer)
+        chain = DeltaChain(self._drafts)
+        buffers = self._writer.store
+        super().__init__(buffers, Solo(), copier, chain, hashed=checksum, has_deltas=delta)
         try:
             self._move_in(source)
         except BaseException:
@@ -159,12 +160,10 @@ class ResidentModel(LocalSender):
         """
         started = time.monotonic()
         with self._publishing():
-            published = self._publish(version, metadata)
-        return self._note(started, *published)
+            published = self._publish_home(version, metadata)
+        return self._note(started, published)
 
-    def _publish(
-        self, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> tuple[int, Layout, int | None]:
+    def _publish_home(self, version: int | None, metadata: Mapping[str, Any] | None) -> Published:
         version = self._writer.next_version(version)
         checked = checked_metadata(metadata)
         source = self._describer.describe(self.module)
@@ -182,7 +181,7 @@ class ResidentModel(LocalSender):
         assert home is not None  # noqa: S101 - it has just been found, or made
         delta_bytes = self._flip(home, version, checked)
         self._change_sides(home, source)
-        return version, home.draft.layout, delta_bytes
+        return Published(version, home.draft.layout, delta_bytes)
 
     def close(self) -> None:
         """Move the parameters to ordinary memory, and give the store up; after a publish."""
@@ -202,9 +201,7 @@ class ResidentModel(LocalSender):
             )
         places = set()
         own = {tensor.data_ptr() for tensor in own_tensors(self.module)}
-        for spec, tensor in zip(
-            source.specs, cast("list[torch.Tensor]", source.tensors), strict=True
-        ):
+        for spec, tensor in zip(source.specs, source.eager, strict=True):
             if tensor.device.type != "cpu":
                 raise UnsupportedError(
                     f"tensor {spec.name!r} is on {tensor.device}, and no file is mapped there: "
@@ -231,11 +228,11 @@ class ResidentModel(LocalSender):
         ``is_published``: they are as they were published last, so that what changed since the
         version before is enough.
         """
-        tensors = cast("list[torch.Tensor]", source.tensors)
+        tensors = source.eager
         version = self._writer.next_version(None)
         footer = self._drafts.footer_of(source.specs, source.aliases)
         with contextlib.ExitStack() as on_error:
-            begun = self._drafts.begin(version, footer, hashed=self._checksum)
+            begun = self._drafts.begin(version, footer, hashed=self._hashed)
             draft = on_error.enter_context(begun)
             mapped = draft.mapped
             if not (is_published and self._brought_up_to_date(draft, mapped)):
@@ -248,34 +245,41 @@ class ResidentModel(LocalSender):
 
     def _brought_up_to_date(self, draft: Draft, mapped: MappedTensors) -> bool:
         """Write into the version before the last what changed since, if that is what is there."""
-        last = self._last
-        if last is None or last.changes is None or not last.tip.follows(draft.claim.held_before):
+        share, head = self._share, self._lead().head
+        if not isinstance(share, WholeShare) or head is None:
             return False
-        write_changes(last.changes, mapped, self._copier)
-        checksums = last.tip.checksums
-        return checksums is None or self._copier.checksums(mapped) == checksums
+        if not share.catch_up(mapped, draft, head):
+            return False
+        return head.checksums is None or self._copier.checksums(mapped) == head.checksums
+
+    def _make_share(self, footer: Footer | None) -> WholeShare:
+        chain, copier, hashed = self._lead(), self._copier, self._hashed
+        return WholeShare(footer, chain, copier, hashed=hashed, is_kept=self._has_deltas)
 
     def _flip(self, home: _Home, version: int, metadata: dict[str, Any]) -> int | None:
-        checksums = self._copier.checksums(home.mapped) if self._checksum else None
-        last, self._last = self._last, None
-        found = None
-        if last is not None:
-            footer, tensors = home.draft.footer, home.tensors
-            found = last.found(footer, tensors, self._copier, hashed=self._checksum)
+        chain, footer = self._lead(), home.draft.footer
+        checksums = self._copier.checksums(home.mapped) if self._hashed else None
+        share, self._share = self._share, None
+        diff = None
+        if isinstance(share, WholeShare) and share.footer is footer:
+            num_changed = share.find_in(home.tensors)
+            if is_worth_a_delta(num_changed, footer.layout):
+                diff = share.take_diff(checksums)
         # Readers may have it from here on, even if this fails: nothing more is written into it.
         self._home = None
         try:
-            upon = None if last is None or found is None else last.tip
-            step = self._chaining.adopt(home.draft, version, upon)
-            if last is not None and found is not None:
-                step.add_delta(found, last.contents, self._copier)
-            tip = step.commit(metadata, checksums)
+            chain.adopt(version, is_delta=diff is not None)
+            if diff is not None:
+                chain.add_delta(home.draft, diff, self._copier)
+            delta_bytes = chain.commit(home.draft, metadata, checksums)
         except BaseException:
             self._leave(home)
             raise
         if self._has_deltas:
-            self._last = Last(tip, home.mapped, None if found is None else found.changes)
-        return step.delta_bytes
+            changes = None if diff is None else diff.changes
+            self._share = self._make_share(footer)
+            self._share.adopt(home.mapped, changes)
+        return delta_bytes
 
     def _change_sides(self, home: _Home, source: Source) -> None:
         try:

@@ -7,84 +7,34 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, cast, overload
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, overload
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from dbuffer.errors import ClosedError, InvalidWeightsError, VersionError
+from dbuffer.errors import InvalidWeightsError, VersionError
 from dbuffer.format.delta import require_compression
-from dbuffer.format.layout import TensorSpec
 from dbuffer.io.copier import Copier
+from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import file_under
-from dbuffer.io.transfer import OnBytes
-from dbuffer.publish.delta_publisher import DeltaPublisher, Published, Wanted
-from dbuffer.publish.draft import Drafts, checked_metadata
-from dbuffer.publish.patches import SparsePatch
+from dbuffer.publish.delta_chain import DeltaChain
+from dbuffer.publish.draft import Drafts, Progress, checked_metadata
+from dbuffer.publish.patches import SparsePatch, changes_of
 from dbuffer.publish.publication import PendingPublication, Publication, StreamsOf, Unchanged
-from dbuffer.publish.publisher import Publisher
+from dbuffer.publish.publisher import EARLIER_SENDER, Published, Publisher, PublishRequest
+from dbuffer.publish.shares import WholeShare
+from dbuffer.ranks.world import Solo
 from dbuffer.runtime import options
 from dbuffer.store.writer import BufferWriter
-from dbuffer.weights import sources
 from dbuffer.weights.names import Rename
-from dbuffer.weights.sources import Describer, Source, Weights
+from dbuffer.weights.sources import Describer, Source, Weights, fetch
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
 
-
-class LocalSender(Publisher):
-    """A store's one writer, for weights that one process holds."""
-
-    _closed_message = "this sender of {store} is closed, or was made before a fork; make a new one"
-
-    def __init__(self, copier: Copier, writer: BufferWriter) -> None:
-        super().__init__()
-        self._copier = copier
-        self._writer = writer
-        self._drafts = Drafts(writer)
-
-    @property
-    def store(self) -> Path:
-        """The store's directory."""
-        return self._writer.root
-
-    def wait_applied(
-        self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
-    ) -> None:
-        """Wait until receivers have applied ``version`` or a later one.
-
-        An engine of many ranks is one receiver, and has applied it when all ranks have.
-
-        Args:
-            version: as `send` or `publish` returned it.
-            receivers: how many of them, whichever; or the id of one, or the ids of those to wait
-                for.
-            timeout_s: for how long.
-
-        Raises:
-            OptionError: one of these is not what it may be.
-            WaitTimeoutError: they have not, in time; the message says who has.
-            ReceiverFailedError: one of those named cannot apply it, or its process has ended.
-            StoreNotFoundError, WriterSupersededError: the store was removed, or another sender has
-                it.
-        """
-        self._check_open()
-        self._writer.wait_applied(version, receivers, timeout_s)
-
-    def _check_open(self) -> None:
-        if not self._writer.is_open:
-            raise ClosedError(self._closed_message.format(store=self.store))
-
-    def _close(self) -> None:
-        self._copier.close()
-        self._drafts.close()
-
-
-class WeightSender(LocalSender):
+class WeightSender(Publisher):
     """The one writer of a store.
 
     Args:
@@ -109,11 +59,11 @@ class WeightSender(LocalSender):
 
     Raises:
         StoreBusyError: another sender has this store.
-        StoreAccessError: the directory is not ours alone.
-        OptionError: the directory holds weights of another kind.
-        StoreAccessError: the directory cannot be made or written.
-        OptionError: an option is not what it may be.
+        StoreAccessError: the directory cannot be made or written, or is not ours alone.
+        OptionError: an option is not what it may be, or the directory holds other weights.
     """
+
+    _closed_message = "this sender of {store} is closed, or was made before a fork; make a new one"
 
     def __init__(
         self,
@@ -134,22 +84,22 @@ class WeightSender(LocalSender):
             require_compression()
         self._describer = Describer(dtype=dtype, rename=rename)
         copier = Copier(num_threads)
-        writer = BufferWriter(
+        self._writer = BufferWriter(
             store,
             durable=durable,
             reader_timeout_s=reader_timeout_s,
             allow_shared_store=allow_shared_store,
             move_torchrl_aside=move_torchrl_aside,
         )
-        super().__init__(copier, writer)
+        hashed = self._writer.medium.has_checksums if checksum == "auto" else checksum
+        self._drafts = Drafts(self._writer)
+        chain = DeltaChain(self._drafts)
+        buffers = self._writer.store
+        super().__init__(buffers, Solo(), copier, chain, hashed=hashed, has_deltas=delta)
         self._pending: list[PendingPublication] = []
         """Publications that nobody waited for, until their outcome is known."""
         self._is_behind = False
         """Whether a send has failed: patches of what it would have published fit nothing."""
-        self._checksum = self._writer.medium.has_checksums if checksum == "auto" else checksum
-        self._deltas: DeltaPublisher | None = None
-        if delta:
-            self._deltas = DeltaPublisher(self._drafts, self._copier, hashed=self._checksum)
 
     @overload
     def send(
@@ -212,25 +162,29 @@ class WeightSender(LocalSender):
         options.flag("wait", wait)
         self._settle()
         with self._publishing():
-            if wait:
-                version, published = self._send(weights, version, metadata, progress)
-                return self._note_sent(started, version, published)
-            if sources.is_stream(weights):
-                options.refuse("wait", wait, "True with an iterator, which only its owner may run")
+            # Everything is checked before anything is touched.
             self._writer.next_version(version)
             checked = checked_metadata(metadata)
             source = self._describer.describe(weights)
-            if source.is_lazy:
-                options.refuse("wait", wait, "True with lazy tensors, which only their owner makes")
-        tensors = cast("list[torch.Tensor]", source.tensors)
-        unchanged = Unchanged([spec.name for spec in source.specs], tensors)
-        streams = StreamsOf(tensors)
+            if source.stream is not None and self._has_deltas:
+                raise InvalidWeightsError(
+                    "a sender with delta=True compares weights that lie in memory whole, and an "
+                    "iterator gives them one by one: make a dictionary of them"
+                )
+            if wait:
+                published = self._send(source, version, checked, progress)
+                return self._note_sent(started, published)
+        if source.stream is not None:
+            options.refuse("wait", wait, "True with an iterator, which only its owner may run")
+        if source.is_lazy:
+            options.refuse("wait", wait, "True with lazy tensors, which only their owner makes")
+        unchanged = Unchanged([spec.name for spec in source.specs], source.eager)
+        streams = StreamsOf(source.eager)
 
         def publish() -> Publication:
             with self._publishing(), streams.followed():
-                at = self._writer.next_version(version)
-                published = self._send_source(source, at, checked, progress, unchanged.require)
-            return self._note_sent(started, at, published)
+                published = self._send(source, version, checked, progress, unchanged.require)
+            return self._note_sent(started, published)
 
         pending = PendingPublication()
         try:
@@ -277,17 +231,37 @@ class WeightSender(LocalSender):
         started = time.monotonic()
         self._settle()
         with self._publishing():
-            if self._deltas is None:
+            if not self._has_deltas:
                 options.refuse("delta", False, "True, for a sender of patches")
             if self._is_behind:
                 raise VersionError(
                     f"the weights that were sent last to {self.store} were not published, so there "
                     "is nothing that patches of them could follow: send all weights once"
                 )
-            at = self._writer.next_version(version)
-            wanted = Wanted(at, checked_metadata(metadata))
-            published = self._deltas.publish_patches(patches, wanted)
-        return self._note(started, at, *published)
+            return self._note(started, self._publish_patches(patches, version, metadata))
+
+    def _publish_patches(
+        self,
+        patches: Iterable[SparsePatch],
+        version: int | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> Published:
+        version = self._writer.next_version(version)
+        checked = checked_metadata(metadata)
+        if self._base == EARLIER_SENDER:
+            self._base, self._share = None, self._resume(None)
+        share = self._share
+        if not isinstance(share, WholeShare):
+            raise VersionError(
+                f"there is no version in {self.store} to patch: send all weights once, and after "
+                "each error"
+            )
+        changes = changes_of(patches, share.contents.layout)
+        self._base, self._share = None, None
+        share.patch(changes)
+        nothing = Source((), [], {}, is_lazy=False)
+        request = PublishRequest(nothing, share.footer, version, checked)
+        return self._write(request, share)
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Let each step of an optimizer wait for what ``send(wait=False)`` is publishing.
@@ -299,9 +273,9 @@ class WeightSender(LocalSender):
         """
         return optimizer.register_step_pre_hook(lambda *_: self._settle())
 
-    def _note_sent(self, started: float, version: int, published: Published) -> Publication:
+    def _note_sent(self, started: float, published: Published) -> Publication:
         self._is_behind = False
-        return self._note(started, version, *published)
+        return self._note(started, published)
 
     def _settle(self) -> None:
         """Wait for what was sent and not waited for, and raise what nobody has been told of.
@@ -336,53 +310,28 @@ class WeightSender(LocalSender):
 
     def _send(
         self,
-        weights: Weights,
-        version: int | None,
-        metadata: Mapping[str, Any] | None,
-        progress: Progress | None,
-    ) -> tuple[int, Published]:
-        version = self._writer.next_version(version)
-        checked = checked_metadata(metadata)
-        if sources.is_stream(weights):
-            if self._deltas is not None:
-                raise InvalidWeightsError(
-                    "a sender with delta=True compares weights that lie in memory whole, and an "
-                    "iterator gives them one by one: make a dictionary of them"
-                )
-            stream = self._describer.stream(weights)
-            return version, self._send_stream(stream, version, checked, progress)
-        source = self._describer.describe(weights)
-        return version, self._send_source(source, version, checked, progress)
-
-    def _send_source(
-        self,
         source: Source,
-        version: int,
+        version: int | None,
         metadata: dict[str, Any],
         progress: Progress | None,
         check: Callable[[], None] = lambda: None,
     ) -> Published:
-        self._refuse_idle_buffer(source)
-        footer = self._drafts.footer_of(source.specs, source.aliases)
-        if self._deltas is not None:
-            fetched = list(map(sources.fetch, source.tensors))
-            return self._deltas.publish(footer, fetched, Wanted(version, metadata, check))
-        with self._drafts.begin(version, footer, hashed=self._checksum) as draft:
-            if source.is_lazy:
-                # One at a time: what was gathered or read is dropped before the next.
-                tensors = map(sources.fetch, source.tensors)
-                count = counter(progress, footer.layout.num_bytes)
-                draft.fill_one_by_one(tensors, self._copier, count)
-            else:
-                draft.fill(cast("list[torch.Tensor]", source.tensors), self._copier)
-            check()
-            draft.commit(metadata)
-        return Published(footer.layout, None)
+        footer = None
+        if source.stream is None:
+            self._refuse_idle_buffer(source)
+            footer = self._drafts.footer_of(source.specs, source.aliases)
+            if self._has_deltas and source.is_lazy:
+                source = replace(source, tensors=list(map(fetch, source.tensors)), is_lazy=False)
+        request = PublishRequest(source, footer, version, metadata, self._base, progress, check)
+        return self._publish(request)
+
+    def _make_share(self, footer: Footer | None) -> WholeShare:
+        chain, copier, hashed = self._lead(), self._copier, self._hashed
+        return WholeShare(footer, chain, copier, hashed=hashed, is_kept=self._has_deltas)
 
     def _refuse_idle_buffer(self, source: Source) -> None:
         """Refuse a snapshot's tensors that this version would overwrite while it reads them."""
-        tensors = [] if source.is_lazy else cast("list[torch.Tensor]", source.tensors)
-        files = [file_under(tensor) for tensor in tensors]
+        files = [file_under(tensor) for tensor in source.eager]
         if not any(files):
             return
         idle = self._writer.idle_file()
@@ -393,36 +342,3 @@ class WeightSender(LocalSender):
                     "written to: it is a tensor of a snapshot of the version before the newest. "
                     "To roll back to that, send snapshot.copy() after its with block"
                 )
-
-    def _send_stream(
-        self,
-        stream: Iterator[tuple[TensorSpec, torch.Tensor]],
-        version: int,
-        metadata: dict[str, Any],
-        progress: Progress | None,
-    ) -> Published:
-        """Append tensors to a new file as they come; the layout is known when all have."""
-        count = counter(progress, 0)
-        with self._drafts.begin(version, None, hashed=self._checksum) as draft:
-            for spec, tensor in stream:
-                draft.append(spec, tensor)
-                if count is not None:
-                    count(spec.num_bytes)
-            draft.commit(metadata)
-        return Published(draft.layout, None)
-
-
-def counter(progress: Progress | None, total: int) -> OnBytes | None:
-    """Adds up what several threads copy, and tells ``progress``; None if nobody is to be told."""
-    if progress is None:
-        return None
-    done = 0
-    lock = threading.Lock()
-
-    def count(num_bytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += num_bytes
-            progress(done, total)
-
-    return count

@@ -1,4 +1,4 @@
-"""Where the ranks of a sharded trainer write: into one file that all map, or each into its own."""
+"""`ShardWriter`: writes a rank's boxes, into a file that all ranks map or a part of its own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -29,37 +28,15 @@ from dbuffer.io.tensors import (
     join_blocks,
 )
 from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
-from dbuffer.publish.draft import Draft
 from dbuffer.publish.shards import Box, WriteAssignment, layout_in_parts
-from dbuffer.ranks.agreement import Agreement
+from dbuffer.publish.shares import ClaimInfo
+from dbuffer.ranks.world import World
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import Held
 from dbuffer.store.filesystem import Descriptor
 
 PASS_BYTES = 32 << 20
 """Copied from a device in one go: what is cast there takes as much of its memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimInfo:
-    """What the ranks are told of the buffer that rank 0 has claimed."""
-
-    version: int
-    buffer: str
-    file: str
-    identity: list[int] | None
-    """Of the file, on rank 0's host; None: it has no file of its own."""
-    is_patched: bool = False
-    """Whether the file holds the version before the last, so that only changes are written."""
-
-    @classmethod
-    def of(cls, version: int, draft: Draft, *, is_patched: bool = False) -> Self:
-        claim = draft.claim
-        identity = None if claim.file is None else [*filesystem.identity_of(claim.file.number)]
-        return cls(version, claim.buffer, claim.path.name, identity, is_patched)
-
-    def path_in(self, store: Path) -> Path:
-        return store / self.buffer / self.file
 
 
 class ShardWriter(ABC):
@@ -71,16 +48,16 @@ class ShardWriter(ABC):
     def __init__(self, store: Path) -> None:
         self._store = store
 
-    def footer_of(self, plain: Footer, plan: WriteAssignment) -> Footer:  # noqa: ARG002
-        """How the weights file ends, when its tensors are written by this plan."""
+    def footer_of(self, plain: Footer, assignment: WriteAssignment) -> Footer:  # noqa: ARG002
+        """Return the footer of a weights file whose tensors are written by this assignment."""
         return plain
 
     def keep_only(self, layout: Layout) -> None:  # noqa: B027
         """Let go of what holds the room of files that will not be written again."""
 
     @abstractmethod
-    def begin(self, claimed: ClaimInfo, footer: Footer) -> None:
-        """Be ready to write."""
+    def begin(self, info: ClaimInfo, footer: Footer) -> None:
+        """Open the claimed file to write."""
 
     @abstractmethod
     def write(self, box: Box, source: torch.Tensor) -> None:
@@ -102,7 +79,7 @@ class ShardWriter(ABC):
 
     @abstractmethod
     def checksums_read(
-        self, ranks: Agreement, layout: Layout, digests: Callable[[], list[int]]
+        self, world: World, layout: Layout, digests: Callable[[], list[int]]
     ) -> list[int] | None:
         """The checksums of all tensors of what was read back; ``digests``: those of its blocks.
 
@@ -110,7 +87,7 @@ class ShardWriter(ABC):
         """
 
     @abstractmethod
-    def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
+    def finish(self, world: World, *, hashed: bool) -> list[int] | None:
         """Wait until all ranks have all bytes in their files; the tensors' checksums, if wanted.
 
         Collective.
@@ -143,13 +120,13 @@ class SharedFileWriter(ShardWriter):
         self._mapped = None
         self._kept.keep_only(layout)
 
-    def begin(self, claimed: ClaimInfo, footer: Footer) -> None:
-        path = claimed.path_in(self._store)
+    def begin(self, info: ClaimInfo, footer: Footer) -> None:
+        path = info.path_in(self._store)
         with filesystem.os_errors("open the buffer that rank 0 has claimed", path):
             # No lock: rank 0 holds it for all.
             file = filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only)
         with file:
-            if [*filesystem.identity_of(file.number)] != claimed.identity:
+            if [*filesystem.identity_of(file.number)] != info.identity:
                 raise StoreAccessError(
                     f"{path} is another file than rank 0's: is {self._store} the same directory "
                     "for all ranks?"
@@ -170,19 +147,19 @@ class SharedFileWriter(ShardWriter):
     def patch(self, changes: Sequence[Change], copier: Copier) -> None:
         write_changes(changes, self._begun(), copier)
 
-    def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
+    def finish(self, world: World, *, hashed: bool) -> list[int] | None:
         if not hashed:
             return None
         mapped = self._begun()
-        slices = mapped.cut_blocks(ranks.size)
+        slices = mapped.cut_blocks(world.size)
 
         def hash_share() -> list[int]:
-            if ranks.rank >= len(slices):
+            if world.rank >= len(slices):
                 return []
-            first, end = slices[ranks.rank]
+            first, end = slices[world.rank]
             return [mapped.hash_block(block) for block in mapped.layout.blocks[first:end]]
 
-        shares = ranks.each("hash its share", hash_share)
+        shares = world.each("hash its share", hash_share)
         digests = list(itertools.chain.from_iterable(shares))
         return join_blocks(mapped.layout.blocks, digests)
 
@@ -194,12 +171,12 @@ class SharedFileWriter(ShardWriter):
 
     def checksums_read(
         self,
-        ranks: Agreement,
+        world: World,
         layout: Layout,  # noqa: ARG002
         digests: Callable[[], list[int]],  # noqa: ARG002
     ) -> list[int] | None:
         # Of the file, now that all have copied out of it: a box is no run of its blocks.
-        return self.finish(ranks, hashed=True)
+        return self.finish(world, hashed=True)
 
     def drop(self) -> None:
         """Nothing is this rank's own: rank 0 abandons the file."""
@@ -230,19 +207,19 @@ class PartFileWriter(ShardWriter):
         self._mine: dict[int, Piece] = {}
         self._digests: dict[Piece, list[int]] = {}
 
-    def footer_of(self, plain: Footer, plan: WriteAssignment) -> Footer:
+    def footer_of(self, plain: Footer, assignment: WriteAssignment) -> Footer:
         known = self._footer
-        if known is None or known[0] is not plain or known[1] is not plan:
-            known = plain, plan, Footer.of(layout_in_parts(plain.layout, plan))
+        if known is None or known[0] is not plain or known[1] is not assignment:
+            known = plain, assignment, Footer.of(layout_in_parts(plain.layout, assignment))
             self._footer = known
         return known[2]
 
-    def begin(self, claimed: ClaimInfo, footer: Footer) -> None:
+    def begin(self, info: ClaimInfo, footer: Footer) -> None:
         self._layout = layout = footer.layout
         self._mine = self._pieces_of(layout)
         self._digests = {}
         if self._mine:
-            self._path = part_path(claimed.path_in(self._store), self._rank)
+            self._path = part_path(info.path_in(self._store), self._rank)
             self._file = filesystem.make_file(self._path, os.O_WRONLY)
 
     def write(self, box: Box, source: torch.Tensor) -> None:
@@ -252,7 +229,7 @@ class PartFileWriter(ShardWriter):
         digests = write_tensor(self._file, self._path, piece.place, source, dtype, hashed=True)
         self._digests[piece] = digests
 
-    def finish(self, ranks: Agreement, *, hashed: bool) -> list[int] | None:
+    def finish(self, world: World, *, hashed: bool) -> list[int] | None:
         def flush() -> list[int]:
             """The digests of its pieces' blocks, in the layout's order, hashed in passing."""
             if self._file is None:
@@ -262,7 +239,7 @@ class PartFileWriter(ShardWriter):
             pieces = sorted(self._digests) if hashed else []
             return [digest for piece in pieces for digest in self._digests[piece]]
 
-        shares = ranks.each("flush its part", flush)
+        shares = world.each("flush its part", flush)
         self._file = None  # rank 0 abandons all, from here on
         return join_shares(self._layout, shares) if hashed else None
 
@@ -274,9 +251,9 @@ class PartFileWriter(ShardWriter):
         ChainReader(held, footer.layout).read_pieces(pieces, copy, copier)
 
     def checksums_read(
-        self, ranks: Agreement, layout: Layout, digests: Callable[[], list[int]]
+        self, world: World, layout: Layout, digests: Callable[[], list[int]]
     ) -> list[int] | None:
-        return join_shares(layout, ranks.each("hash what it has read", digests))
+        return join_shares(layout, world.each("hash what it has read", digests))
 
     def _pieces_of(self, layout: Layout) -> dict[int, Piece]:
         """This rank's, by the tensor."""
@@ -311,24 +288,3 @@ def join_shares(layout: Layout, shares: Sequence[list[int]]) -> list[int]:
         part = part_at.get((block.tensor, block.offset), part)  # or that of the block before
         digests.append(next(queues[part]) if block.num_bytes else DIGEST_OF_NOTHING)
     return join_blocks(layout.blocks, digests)
-
-
-def check_parts(draft: Draft) -> None:
-    """See that every part of what ranks have written is there, whole, on this host too."""
-    path, layout = draft.claim.path, draft.layout
-    if not (draft.has_file and layout.is_in_parts):
-        return
-    with filesystem.os_errors("look at the parts", path):
-        filesystem.refresh(path.parent)
-        for part, num_bytes in enumerate(layout.part_bytes):
-            if not num_bytes:
-                continue
-            try:
-                found = part_path(path, part).stat().st_size
-            except FileNotFoundError:
-                found = None
-            if found != num_bytes:
-                raise StoreAccessError(
-                    f"{part_path(path, part)} has {found} bytes here, and {num_bytes} where it was "
-                    "written: is the store on one mount that all ranks see alike?"
-                )

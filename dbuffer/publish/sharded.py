@@ -7,44 +7,28 @@ it was to write is written, and on a network mount flushed.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
-import math
 import os
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import distributed
 
-from dbuffer.errors import (
-    ClosedError,
-    DBufferError,
-    InvalidWeightsError,
-    OptionError,
-    StoreAccessError,
-)
+from dbuffer.errors import DBufferError, InvalidWeightsError, OptionError, StoreAccessError
 from dbuffer.format.delta import require_compression
-from dbuffer.format.layout import ITEM_BYTES, Layout, digest
+from dbuffer.format.layout import digest
 from dbuffer.io.copier import MAX_DEFAULT_THREADS, Copier
 from dbuffer.io.footer import Footer
-from dbuffer.io.tensors import split_evenly
 from dbuffer.publish import shards
+from dbuffer.publish.box_share import BoxShare
 from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import Draft, Drafts, checked_metadata
+from dbuffer.publish.draft import Drafts
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import Publisher
-from dbuffer.publish.shard_writer import (
-    ClaimInfo,
-    PartFileWriter,
-    ShardWriter,
-    SharedFileWriter,
-    check_parts,
-)
-from dbuffer.publish.sharded_deltas import NOT_YET, Asked, ShardedDeltas
+from dbuffer.publish.publisher import EARLIER_SENDER, Publisher, PublishRequest
+from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
 from dbuffer.publish.shards import Boxes, WriteAssignment
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime import options
@@ -55,7 +39,7 @@ from dbuffer.store.medium import Medium
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.names import Rename
-from dbuffer.weights.sources import Describer, Source, Weights, is_stream
+from dbuffer.weights.sources import Describer, Source, Weights
 
 DEFAULT_RANK_TIMEOUT_S = 600.0
 
@@ -93,6 +77,11 @@ class ShardedWeightSender(Publisher):
             :class:`WeightSender`.
     """
 
+    _closed_message = (
+        "this sender of {store} is closed, has lost a rank, or was made before a fork; make a new "
+        "one"
+    )
+
     def __init__(
         self,
         store: str | os.PathLike[str],
@@ -109,58 +98,53 @@ class ShardedWeightSender(Publisher):
         allow_shared_store: bool = False,
         move_torchrl_aside: bool = False,
     ) -> None:
-        found, wait_s, wrong = _find_place(store, rank_timeout_s, reader_timeout_s)
-        self.store = found
-        """The store's directory."""
-        super().__init__()
-        self._agreement = Agreement(group, timeout_s=wait_s)
-        self._drafts: Drafts | None = None
-        """What rank 0 has, and no other."""
-        self._draft: Draft | None = None
-        self._metadata: dict[str, Any] = {}
-        self._copier = Copier(1)
+        with contextlib.ExitStack() as opened:  # closed again where this fails
+            patience_s = _step_timeout_s(rank_timeout_s, reader_timeout_s)
+            self._agreement = ranks = Agreement(group, timeout_s=patience_s)
+            opened.callback(ranks.close)
+
+            def take_options() -> None:
+                options.directory("store", store)
+                options.positive_seconds("rank_timeout_s", rank_timeout_s)
+                options.seconds("reader_timeout_s", reader_timeout_s)
+                options.choice("checksum", checksum, (True, False, "auto"))
+                if options.flag("delta", delta):
+                    require_compression()
+                self._describer = Describer(dtype=dtype, rename=rename, sharded=True)
+                self._buffers = DoubleBuffer(store, allow_shared_store=allow_shared_store)
+                threads = _share_of_cores(ranks) if num_threads is None else num_threads
+                self._copier = Copier(threads)
+                opened.callback(self._copier.close)
+
+            def open_store() -> list[bool]:
+                writer = BufferWriter(
+                    store,
+                    durable=durable,
+                    reader_timeout_s=reader_timeout_s,
+                    allow_shared_store=allow_shared_store,
+                    move_torchrl_aside=move_torchrl_aside,
+                )
+                self._chain = DeltaChain(Drafts(writer))
+                opened.callback(self._chain.drafts.close)
+                medium = writer.medium
+                _check_reach(medium, ranks.peers)
+                return [medium.maps_files, medium.has_checksums if checksum == "auto" else checksum]
+
+            self._chain = None
+            ranks.each("take its options", take_options)
+            is_shared, hashed = ranks.first("open the store", open_store)
+            buffers, copier, chain = self._buffers, self._copier, self._chain
+            super().__init__(buffers, ranks, copier, chain, hashed=hashed, has_deltas=delta)
+            opened.pop_all()
         self._footer: Footer | None = None
         self._held: list[Boxes] = []
-        self._planned: str | None = None
-        self._plan = WriteAssignment((), ())
-        self._deltas: ShardedDeltas | None = None
-        self._output: ShardWriter = SharedFileWriter(self.store, owner_only=not allow_shared_store)
-
-        def take_options() -> None:
-            if wrong is not None:
-                raise wrong
-            options.choice("checksum", checksum, (True, False, "auto"))
-            if options.flag("delta", delta):
-                require_compression()
-            self._buffers = DoubleBuffer(store, allow_shared_store=allow_shared_store)
-            self._describer = Describer(dtype=dtype, rename=rename, sharded=True)
-            threads = self._share_of_cores() if num_threads is None else num_threads
-            self._copier = Copier(threads)
-
-        def open_store() -> list[bool]:
-            writer = BufferWriter(
-                store,
-                durable=durable,
-                reader_timeout_s=reader_timeout_s,
-                allow_shared_store=allow_shared_store,
-                move_torchrl_aside=move_torchrl_aside,
-            )
-            self._drafts = Drafts(writer)
-            medium = writer.medium
-            self._check_reach(medium)
-            checked = medium.has_checksums if checksum == "auto" else checksum
-            return [medium.maps_files, checked]
-
-        try:
-            self._agreement.each("take its options", take_options)
-            is_shared, self._checksum = self._agreement.first("open the store", open_store)
-            if not is_shared:
-                self._output = PartFileWriter(self.store, rank=self._agreement.rank)
-            if delta:
-                self._deltas = self._make_deltas()
-        except BaseException:
-            self.close()
-            raise
+        """Boxes that each rank holds."""
+        self._assigned: str | None = None
+        """Digest of the layout that the assignment is for."""
+        self._assignment = WriteAssignment((), ())
+        self._writer: ShardWriter = PartFileWriter(self.store, rank=ranks.rank)
+        if is_shared:
+            self._writer = SharedFileWriter(self.store, owner_only=not allow_shared_store)
 
     def send(
         self,
@@ -193,16 +177,9 @@ class ShardedWeightSender(Publisher):
         """
         with self._closing_if_interrupted(), self._publishing(), self._agreement.call():
             started = time.monotonic()
-            try:
-                published = self._send(weights, version, metadata)
-            except BaseException:
-                self._output.drop()
-                if self._deltas is not None:
-                    self._deltas.abandon()
-                if self._draft is not None:
-                    self._draft.abandon()
-                raise
-        return self._note(started, *published)
+            request = self._describe(weights, version, metadata)
+            published = self._publish(request)
+        return self._note(started, published)
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
@@ -217,11 +194,7 @@ class ShardedWeightSender(Publisher):
             RankFailedError: a rank was lost.
         """
         with self._closing_if_interrupted():
-            self._check_open()
-            self._agreement.first(
-                "wait for receivers",
-                lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
-            )
+            super().wait_applied(version, receivers=receivers, timeout_s=timeout_s)
 
     def _closing_if_interrupted(self) -> TranslatedErrors:
         """Make a collective call in a ``with`` block; one interrupted before it begins counts.
@@ -236,104 +209,63 @@ class ShardedWeightSender(Publisher):
         return TranslatedErrors(lose)
 
     def _close(self) -> None:
-        self._output.close()
-        self._agreement.close()
-        if self._drafts is not None:
-            self._drafts.close()
-        self._copier.close()
+        self._writer.close()
+        super()._close()
 
-    def _check_open(self) -> None:
-        if not self._agreement.is_open or self._pid != os.getpid():
-            raise ClosedError(
-                f"this sender of {self.store} is closed, has lost a rank, or was made before a "
-                "fork; make a new one"
-            )
+    def _abandon(self) -> None:
+        self._writer.drop()
+        super()._abandon()
 
-    def _lead(self) -> Drafts:
-        if self._drafts is None:
-            raise ClosedError(f"rank {self._agreement.rank} is not the writer of {self.store}")
-        return self._drafts
-
-    def _check_reach(self, medium: Medium) -> None:
-        hosts = {peer.machine: peer.host for peer in self._agreement.peers}
-        if len(hosts) > 1 and not medium.reaches_other_hosts:
-            raise StoreAccessError(
-                f"the ranks run on {', '.join(sorted(hosts.values()))}, and {self.store} is on "
-                f"{medium.filesystem}, which other hosts do not see: use a network mount"
-            )
-
-    def _share_of_cores(self) -> int:
-        here = Process.here().machine
-        ranks_here = sum(peer.machine == here for peer in self._agreement.peers)
-        return max(1, min(MAX_DEFAULT_THREADS, (os.cpu_count() or 1) // ranks_here))
-
-    def _send(
-        self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> tuple[int, Layout, int | None]:
-        ranks = self._agreement
-        source, base = self._describe(weights, version)
-        footer = self._output.footer_of(self._footer_of(source), self._plan)
-        if self._deltas is not None:
-            to_claim = functools.partial(self._asked, version, metadata)
-            asked = Asked(source, footer, self._plan, base, to_claim)
-            published, delta_bytes = self._deltas.publish(asked)
-            return published, footer.layout, delta_bytes
-        claim = ranks.first("claim a buffer", lambda: self._claim(footer, version, metadata))
-        claimed = ClaimInfo(**claim)
-        ranks.each("write what it holds", lambda: self._write_held(claimed, source, footer))
-        if self._plan.gathered:
-            ranks.each("gather and write", lambda: self._write_gathered(source))
-        checksums = self._output.finish(ranks, hashed=self._checksum)
-        ranks.first("commit the version", lambda: self._commit(checksums))
-        return claimed.version, footer.layout, None
-
-    def _make_deltas(self) -> ShardedDeltas:
-        chaining = None
-        if self._drafts is not None:
-            chaining = DeltaChain(self._drafts)
-        return ShardedDeltas(
+    def _make_share(self, footer: Footer | None) -> BoxShare:
+        assert footer is not None  # noqa: S101 - ranks publish no streams
+        return BoxShare(
+            footer,
             self._agreement,
-            self._output,
+            self._writer,
             self._copier,
-            self._buffers,
-            chaining,
-            hashed=self._checksum,
+            self._assignment,
+            hashed=self._hashed,
+            is_kept=self._has_deltas,
         )
 
-    def _asked(
-        self, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> tuple[int, dict[str, Any]]:
-        return self._lead().writer.next_version(version), checked_metadata(metadata)
-
-    def _describe(self, weights: Weights, version: int | None) -> tuple[Source, int | None]:
-        """Describe the weights, alike on all ranks; and the base of the next version's delta."""
-        ranks, deltas = self._agreement, self._deltas
+    def _describe(
+        self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
+    ) -> PublishRequest:
+        """Describe the weights, alike on all ranks, and assign who writes what of them."""
+        ranks = self._agreement
         sources: list[Source] = []
 
         def describe() -> dict[str, Any]:
-            source = _describe(self._describer, weights)
+            source = self._describer.describe(weights)
+            if source.stream is not None:
+                raise InvalidWeightsError(
+                    "an iterator is not supported here, where all ranks publish: give the module, "
+                    "or a dict"
+                )
             sources.append(source)
             footer = self._footer_of(source)
-            self._output.keep_only(footer.layout)
+            self._writer.keep_only(footer.layout)
             boxes = shards.held_boxes(source.tensors)
-            is_known = self._planned == footer.layout_xxh3 and self._held[ranks.rank] == boxes
+            is_known = self._assigned == footer.layout_xxh3 and self._held[ranks.rank] == boxes
             return {
                 "weights_xxh3": _digest_of(source, footer, version),
                 "boxes": None if is_known else boxes,  # what this rank held the last time
-                "base": None if deltas is None else deltas.base,
+                "base": self._base,
             }
 
         described = ranks.each("describe its weights", describe)
         [source] = sources
         if len({one["weights_xxh3"] for one in described}) > 1:
             self._refuse_difference(source, version)
+        # A base is decided by what all ranks say, and never by one.
         bases = {one["base"] for one in described}
         base = bases.pop() if len(bases) == 1 else None
         boxes = [one["boxes"] for one in described]
         if boxes != [None] * ranks.size:
             self._assign_writes(source, boxes)
-            base = base if base == NOT_YET else None
-        return source, base
+            base = base if base == EARLIER_SENDER else None
+        footer = self._writer.footer_of(self._footer_of(source), self._assignment)
+        return PublishRequest(source, footer, version, metadata, base)
 
     def _assign_writes(self, source: Source, by_rank: list[list[Any] | None]) -> None:
         """Assign anew who writes what; ``by_rank``: boxes as JSON has them, None: as before.
@@ -345,32 +277,10 @@ class ShardedWeightSender(Publisher):
             known if boxes is None else shards.boxes_of(boxes)
             for boxes, known in zip(by_rank, last, strict=True)
         ]
-        self._plan = shards.assign_writes(
-            source.specs, self._held, rows_only=self._output.rows_only
+        self._assignment = shards.assign_writes(
+            source.specs, self._held, rows_only=self._writer.rows_only
         )
-        self._planned = self._footer_of(source).layout_xxh3
-
-    def _claim(
-        self, footer: Footer, version: int | None, metadata: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        """Begin a version, on rank 0, for all ranks to fill: the fields of a `ClaimInfo`."""
-        drafts = self._lead()
-        version, self._metadata = self._asked(version, metadata)
-        self._draft = draft = drafts.begin(version, footer, hashed=False)
-        return asdict(ClaimInfo.of(version, draft))
-
-    def _commit(self, checksums: list[int] | None) -> None:
-        """Publish what was begun, on rank 0, now that every rank has written its part.
-
-        Where the store is to be flushed, one flush is enough: pages that other processes of this
-        machine have written are pages of the same file.
-        """
-        draft = self._draft
-        if draft is None:
-            raise ClosedError("no version was begun, so there is nothing to commit")
-        check_parts(draft)
-        draft.checksums = checksums
-        draft.commit(self._metadata)
+        self._assigned = self._footer_of(source).layout_xxh3
 
     def _refuse_difference(self, source: Source, version: int | None) -> NoReturn:
         """Raise on all ranks what the first one that differs is to publish instead."""
@@ -392,48 +302,33 @@ class ShardedWeightSender(Publisher):
         self._footer = Footer.like(self._footer, source.specs, source.aliases)
         return self._footer
 
-    def _write_held(self, claimed: ClaimInfo, source: Source, footer: Footer) -> None:
-        self._output.begin(claimed, footer)
-        boxes = self._plan.boxes[self._agreement.rank]
-        if not boxes:
-            return
-        specs = source.specs
-        sizes = [math.prod(box.shape) * ITEM_BYTES[specs[box.tensor].dtype] for box in boxes]
 
-        def work(first: int, end: int) -> None:
-            for box in boxes[first:end]:
-                tensor, name = source.tensors[box.tensor], specs[box.tensor].name
-                self._output.write(box, shards.held_elements(tensor, box, name))
+def _step_timeout_s(rank_timeout_s: Any, reader_timeout_s: Any) -> float:
+    """Return how long the ranks wait for one in a step.
 
-        self._copier.in_parallel(work, split_evenly(sizes, self._copier.num_threads))
-
-    def _write_gathered(self, source: Source) -> None:
-        def write(index: int, whole: torch.Tensor) -> None:
-            self._output.write(shards.whole_box(index, source.specs[index].shape), whole)
-
-        shards.each_gathered(source.tensors, self._plan, self._agreement.rank, write)
-
-
-def _find_place(store: Any, rank_s: Any, reader_s: Any) -> tuple[Path, float, OptionError | None]:
-    """The store; how long a step may take; and what is wrong with these options, if anything is.
-
-    That is for all ranks to hear, which takes an `Agreement`, which takes a time.
+    Where an option is no time, the first step refuses it on all ranks: it takes the default.
     """
     try:
-        place = options.directory("store", store)
-        rank_s = options.positive_seconds("rank_timeout_s", rank_s)
+        rank_s = options.positive_seconds("rank_timeout_s", rank_timeout_s)
         # Rank 0 may wait for readers while the others wait for it.
-        return place, rank_s + options.seconds("reader_timeout_s", reader_s), None
-    except OptionError as error:
-        return Path(os.devnull), DEFAULT_RANK_TIMEOUT_S, error
+        return rank_s + options.seconds("reader_timeout_s", reader_timeout_s)
+    except OptionError:
+        return DEFAULT_RANK_TIMEOUT_S
 
 
-def _describe(describer: Describer, weights: Weights) -> Source:
-    if is_stream(weights):
-        raise InvalidWeightsError(
-            "an iterator is not supported here, where all ranks publish: give the module, or a dict"
+def _check_reach(medium: Medium, ranks: Iterable[Process]) -> None:
+    hosts = {peer.machine: peer.host for peer in ranks}
+    if len(hosts) > 1 and not medium.reaches_other_hosts:
+        raise StoreAccessError(
+            f"the ranks run on {', '.join(sorted(hosts.values()))}, and {medium.root} is on "
+            f"{medium.filesystem}, which other hosts do not see: use a network mount"
         )
-    return describer.describe(weights)
+
+
+def _share_of_cores(ranks: Agreement) -> int:
+    here = Process.here().machine
+    ranks_here = sum(peer.machine == here for peer in ranks.peers)
+    return max(1, min(MAX_DEFAULT_THREADS, (os.cpu_count() or 1) // ranks_here))
 
 
 def _rows_of(source: Source) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which part of which tensor each rank of a sharded trainer holds, and who writes what.
+"""Boxes of tensors that the ranks of a sharded trainer hold, and who writes which of them.
 
 Each rank says which box of each tensor it holds: a first index and an extent in every dimension.
 Where the boxes of all ranks cover a tensor, each box is written by one of those that hold it.
@@ -26,9 +26,9 @@ from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.sources import fetch
 
 SPREAD_FROM_BYTES = 1 << 20
-"""What several ranks hold is written by the least busy of them from this size on, and below it by
-the first. What a trainer lets drift apart between ranks is small (the statistics of a batch norm),
-and must not be put together from several."""
+"""Size from which a box that several ranks hold is written by the least busy of them; below it, the
+first writes it. What a trainer lets drift apart between ranks is small (the statistics of a batch
+norm), and must not be put together from several."""
 
 T = TypeVar("T")
 
@@ -39,9 +39,9 @@ class Box(NamedTuple):
     """A region of a tensor."""
 
     tensor: int
-    """Which one, by its place in the order of all."""
+    """Index of the tensor in the layout."""
     start: tuple[int, ...]
-    """Its first index in each dimension."""
+    """First index in each dimension."""
     shape: tuple[int, ...]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -52,16 +52,16 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WriteAssignment:
-    """Who writes what, the same on all ranks."""
+    """Assignment of all tensors to the ranks that write them, the same on all ranks."""
 
     boxes: tuple[tuple[Box, ...], ...]
-    """By rank: what it writes of what it holds."""
+    """Boxes that each rank holds and writes, by rank."""
     gathered: tuple[tuple[int, int], ...]
     """Tensors that all ranks gather, in this order, each with the rank that writes it."""
 
 
 Boxes: TypeAlias = list[Box | None]
-"""What a rank holds of each tensor; None where that is no box, or must be added up first."""
+"""Boxes of all tensors that a rank holds; None where that is no box, or must be added up first."""
 
 
 def boxes_of(boxes: list[Any]) -> Boxes:
@@ -73,7 +73,7 @@ def boxes_of(boxes: list[Any]) -> Boxes:
 
 
 def held_boxes(tensors: HeldTensors) -> Boxes:
-    """What this rank holds of each tensor."""
+    """Return the box of each tensor that this rank holds."""
     return [_held_box(index, tensor) for index, tensor in enumerate(tensors)]
 
 
@@ -126,16 +126,19 @@ def gathered(tensor: torch.Tensor | LazyTensor) -> Iterator[torch.Tensor]:
 
 
 def each_gathered(
-    tensors: HeldTensors, plan: WriteAssignment, rank: int, action: Callable[[int, torch.Tensor], T]
+    tensors: HeldTensors,
+    assignment: WriteAssignment,
+    rank: int,
+    action: Callable[[int, torch.Tensor], T],
 ) -> list[T]:
-    """Gather, one after another, what the plan says, and do ``action`` with what is the rank's.
+    """Gather, one after another, what is assigned so, and do ``action`` with what is the rank's.
 
     It is given the tensor's index and the whole of it. All ranks go through all of them, whatever
     fails: the others wait in the next gather.
     """
     done: list[T] = []
     problem: Exception | None = None
-    for index, writer in plan.gathered:
+    for index, writer in assignment.gathered:
         with gathered(tensors[index]) as whole:
             if writer != rank or problem is not None:
                 continue
@@ -204,14 +207,14 @@ def _is_contiguous(box: Box, shape: tuple[int, ...]) -> bool:
     return all(extent == full for extent, full in itertools.islice(pairs, 1, None))
 
 
-def layout_in_parts(layout: Layout, plan: WriteAssignment) -> Layout:
-    """The same tensors, where each rank writes what it is to write into a part of its own."""
-    part_bytes = [0] * len(plan.boxes)
+def layout_in_parts(layout: Layout, assignment: WriteAssignment) -> Layout:
+    """Return a layout of the same tensors in which each rank writes into a part of its own."""
+    part_bytes = [0] * len(assignment.boxes)
     pieces = []
-    whole: list[list[Box]] = [[] for _ in plan.boxes]
-    for index, writer in plan.gathered:
+    whole: list[list[Box]] = [[] for _ in assignment.boxes]
+    for index, writer in assignment.gathered:
         whole[writer].append(whole_box(index, layout.specs[index].shape))
-    for rank, boxes in enumerate(plan.boxes):
+    for rank, boxes in enumerate(assignment.boxes):
         for box in sorted((*boxes, *whole[rank])):
             spec = layout.specs[box.tensor]
             offset = _flat_index(box.start, spec.shape) * ITEM_BYTES[spec.dtype]

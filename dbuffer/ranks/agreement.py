@@ -19,7 +19,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from dbuffer import errors
 from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
 from dbuffer.ranks.rendezvous import meet
+from dbuffer.ranks.world import Arrays, T, World
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.liveness import Process
 
@@ -40,7 +41,7 @@ _WORD_BYTES = 8
 """Size of a length; arrays are aligned to it, the largest of their elements."""
 
 _MESSAGE_BYTES = 1 << 30
-"""Of what is collected, in one message."""
+"""Most bytes of what is collected that go in one message."""
 
 _ENDS_WITHIN_S = 1.0
 _LOOK_S = 0.01
@@ -51,15 +52,9 @@ _MAX_TIMEOUT_S = 1e9
 _LAST = "last"
 """Key of a store: number of the last group that its ranks have met for."""
 
-Arrays: TypeAlias = list[npt.NDArray[Any] | None]
-"""Flat arrays of numbers, or None in the place of one."""
-
-T = TypeVar("T", bound=bool | int | float | str | list[Any] | dict[str, Any] | None)
-"""Values that JSON has: a tuple would come back as a list."""
-
 
 class _Outcome(NamedTuple):
-    """How a step went on one rank."""
+    """Outcome of a step on one rank."""
 
     number: int
     """Steps and calls that this rank has begun."""
@@ -71,7 +66,7 @@ class _Outcome(NamedTuple):
     """The error's class, where it is one of ours."""
 
 
-class Agreement:
+class Agreement(World):
     """The ranks of a process group, as one that takes steps.
 
     Making one is collective, as every step is.
@@ -115,7 +110,7 @@ class Agreement:
         return TranslatedErrors(self._close_unless_together)
 
     def each(self, what: str, action: Callable[[], T]) -> list[T]:
-        """Let every rank do ``action``; what it returned on each, by rank.
+        """Let every rank do ``action``, and return its results by rank.
 
         Args:
             what: the step, as in "rank 1 could not {what}"; the same on all ranks.
@@ -149,13 +144,8 @@ class Agreement:
                     raise raised(f"rank {rank} could not {what}: {one.error}") from cause
             return [one.value for one in outcomes]
 
-    def first(self, what: str, action: Callable[[], T]) -> T:
-        """Let rank 0 do ``action`` while the others wait; what it returned, on all of them."""
-        values = self.each(what, action if self.rank == 0 else lambda: None)
-        return values[0]  # type: ignore[return-value]  # that of rank 0
-
     def collect(self, what: str, action: Callable[[], Arrays]) -> list[Arrays]:
-        """Bring what ``action`` returned on all ranks to rank 0: by rank there, [] elsewhere."""
+        """Bring the result of ``action`` on all ranks to rank 0: by rank there, [] elsewhere."""
         arrays: Arrays = []
         mine = bytearray()
 

@@ -18,7 +18,7 @@ from dbuffer.errors import OptionError, RankFailedError, RankTimeoutError
 from dbuffer.runtime.messages import listed
 
 _HERE, _CAME = "here", "came"
-"""What a rank says of itself: as long as it waits, and for good."""
+"""Words that a rank leaves: as long as it waits, and for good."""
 
 _REMEDY = (
     "check that each of them runs, makes the same calls, and has the same address and number of "
@@ -96,7 +96,7 @@ def join(init_method: str, rank: int, size: int, *, meet_s: float, timeout_s: fl
 
 
 def place_of(store: Store) -> str:
-    """Where a store is, for a message."""
+    """Return the place of a store, for a message."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
@@ -127,7 +127,7 @@ def _store_at(init_method: str, rank: int, size: int, timeout_s: float, where: s
 
 
 def _who_is_not(word: str, store: Store, ranks: Iterable[int]) -> list[int] | None:
-    """Those who have not left this word; None if the store does not answer."""
+    """Return the ranks that have not left this word; None if the store does not answer."""
     try:
         return [rank for rank in ranks if not store.check([f"{word} {rank}"])]
     except RuntimeError:

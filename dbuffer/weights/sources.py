@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_non_tensor, is_tensor_collection
@@ -91,7 +91,7 @@ class WeightsSpec:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Weights whose layout is known before any of them is fetched."""
+    """Weights to publish. The layout is known before any of them is fetched, but for a stream."""
 
     specs: tuple[TensorSpec, ...]
     tensors: list[torch.Tensor] | list[torch.Tensor | LazyTensor]
@@ -99,6 +99,13 @@ class Source:
     """Other names of tied tensors."""
     is_lazy: bool
     """Whether there are lazy ones among the tensors."""
+    stream: Iterator[tuple[TensorSpec, torch.Tensor]] | None = None
+    """Tensors that come one by one, in place of all others."""
+
+    @property
+    def eager(self) -> list[torch.Tensor]:
+        """Tensors that are all in memory; none, where the weights are lazy or a stream."""
+        return [] if self.is_lazy else cast("list[torch.Tensor]", self.tensors)
 
 
 class Describer:
@@ -133,7 +140,9 @@ class Describer:
         """Spec of one version's weights, to check the next version's faster."""
 
     def describe(self, weights: Weights) -> Source:
-        """Specs and tensors of anything but an iterator; see :func:`is_stream`."""
+        """Return specs and tensors of weights of any kind; an iterator is not begun yet."""
+        if is_stream(weights):
+            return Source((), [], {}, is_lazy=False, stream=self._stream(weights))
         named = _as_mapping(weights)
         if named is None:
             return self._describe_pairs(*self._collect(weights))
@@ -148,7 +157,7 @@ class Describer:
             self._known = WeightsSpec.of(named), source.specs
         return source
 
-    def stream(
+    def _stream(
         self, weights: Iterator[tuple[str, torch.Tensor | LazyTensor]]
     ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
         """Yield the tensors of an iterator one at a time, checked, with their specs.
