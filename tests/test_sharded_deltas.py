@@ -505,7 +505,7 @@ def without_room(rank: int, disk: Path) -> list[bool]:
             if rank == 0 and number in (2, 5):
                 (disk / "filler").unlink(missing_ok=True)
                 if number == 2:
-                    fill(disk, leave_bytes=8192)
+                    fill(disk, leave_bytes=32_768)  # each reader leaves a record of a page
             told.append(sender.send(weights).delta_bytes is not None)
             if rank == 0:
                 assert_same(received(disk / "store"), weights)
