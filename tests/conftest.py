@@ -171,6 +171,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             sender.send(SMALL.weights(version), metadata={"step": version})
     with dbuffer.WeightReceiver(path, receiver_id="old") as receiver:
         receiver.load_into(SMALL.empty())
+    receiver.record.path.rename(path / "receivers" / "old.json")
     yield path
     shutil.rmtree(directory)
 

@@ -498,13 +498,15 @@ def assert_recovers_across_a_network(
         # On another host somebody reads a version that has no name any more.
         record = ReceiverRecord(
             receiver="far",
+            token="0" * 16,
             host="another-host",
             pid=1,
             applied_version=None,
             held_version=10**6,
             updated_at=time.time(),
         )
-        (store / "receivers" / "far.json").write_bytes(encode(record))
+        path = buffer.DoubleBuffer(store).record_path(record.receiver, record.token)
+        path.write_bytes(encode(record))
         for version in range((expected or 0) + 2, (expected or 0) + 5):
             assert unnamed <= version_files(store), "another host may read it still"
             publication = sender.send(pattern.weights(version), version=version)

@@ -795,7 +795,7 @@ def test_word_of_an_earlier_attempt_is_not_taken_for_this_one(
         until("it is ready", follower.is_ready)
         # The record goes on saying that version 1 is served, of the attempt before.
         with monkeypatch.context() as patch:
-            patch.setattr(filesystem, "put_locked", full)
+            patch.setattr(filesystem, "replace_file", full)
             with pytest.raises(EngineUpdateError, match="did not acknowledge version 2"):
                 follower.sync()
         assert (engine.label, engine.version) == (UNKNOWN_VERSION, 2)

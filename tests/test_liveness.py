@@ -28,7 +28,7 @@ from dbuffer.store import filesystem, retirement
 from dbuffer.store.buffer import DoubleBuffer, _state_of
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S, Process, owner_fields
-from dbuffer.store.records import RecordFile, Spare
+from dbuffer.store.records import RecordFile
 from dbuffer.tools.status import read_status
 
 NAME = "boxed"
@@ -68,8 +68,13 @@ def history_of(store: Path) -> str | None:
     return pointer.history
 
 
+TOKEN = "0123456789abcdef"
+"""Of records that these tests write themselves."""
+
+
 def path_of(store: Path, name: str = NAME) -> Path:
-    return store / RECEIVERS_DIRECTORY / f"{name}.json"
+    [path] = (store / RECEIVERS_DIRECTORY).glob(f"{name}.*.json")
+    return path
 
 
 def is_alive(store: Path) -> bool:
@@ -168,9 +173,9 @@ def test_a_number_that_another_process_has_by_now_is_dead() -> None:
 
 def put(store: Path, **changes: Any) -> None:
     fields: dict[str, Any] = dict(owner_fields())
-    fields |= {"receiver": NAME, "applied_version": None, "held_version": None}
+    fields |= {"receiver": NAME, "token": TOKEN, "applied_version": None, "held_version": None}
     record = ReceiverRecord(**fields | {"updated_at": time.time()} | changes)
-    path_of(store, record.receiver).write_bytes(encode(record))
+    DoubleBuffer(store).record_path(record.receiver, record.token).write_bytes(encode(record))
 
 
 @pytest.mark.parametrize("mount", ["network"])
@@ -209,65 +214,95 @@ def test_an_idle_receiver_touches_its_record(
 
 
 # ---------------------------------------------------------------------------------------------
-# Names
+# Several receivers of one id
+
+
+def applied_by(store: Path) -> list[int | None]:
+    """What the receivers of the name have applied, the one that wrote last at the end."""
+    return [record.applied_version for record in DoubleBuffer(store).records_of(NAME)]
 
 
 @MOUNTS
-def test_a_second_receiver_of_a_name_is_refused_until_the_first_has_ended(
-    store: Path, mount: str
-) -> None:
+def test_an_id_has_applied_what_all_living_receivers_of_it_have(store: Path, mount: str) -> None:
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
         with Child(load_and_stay, store) as first:
             pid = first.receive()
+            publish(sender, 2)
             with dbuffer.WeightReceiver(store, receiver_id=NAME) as second:
-                for _ in range(2):
-                    target = SMALL.empty()
-                    with pytest.raises(dbuffer.StoreBusyError, match=f"process {pid} on .*{NAME}"):
-                        second.load_into(target)
-                    assert not any(tensor.any() for tensor in target.values())
+                target = SMALL.empty()
+                assert second.load_into(target) == 2
+                assert applied_by(store) == [1, 2]
+                status = read_status(DoubleBuffer(store))
+                assert {(r.receiver, r.pid) for r in status.receivers} == {
+                    (NAME, pid),
+                    (NAME, os.getpid()),
+                }
+                sender.wait_applied(1, receivers=2, timeout_s=0)
+                for receivers in ([NAME], 2):
+                    with pytest.raises(
+                        dbuffer.WaitTimeoutError, match=f"{NAME} is at 1, {NAME} is at 2"
+                    ):
+                        sender.wait_applied(2, receivers=receivers, timeout_s=0.2)
                 first.signal(signal.SIGKILL)
                 first.wait()
-                assert second.load_into(SMALL.empty()) == 1
-                sender.wait_applied(1, receivers=[NAME], timeout_s=SOON_S)
-                assert DoubleBuffer(store).receiver(NAME).pid == os.getpid()
+                sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+                with pytest.raises(dbuffer.WaitTimeoutError, match="1 of 2"):
+                    sender.wait_applied(2, receivers=2, timeout_s=0.2)
+        # Both have ended: the one that wrote last counts.
+        sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+        with pytest.raises(dbuffer.ReceiverFailedError, match="has ended, at version 2"):
+            sender.wait_applied(3, receivers=[NAME], timeout_s=SOON_S)
 
 
 @MOUNTS
-def test_a_name_that_was_let_go_of_is_free_for_others(store: Path, mount: str) -> None:
+@pytest.mark.parametrize("way", ["closed", "dropped", "killed"])
+def test_a_record_of_one_that_has_ended_goes_when_another_of_its_id_comes(
+    store: Path, mount: str, way: str
+) -> None:
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
-    for _ in range(2):
-        with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver:
+        if way == "killed":
+            with Child(load_and_stay, store) as child:
+                child.receive()
+                child.signal(signal.SIGKILL)
+                child.wait()
+        else:
+            receiver = dbuffer.WeightReceiver(store, receiver_id=NAME)
             assert receiver.load_into(SMALL.empty()) == 1
-            with (
-                dbuffer.WeightReceiver(store, receiver_id=NAME) as other,
-                pytest.raises(dbuffer.StoreBusyError, match=f"process {os.getpid()}"),
-            ):
-                other.load_into(SMALL.empty())
-    dropped = dbuffer.WeightReceiver(store, receiver_id=NAME)
-    assert dropped.load_into(SMALL.empty()) == 1
-    del dropped
-    with Child(load_and_stay, store) as other_process:
-        if mount == "network":  # this process lives, and others cannot see what it has dropped
-            path_of(store).unlink()
-        assert other_process.receive()
+            if way == "closed":
+                receiver.close()
+                assert not is_alive(store)
+            del receiver
+        publish(sender, 2)
+        with dbuffer.WeightReceiver(store, receiver_id=NAME) as newcomer:
+            assert newcomer.load_into(SMALL.empty()) == 2
+            assert applied_by(store) == [2]
+            sender.wait_applied(2, receivers=[NAME], timeout_s=0)
+
+
+def test_an_id_that_begins_with_another_is_another_id(store: Path) -> None:
+    dbuffer.WeightSender(store).close()
+    names = (NAME, f"{NAME}.rank-0", f"{NAME}.{TOKEN}")
+    kept = [RecordFile(store, name) for name in names]
+    for version, record in enumerate(kept):
+        record.write(applied_version=version)
+    for version, name in enumerate(names):
+        assert [r.applied_version for r in DoubleBuffer(store).records_of(name)] == [version]
 
 
 def load_and_write_again(connection: Connection, store: Path) -> None:
     with dbuffer.WeightReceiver(store, receiver_id=NAME) as receiver:
         connection.send(receiver.load_into(SMALL.empty()))
         while connection.recv():
-            try:
-                receiver.record.write()
-            except dbuffer.StoreBusyError as error:
-                connection.send(str(error))
-            else:
-                connection.send("written")
+            receiver.record.write()
+            connection.send("written")
 
 
 @MOUNTS
-def test_a_container_that_was_restarted_has_its_name_at_once(store: Path, mount: str) -> None:
+def test_a_container_that_was_restarted_takes_its_record_away_at_once(
+    store: Path, mount: str
+) -> None:
     """Its host name and its process id are those of the one before it."""
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
@@ -276,34 +311,48 @@ def test_a_container_that_was_restarted_has_its_name_at_once(store: Path, mount:
             # Else the second one's namespace may have its number.
             kept = os.open(f"/proc/{first.boxed_pid}/ns/pid", os.O_RDONLY)
             first.kill()
+        publish(sender, 2)
         with Descriptor(kept), Boxed(load_and_write_again, store, pid=1) as second:
-            assert second.receive() == 1
-            sender.wait_applied(1, receivers=[NAME], timeout_s=0)
-            second.send(True)
-            assert second.receive() == "written"
+            assert second.receive() == 2
+            assert applied_by(store) == [2]
+            sender.wait_applied(2, receivers=[NAME], timeout_s=0)
 
 
-@pytest.mark.parametrize("mount", ["network"])
-def test_of_two_living_containers_that_are_alike_the_later_one_has_the_name(
+@MOUNTS
+def test_of_two_living_containers_that_are_alike_both_are_waited_for(
     store: Path, mount: str
 ) -> None:
     with dbuffer.WeightSender(store) as sender:
         publish(sender, 1)
-    with (
-        Boxed(load_and_write_again, store, pid=1) as first,
-        Boxed(load_and_write_again, store, pid=1) as second,
-    ):
-        assert first.receive() == second.receive() == 1
-        for _ in range(2):
-            second.send(True)
-            assert second.receive() == "written"
-            first.send(True)
-            assert NAME in first.receive(), "it is refused, and does not take the name back"
+        with (
+            Boxed(load_and_write_again, store, pid=1) as first,
+            Boxed(load_and_write_again, store, pid=1) as second,
+        ):
+            assert first.receive() == second.receive() == 1
+            for boxed in (first, second):
+                boxed.send(True)
+                assert boxed.receive() == "written"
+            assert applied_by(store) == [1, 1]
+            sender.wait_applied(1, receivers=2, timeout_s=SOON_S)
+
+
+@pytest.mark.parametrize("mount", ["network"])
+def test_a_living_receiver_whose_record_was_removed_writes_it_again(
+    store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that could not see it took it for dead."""
+    monkeypatch.setattr("dbuffer.store.records.HEARTBEAT_S", 0.02)
+    dbuffer.WeightSender(store).close()
+    record = RecordFile(store, NAME)
+    record.write(applied_version=3)
+    record.path.unlink()
+    until("it is there again", lambda: applied_by(store) == [3])
+    record.close()
 
 
 @MOUNTS
 @pytest.mark.parametrize("is_made_anew", [False, True])
-def test_an_interrupt_leaves_the_name_to_this_process(
+def test_an_interrupted_write_leaves_nothing_that_is_waited_for(
     store: Path, mount: str, is_made_anew: bool
 ) -> None:
     """Whichever call it comes before, and whatever it has left open."""
@@ -324,7 +373,7 @@ def test_an_interrupt_leaves_the_name_to_this_process(
             record.close()
             record = RecordFile(store, NAME)
         record.write(applied_version=number)
-        assert DoubleBuffer(store).receiver(NAME).applied_version == number
+        assert applied_by(store) == [number]
     assert len(interrupts) > 2
 
 
@@ -332,75 +381,47 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def claim_when_told(connection: Connection, store: Path, go: Path) -> None:
+def write_when_told(connection: Connection, store: Path, go: Path) -> None:
     record = RecordFile(store, NAME)
     connection.send(None)
     while not go.exists():
         pass
-    try:
-        record.write()
-    except dbuffer.StoreBusyError:
-        connection.send(False)
-    else:
-        connection.send(True)
-    connection.recv()
-
-
-@MOUNTS
-@pytest.mark.parametrize("leftover", ["nothing", "a dead one's", "garbage"])
-def test_of_several_that_start_at_once_one_gets_the_name(
-    store: Path, mount: str, leftover: str, tmp_path: Path
-) -> None:
-    dbuffer.WeightSender(store).close()
-    go = tmp_path / "go"
-    if leftover == "a dead one's":
-        put(store, started=1)
-    if leftover == "garbage":
-        path_of(store).write_text("{")
-    with contextlib.ExitStack() as stack:
-        racers = [stack.enter_context(Child(claim_when_told, store, go)) for _ in range(4)]
-        for racer in racers:
-            racer.receive()
-        go.touch()
-        won = [racer.receive() for racer in racers]
-    if mount == "local" or leftover == "nothing":
-        assert sum(won) == 1
-    else:  # found out with the next write: no lock says who was first
-        assert any(won)
-
-
-@pytest.mark.parametrize("mount", ["network"])
-def test_who_lost_its_name_finds_out_with_its_next_write(store: Path, mount: str) -> None:
-    dbuffer.WeightSender(store).close()
-    record = RecordFile(store, NAME)
-    record.write()
-    with Child(claim_after_removal, store) as other:
-        other.receive()
-        with pytest.raises(dbuffer.StoreBusyError, match=str(other.pid)):
-            record.write()
-
-
-def claim_after_removal(connection: Connection, store: Path) -> None:
-    path_of(store).unlink()
-    record = RecordFile(store, NAME)
     record.write()
     connection.send(None)
     connection.recv()
 
 
 @MOUNTS
-def test_a_spare_name_is_taken_and_told(
+def test_several_that_start_at_once_have_a_record_each(
+    store: Path, mount: str, tmp_path: Path
+) -> None:
+    dbuffer.WeightSender(store).close()
+    go = tmp_path / "go"
+    put(store, started=1)  # a dead one's
+    with contextlib.ExitStack() as stack:
+        racers = [stack.enter_context(Child(write_when_told, store, go)) for _ in range(4)]
+        for racer in racers:
+            racer.receive()
+        go.touch()
+        for racer in racers:
+            racer.receive()
+        found = DoubleBuffer(store).records_of(NAME)
+        assert {record.pid for record in found} == {racer.pid for racer in racers}
+
+
+@MOUNTS
+def test_a_second_receiver_of_an_id_is_told_of(
     store: Path, mount: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dbuffer.WeightSender(store).close()
-    first, second = RecordFile(store, NAME), RecordFile(store, NAME, spare=Spare("spare", "other"))
+    first, second = RecordFile(store, NAME), RecordFile(store, NAME)
     first.write(applied_version=1)
     second.write(applied_version=2)
     second.write(applied_version=3)
-    found = {r.receiver: (r.applied_version, r.part_of) for r in DoubleBuffer(store).receivers()}
-    assert found == {NAME: (1, None), "spare": (3, "other")}
-    [entry] = [entry for entry in caplog.records if "goes by spare" in entry.getMessage()]
+    assert applied_by(store) == [1, 3]
+    [entry] = [entry for entry in caplog.records if "another receiver" in entry.getMessage()]
     assert entry.levelno == logging.WARNING
+    assert NAME in entry.getMessage()
 
 
 @MOUNTS
@@ -415,9 +436,7 @@ def test_two_nodes_with_one_name_are_two_to_the_sender(shm_path: Path, mount: st
             kept.append(RecordFile(node, NAME))
             kept[-1].write(applied_version=1, history=history_of(remote))
         senders[0].wait_applied(1, receivers=2, timeout_s=SOON_S)
-        names = [record.receiver for record in DoubleBuffer(remote).receivers()]
-        assert len(names) == 2
-        assert NAME in names
+        assert applied_by(remote) == [1, 1]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -453,7 +472,7 @@ def test_listing_reads_what_has_changed(store: Path, monkeypatch: pytest.MonkeyP
         assert reads == []
         put(store, receiver="r-77", applied_version=1, history=history_of(store))
         sender.wait_applied(1, receivers=1, timeout_s=SOON_S)
-        assert set(reads) == {"r-77.json"}
+        assert set(reads) == {f"r-77.{TOKEN}.json"}
 
 
 def test_what_changes_twice_within_a_tick_is_seen(
@@ -531,5 +550,6 @@ def test_a_record_that_others_can_write_to_is_passed_over_and_told_once(
         with pytest.raises(dbuffer.WaitTimeoutError):
             sender.wait_applied(1, receivers=2, timeout_s=0.2)
         publish(sender, 2)
-    assert len([entry for entry in caplog.records if "theirs.json" in entry.getMessage()]) == 1
+    file = f"theirs.{TOKEN}.json"
+    assert len([entry for entry in caplog.records if file in entry.getMessage()]) == 1
     assert newest(store) == 2

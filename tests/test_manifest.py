@@ -44,7 +44,13 @@ MANIFEST = Manifest(
 )
 WRITER = WriterRecord(epoch=1, run=RUN, host="host", pid=12, started_at=1.5, history=RUN)
 RECEIVER = ReceiverRecord(
-    receiver="r-1", host="host", pid=12, applied_version=None, held_version=3, updated_at=1.5
+    receiver="r-1",
+    token=RUN,
+    host="host",
+    pid=12,
+    applied_version=None,
+    held_version=3,
+    updated_at=1.5,
 )
 RECORDS = (POINTER, MANIFEST, WRITER, RECEIVER)
 IDS = ("pointer", "manifest", "writer", "receiver")
@@ -99,9 +105,10 @@ any_record = st.one_of(
         boot=boots,
         pid_namespace=integers,
         started=integers,
-        owner=st.none() | runs,
-        instance=st.none() | runs,
+        token=runs,
         is_ephemeral=st.booleans(),
+        is_relayed=st.booleans(),
+        has_ended=st.booleans(),
     ),
     st.builds(
         Manifest,

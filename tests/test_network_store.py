@@ -154,8 +154,8 @@ def test_readers_map_nothing_and_keep_nothing_open(
     """A mapping of a file that goes away is a SIGBUS; an open file keeps the old one in sight."""
     publish(sender, 1, 2, pattern=LARGE)
     sender.close()
-    record = {f"{store}/receivers/mine.json": os.O_WRONLY}
     assert load(receiver, LARGE) == 2
+    record = {str(receiver.record.path): os.O_WRONLY}
     assert mapped_and_opened(store) == (False, record)
     with receiver.open() as snapshot:
         assert LARGE.version_of(snapshot.tensors) == 2

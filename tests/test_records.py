@@ -167,7 +167,7 @@ def test_a_read_only_store_is_told_once_by_name_and_harms_nobody(owned_by_nobody
         assert "receiver one cannot acknowledge" in message
         assert str(owned_by_nobody / RECEIVERS_DIRECTORY) in message
     assert applied == 3
-    assert files == ["one.json"]
+    assert len(files) == 1
 
 
 def use_store_that_cannot_be_entered(connection: Connection, store: Path) -> None:
@@ -202,7 +202,7 @@ def test_threads_that_set_and_write_lose_nothing(made: Path) -> None:
             done.result(timeout=60)
     assert [getattr(record.current, field) for field in fields] == [300] * 4
     assert read(made) == record.current
-    assert os.listdir(made / RECEIVERS_DIRECTORY) == ["one.json"]  # noqa: PTH208
+    assert os.listdir(made / RECEIVERS_DIRECTORY) == [record.path.name]  # noqa: PTH208
 
 
 def write_for_ever(connection: Connection, store: Path) -> None:
@@ -219,10 +219,10 @@ def write_for_ever(connection: Connection, store: Path) -> None:
 
 
 def test_a_reader_never_sees_half_a_record(made: Path) -> None:
-    path = made / RECEIVERS_DIRECTORY / "one.json"
     seen: set[int] = set()
     with Child(write_for_ever, made) as child:
         child.receive()
+        [path] = (made / RECEIVERS_DIRECTORY).iterdir()
         deadline = time.monotonic() + 60
         while max(seen, default=0) < 3000 and time.monotonic() < deadline:
             record = decode(ReceiverRecord, path.read_bytes())
@@ -234,7 +234,7 @@ def test_a_reader_never_sees_half_a_record(made: Path) -> None:
         child.send()
         assert child.receive() >= 3000
     assert len(seen) >= 50
-    assert os.listdir(path.parent) == ["one.json"]  # noqa: PTH208
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_record_does_not_wait_for_ever_behind_another_thread(made: Path) -> None:

@@ -123,7 +123,8 @@ def test_the_last_word_of_a_reader_comes_before_its_end(
     ):
         assert reader.receive() == "come"
         until("it is carried", lambda: record_of(remote, "rank"))
-        assert record_of(remote, "rank").relay_state == "living"
+        assert record_of(remote, "rank").is_relayed
+        assert not record_of(remote, "rank").has_ended
         read = threading.Event()
         may_go_on = threading.Event()
         receivers = relay._local.receivers
@@ -143,7 +144,7 @@ def test_the_last_word_of_a_reader_comes_before_its_end(
             sender.wait_applied(2, receivers=["rank"], timeout_s=_LAST_WORD_S + 0.5)
         may_go_on.set()
         sender.wait_applied(2, receivers=["rank"], timeout_s=5)
-        until("its end is told", lambda: record_of(remote, "rank").relay_state == "ended")
+        until("its end is told", lambda: record_of(remote, "rank").has_ended)
         assert record_of(remote, "rank").applied_version == 2
         with pytest.raises(dbuffer.ReceiverFailedError, match=r"has ended, at version 2"):
             sender.wait_applied(3, receivers=["rank"], timeout_s=5)
@@ -176,7 +177,7 @@ def test_what_has_not_changed_is_not_written_again(
     """Over a network, a record that is replaced costs every reader of it a look."""
     record = RecordFile(local, "rank")
     record.write(applied_version=1)
-    path = remote / RECEIVERS_DIRECTORY / "rank.json"
+    path = DoubleBuffer(remote).record_path("rank", record.current.token)
     until("it is carried", path.exists)
     before = path.stat().st_ino, path.stat().st_mtime_ns
     for held in (1, None, 1, None):
@@ -231,13 +232,13 @@ def test_a_remote_store_that_is_away_is_told_of_once_and_tried_again(
     # A directory where the record should be: what cannot be replaced.
     record.remove()
     until("it has gone", lambda: record_of(remote, "rank") is None)
-    (receivers / "rank.json").mkdir()
+    (receivers / record.path.name).mkdir()
     record.write(applied_version=2)
     until("it is told", lambda: caplog.records)
     time.sleep(3 * RELAY_INTERVAL_S)
     assert len(caplog.records) == 1
     assert "cannot relay acknowledgements to" in caplog.text
-    (receivers / "rank.json").rmdir()
+    (receivers / record.path.name).rmdir()
     until("it is carried", lambda: record_of(remote, "rank"))
 
 

@@ -50,6 +50,7 @@ def record_of(
 ) -> ReceiverRecord:
     return ReceiverRecord(
         receiver=receiver,
+        token="0" * 16,
         host=host,
         pid=pid,
         applied_version=None,

@@ -227,7 +227,7 @@ class WriterRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiverRecord(Record):
-    """``receivers/ID.json``: what one receiver has applied, and what it holds now."""
+    """``receivers/ID.TOKEN.json``: what one receiver has applied, and what it holds now."""
 
     NAME: ClassVar = "receiver record"
     PATTERNS: ClassVar = {
@@ -236,11 +236,13 @@ class ReceiverRecord(Record):
         "history": _RUN,
         "attempt": ATTEMPT,
         "boot": _BOOT,
-        "owner": _RUN,
-        "instance": DIGEST,
+        "token": _RUN,
     }
 
     receiver: str
+    token: str
+    """Tells receivers of one id apart. For an engine and its ranks: a digest of what tells this
+    start of it from all others; else random."""
     host: str
     pid: int
     applied_version: int | None
@@ -270,22 +272,17 @@ class ReceiverRecord(Record):
     """With the next two, which process of all hosts and containers; see `liveness`."""
     pid_namespace: int = 0
     started: int = 0
-    owner: str | None = None
-    """Which of a process's receivers goes by this name; None: none does any more."""
-    instance: str | None = None
-    """For an engine and its ranks: a digest of what tells this start of it from all others."""
     is_ephemeral: bool = False
-    """Nobody comes back for it: its name was made up, or it is that of one rank."""
-    relay_state: Literal["living", "ended"] | None = None
-    """State of the receiver, where a mirror relays this record. With ``ended``, all other fields
-    are final. None: the receiver writes this record itself."""
+    """No later receiver has this id: it was generated, or it is that of one rank."""
+    is_relayed: bool = False
+    """A mirror writes this record, for a receiver of the mirror's store."""
+    has_ended: bool = False
+    """The receiver was closed, or has ended: all other fields are final."""
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
         if self.state not in (None, "serving", "broken"):
             raise StoreCorruptError(f"{self.NAME}: unknown state {self.state!r:.80}")
-        if self.relay_state not in (None, "living", "ended"):
-            raise StoreCorruptError(f"{self.NAME}: field 'relay_state' is {self.relay_state!r:.80}")
         if not all(type(value) in (int, float) for value in self.stats.values()):
             raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 

@@ -17,8 +17,20 @@ SCRATCH_DIRECTORY = "tmp"
 NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
 hosts until the next one, and watchdog holds back the first of two events in one directory."""
 
+_RECORD_FILE = re.compile(r"(.+)\.[0-9a-f]{16}\.json")
 WEIGHTS_FILE = re.compile(r"weights-[0-9a-f]{16}-[0-9]{1,19}\.td")
 _DELTA_FILE = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}\.delta")
+
+
+def record_file(receiver_id: str, token: str) -> str:
+    """Name of the file of a receiver's record."""
+    return f"{receiver_id}.{token}.json"
+
+
+def receiver_of(name: str) -> str | None:
+    """The id of the receiver whose record has this file name; None if it is no record's."""
+    match = _RECORD_FILE.fullmatch(name)
+    return match and match[1]
 
 
 def part_name(file: str, part: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shlex
 import threading
 import time
@@ -38,7 +37,6 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.foreign import require_no_other_weights
-from dbuffer.store.records import Spare
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
@@ -352,8 +350,6 @@ class Mirror(Closing, ProcessBound):
             num_threads=self._copier.num_threads,
             allow_shared_store=self._allow_shared_store,
         )
-        # A container that has this one's host name may have such a mirror of its own.
-        receiver.record.spare = Spare(f"{name}-{secrets.token_hex(4)}")
         receiver.record.count(**_NO_STATS)
         self._receiver = receiver
         return receiver

@@ -8,30 +8,29 @@ state, and with it that the receiver has ended.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import Literal
 
-from dbuffer.errors import DBufferError, StoreBusyError, StoreNotFoundError
+from dbuffer.errors import DBufferError, StoreNotFoundError
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.liveness import HEARTBEAT_S, Process
-from dbuffer.store.records import KeptFile
+from dbuffer.store.liveness import HEARTBEAT_S
+from dbuffer.store.records import PublishedRecord
 
 logger = logging.getLogger(__name__)
 
 RELAY_INTERVAL_S = 0.05
 """Interval at which local records are read; only those that have changed go over the network."""
 
-_NAME_CHARACTERS = 110
-"""Characters that are kept of a name with a suffix."""
+_Key = tuple[str, str]
+"""Id and token of a receiver."""
 
 
 class AcknowledgementRelay:
@@ -39,12 +38,10 @@ class AcknowledgementRelay:
 
     def __init__(self, local: DoubleBuffer, remote: Path) -> None:
         self._local = local
-        self._remote = remote
-        self._token = secrets.token_hex(4)
+        self._remote = DoubleBuffer(remote, allow_shared_store=True)
         self._records: list[ReceiverRecord] = []
-        self._relayed: dict[str, ReceiverRecord] = {}
-        self._kept: dict[str, KeptFile] = {}
-        self._names: dict[str, str] = {}
+        self._relayed: dict[_Key, ReceiverRecord] = {}
+        self._files: dict[_Key, PublishedRecord] = {}
         self._touched_at = time.monotonic()
         self._problem: str | None = None
         self._stop = threading.Event()
@@ -55,8 +52,8 @@ class AcknowledgementRelay:
         """Relay what there is, and stop."""
         self._stop.set()
         self._thread.join()
-        for kept in self._kept.values():
-            kept.sign.close()
+        for file in self._files.values():
+            file.close()
 
     def _run(self) -> None:
         is_last = False
@@ -68,53 +65,47 @@ class AcknowledgementRelay:
             # The last two: no memory, or no more threads, for now.
             except (DBufferError, OSError, MemoryError, RuntimeError) as error:
                 if str(error) != self._problem:  # logged once; it is tried again
-                    logger.warning("cannot relay acknowledgements to %s: %s", self._remote, error)
+                    remote = self._remote.root
+                    logger.warning("cannot relay acknowledgements to %s: %s", remote, error)
                 self._problem = str(error)
 
     def _relay(self) -> None:
-        # Before the records are read: a record that is read after its process's end is final.
-        ended = {Process.of(record) for record in self._records if not self._local.may_live(record)}
+        # Before records are read: a record that is read after its receiver's end is the last one.
+        ended = {_key(record) for record in self._records if not self._local.may_live(record)}
         self._records = self._local.receivers()
-        records = {record.receiver: _relayed(record, ended) for record in self._records}
-        for name in self._relayed.keys() - records.keys():
-            self._kept.pop(name).remove()
-            del self._relayed[name]
+        records = {_key(record): _relayed(record, ended) for record in self._records}
+        for key in self._relayed.keys() - records.keys():
+            self._files.pop(key).remove()
+            del self._relayed[key]
         # Not Path.is_dir(), which raises what a network mount may answer.
-        if not os.path.isdir(self._remote / RECEIVERS_DIRECTORY):  # noqa: PTH112
+        if not os.path.isdir(self._remote.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
             return
-        for name, record in records.items():
-            known = self._relayed.get(name)
+        for key, record in records.items():
+            known = self._relayed.get(key)
             if known is None or record != dataclasses.replace(known, updated_at=record.updated_at):
-                self._write(name, record)
+                self._write(key, record)
         if time.monotonic() - self._touched_at > HEARTBEAT_S:
             self._touched_at = time.monotonic()
-            for name, record in self._relayed.items():
-                if record.relay_state == "living":
-                    self._kept[name].sign.touch()
+            for key, record in self._relayed.items():
+                if not record.has_ended and not self._files[key].touch():
+                    self._files[key].put(record)
 
-    def _write(self, name: str, record: ReceiverRecord) -> None:
-        try:
-            self._put(name, record)
-        except StoreNotFoundError:  # the store is being removed
-            return
-        except StoreBusyError as error:
-            # Another node's receiver has the same name.
-            self._names[name] = f"{name:.{_NAME_CHARACTERS}}-{self._token}"
-            logger.warning("%s; relayed as %s", error, self._names[name])
-            del self._kept[name]
-            self._put(name, record)
-        self._relayed[name] = record
-        if record.relay_state == "ended":
-            self._kept[name].sign.close()
-
-    def _put(self, name: str, record: ReceiverRecord) -> None:
-        there = self._names.get(name, name)
-        kept = self._kept.setdefault(name, KeptFile(self._remote, there))
-        part_of = record.part_of and self._names.get(record.part_of, record.part_of)
-        kept.write(dataclasses.replace(record, receiver=there, part_of=part_of))
+    def _write(self, key: _Key, record: ReceiverRecord) -> None:
+        file = self._files.setdefault(key, PublishedRecord(self._remote, *key))
+        with contextlib.suppress(StoreNotFoundError):  # the store is being removed
+            file.put(record)
+            self._relayed[key] = record
+            if record.has_ended:
+                file.close()
 
 
-def _relayed(record: ReceiverRecord, ended: Collection[Process]) -> ReceiverRecord:
+def _key(record: ReceiverRecord) -> _Key:
+    return record.receiver, record.token
+
+
+def _relayed(record: ReceiverRecord, ended: Collection[_Key]) -> ReceiverRecord:
     """Return the part of a record that concerns the sender; the version held is in the mirror."""
-    life: Literal["living", "ended"] = "ended" if Process.of(record) in ended else "living"
-    return dataclasses.replace(record, held_version=None, stats={}, relay_state=life)
+    has_ended = record.has_ended or _key(record) in ended
+    return dataclasses.replace(
+        record, held_version=None, stats={}, is_relayed=True, has_ended=has_ended
+    )

@@ -20,7 +20,6 @@ receiver's problem, and retried with backoff.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import threading
@@ -192,9 +191,7 @@ class FollowLoop(RetryLoop):
         traceback.clear_frames(error.__traceback__)
         retry_at = None if is_lasting else time.monotonic() + self.retry_s
         self.failure = Failure(error, version, retry_at)
-        # A record that another receiver has taken is that one's to write.
-        with contextlib.suppress(errors.StoreBusyError):
-            self._receiver.note_problem(error, version)
+        self._receiver.note_problem(error, version)
 
     def _wait(
         self, newer_than: int | None, timeout_s: float | None, interrupt: threading.Event

@@ -59,7 +59,6 @@ class _InMemory(NamedTuple):
 
 _NO_FAILURES = (
     errors.ClosedError,
-    errors.StoreBusyError,
     errors.SnapshotEvictedError,
     errors.VersionError,
     errors.WaitTimeoutError,
@@ -74,16 +73,16 @@ class WeightReceiver(Closing, ProcessBound):
     """Reader of a store; there may be any number, in any process.
 
     It may be made before the store exists, and serves one thread at a time. It writes nothing until
-    it reads: then ``receivers/ID.json`` in the store says what it holds and has applied.
+    it reads: then ``receivers/ID.TOKEN.json`` in the store says what it holds and has applied.
 
     It follows one history of the store. Where the store was emptied or replaced, and started over,
     every method that looks at it raises `VersionRegressedError`, until :meth:`start_over`.
 
     Args:
         store: the store's directory.
-        receiver_id: a name for acknowledgements: letters, digits and ``._-``, at most 128. It has
-            one living owner: a second receiver of that name is refused when it reads, with
-            :class:`StoreBusyError`. Default: host, process id and a random part.
+        receiver_id: a name for acknowledgements: letters, digits and ``._-``, at most 128. A sender
+            that waits for it waits for all living receivers of that name. Default: host, process id
+            and a random part.
         poll_interval_s: how often a wait re-reads the pointer when no event came.
         verify: check every tensor against its checksum. ``"auto"``: on network mounts only.
             True refuses versions that were published without checksums.

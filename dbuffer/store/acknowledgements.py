@@ -30,8 +30,11 @@ def wait_applied(
 ) -> None:
     """Wait until receivers have applied ``version`` or a later one; see `WeightSender`.
 
-    That one has ended is learned at once (a second for its last word) of one of this host, or on a
-    local mount; else after :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. Records older
+    Where several receivers have one id, the id has applied a version when all of them have that
+    live. If none lives, the record that was written last counts.
+
+    A receiver's end is learned at once (a second for its last acknowledgement) on this host, or on
+    a local mount; else after :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. Records older
     than ``writer``, which published the version, are of an earlier run, whose processes have ended.
 
     Raises:
@@ -41,26 +44,36 @@ def wait_applied(
     options.whole_number("version", version, at_least=0)
     deadline = time.monotonic() + options.seconds("timeout_s", timeout_s)
     pause_s = _POLL_MIN_S
-    wanted = options.names("receivers", receivers)
-    names, needed = (None, wanted) if isinstance(wanted, int) else (wanted, len(wanted))
+    expected = options.names("receivers", receivers)
+    names = None if isinstance(expected, int) else set(expected)
     for name in names or ():
         if not is_receiver_id(name):
             options.refuse("receivers", receivers, f"no receiver can be named {name!r:.80}")
-    noted_at: dict[tuple[str, str], float] = {}
+    needed = expected if isinstance(expected, int) else len(expected)
+    noted_at: dict[tuple[str, str, str], float] = {}
     while True:
-        everybody = store.receivers()
+        everything = store.receivers()
         # An engine acknowledges as one; its ranks only say what they have ready.
-        records = [record for record in everybody if record.part_of is None]
-        if names is not None:
-            records = [record for record in records if record.receiver in names]
-        waiting = [record for record in records if not record.has_applied(version, writer.history)]
-        num_applied = len(records) - len(waiting)
+        by_id: dict[str, list[ReceiverRecord]] = {}
+        for record in everything:
+            if record.part_of is None and (names is None or record.receiver in names):
+                by_id.setdefault(record.receiver, []).append(record)
+        waiting, num_applied = [], 0
+        for records in by_id.values():
+            by_id[records[0].receiver] = counted = _counted(store, records)
+            behind = [r for r in counted if not r.has_applied(version, writer.history)]
+            waiting += behind
+            num_applied += len(counted) - len(behind) if names is None else not behind
         if num_applied >= needed:
             return
         store.require_writer(writer)
         if names is not None:
             for record in waiting:
-                ranks = [rank for rank in everybody if rank.part_of == record.receiver]
+                ranks = [
+                    rank
+                    for rank in everything
+                    if (rank.part_of, rank.token) == (record.receiver, record.token)
+                ]
                 for each in (record, *ranks):
                     if each.updated_at >= writer.started_at:
                         _require_able(each, version, writer.history, noted_at)
@@ -68,18 +81,32 @@ def wait_applied(
                     _require_running(store, record, noted_at)
         left = deadline - time.monotonic()
         if left <= 0:
-            states = ", ".join(_state(record, version, writer.history) for record in records)
+            states = [
+                _state(store, record, version, writer.history)
+                for records in by_id.values()
+                for record in records
+            ]
+            so_far = ", ".join(states) or "no receiver came yet"
             raise WaitTimeoutError(
                 f"{num_applied} of {needed} receivers applied version {version} of "
-                f"{store.root} within {timeout_s:g} s ({states or 'no receiver came yet'})"
+                f"{store.root} within {timeout_s:g} s ({so_far})"
             )
         time.sleep(min(pause_s, left))
         pause_s = min(2 * pause_s, _POLL_MAX_S)
 
 
-def _state(record: ReceiverRecord, version: int, history: str | None) -> str:
-    """In a few words, with what keeps it from the version."""
-    state = f"{record.receiver} is at {record.applied_version}"
+def _counted(store: DoubleBuffer, records: list[ReceiverRecord]) -> list[ReceiverRecord]:
+    """The records of one id that say what it has applied."""
+    if len(records) == 1:
+        return records
+    living = [record for record in records if store.may_live(record)]
+    return living or [max(records, key=lambda record: record.updated_at)]
+
+
+def _state(store: DoubleBuffer, record: ReceiverRecord, version: int, history: str) -> str:
+    """The state of a receiver in a few words, with what keeps it from the version."""
+    verb = "is" if store.may_live(record) else "has ended"
+    state = f"{record.receiver} {verb} at {record.applied_version}"
     if record.has_problem_with(version, history):
         return f"{state}, because of: {record.problem}"
     return state
@@ -88,8 +115,8 @@ def _state(record: ReceiverRecord, version: int, history: str | None) -> str:
 def _require_able(
     record: ReceiverRecord,
     version: int,
-    history: str | None,
-    noted_at: dict[tuple[str, str], float],
+    history: str,
+    noted_at: dict[tuple[str, str, str], float],
 ) -> None:
     if not record.has_problem_with(version, history):
         return
@@ -101,16 +128,19 @@ def _require_able(
 
 
 def _require_running(
-    store: DoubleBuffer, record: ReceiverRecord, noted_at: dict[tuple[str, str], float]
+    store: DoubleBuffer, record: ReceiverRecord, noted_at: dict[tuple[str, str, str], float]
 ) -> None:
     if not store.may_live(record) and _has_lasted(noted_at, record, "ended"):
         raise ReceiverFailedError(f"{_who(record)} has ended, at version {record.applied_version}")
 
 
-def _has_lasted(noted_at: dict[tuple[str, str], float], record: ReceiverRecord, state: str) -> bool:
+def _has_lasted(
+    noted_at: dict[tuple[str, str, str], float], record: ReceiverRecord, state: str
+) -> bool:
     """Whether a receiver was in a state before; ``noted_at``: when that was first seen."""
     now = time.monotonic()
-    return now - noted_at.setdefault((record.receiver, state), now) >= _LAST_WORD_S
+    seen_at = noted_at.setdefault((record.receiver, record.token, state), now)
+    return now - seen_at >= _LAST_WORD_S
 
 
 def _who(record: ReceiverRecord) -> str:

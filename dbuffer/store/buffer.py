@@ -300,8 +300,8 @@ class DoubleBuffer:
     def delta_path(self, identity: str) -> Path:
         return self.root / places.DELTAS_DIRECTORY / places.delta_file(identity)
 
-    def record_path(self, receiver_id: str) -> Path:
-        return self.root / places.RECEIVERS_DIRECTORY / f"{receiver_id}.json"
+    def record_path(self, receiver_id: str, token: str) -> Path:
+        return self.root / places.RECEIVERS_DIRECTORY / places.record_file(receiver_id, token)
 
     def manifest(self, buffer: str) -> Manifest | None:
         """What a buffer holds; None if it never held anything."""
@@ -347,9 +347,28 @@ class DoubleBuffer:
     def undamaged_writer(self) -> WriterRecord | None:
         return _unless_damaged(self.writer)
 
+    def record(self, receiver_id: str, token: str) -> ReceiverRecord | None:
+        """The record of one receiver; None if it never came, or has gone."""
+        return self._read(ReceiverRecord, self.record_path(receiver_id, token))
+
+    def records_of(self, receiver_id: str) -> list[ReceiverRecord]:
+        """The records of all receivers of this id, the one that was written last at the end.
+
+        Only their files are read; as in :meth:`receivers`, damaged ones are ignored.
+        """
+        names = [entry.name for entry in self._listed()]
+        read = [
+            self._look_at(name, None, self._known.get(name))
+            for name in names
+            if places.receiver_of(name) == receiver_id
+        ]
+        records = [listed.record for listed in read if listed.record is not None]
+        return sorted(records, key=lambda record: record.updated_at)
+
     def receiver(self, receiver_id: str) -> ReceiverRecord | None:
-        """What one receiver says of itself; None if it never came, or has gone."""
-        return self._read(ReceiverRecord, self.record_path(receiver_id))
+        """The record that a receiver of this id wrote last; None if none ever came, or has gone."""
+        records = self.records_of(receiver_id)
+        return records[-1] if records else None
 
     def receivers(self) -> list[ReceiverRecord]:
         """What each receiver that ever came says of itself.
@@ -401,21 +420,20 @@ class DoubleBuffer:
         trusted by all, until it has not touched its record for
         :data:`~dbuffer.store.liveness.PRESUMED_DEAD_AFTER_S`. Of a writer there is no such sign.
 
-        A mirror that carries a record says when its process has ended, and its last word with it:
-        who only looked at the process could miss what is still on its way.
+        A mirror that relays a record says in it that the receiver has ended, together with the last
+        of its acknowledgements, which may still be on its way when the process is gone.
         """
         process = Process.of(record)
         if isinstance(record, WriterRecord):
             return not process.has_ended()
-        if record.relay_state == "ended":
+        if record.has_ended:
             return False
         if process.can_be_seen:
             if not process.has_ended():
                 return True
-            if record.relay_state is None:
+            if not record.is_relayed:
                 return False
-        path = self.record_path(record.receiver)
-        return self.medium.shows_life(path)
+        return self.medium.shows_life(self.record_path(record.receiver, record.token))
 
     def readers(self) -> list[ReceiverRecord]:
         held = [record for record in self.receivers() if record.held_version is not None]

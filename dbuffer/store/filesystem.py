@@ -12,7 +12,7 @@ import re
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,9 +36,6 @@ disk of this host that other hosts see over a network, for a FUSE mount that nob
 
 TICK_S = 0.02
 """A pause before a directory is changed again, longer than a tick of a server's clock (10 ms)."""
-
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP)
-"""What a mount answers on which a file has one name only, as vfat."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """What a mount answers that knows no locks."""
@@ -286,136 +283,70 @@ def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
         view = view[written:]
 
 
-class OpenFiles:
-    """Small files that stay open for writing from one replacement to just before the next.
-
-    To a host that reads a small file an NFSv4 server hands out a delegation, and nobody may replace
-    or remove that file before the host has given it back; from a host that was cut off, that takes
-    the server's lease, 90 s by default. A file that is open for writing is not delegated.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[Path, Descriptor] = {}
-
-    def keep(self, path: Path, file: Descriptor) -> None:
-        self._open[path] = file
-
-    def is_at(self, path: Path) -> bool:
-        return (file := self._open.get(path)) is not None and is_at(file, path)
-
-    def let_go(self, path: Path) -> None:
-        """Close what is at ``path``, just before it is replaced or removed.
-
-        Not later: what is removed and open stays for a while, under another name.
-        """
-        if (descriptor := self._open.pop(path, None)) is not None:
-            descriptor.close()
-
-    def close(self) -> None:
-        for path in list(self._open):
-            self.let_go(path)
-
-
 def replace_file(
     path: Path,
     data: bytes,
     *,
     scratch: Path,
+    flush: bool = False,
     durable: bool = False,
-    open_files: OpenFiles | None = None,
-    only_new: bool = False,
-) -> bool:
+    lock: bool = False,
+    before: Descriptor | None = None,
+) -> Descriptor:
     """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
 
-    The temporary file is in ``scratch``, which nobody watches or lists. ``durable``: flush file and
-    directory. ``open_files``: on a network mount, those of the process. ``only_new``: do nothing,
-    and return False, if there is one already.
+    The temporary file is in ``scratch``, which nobody watches or lists. The file stays open for as
+    long as the returned descriptor does, and locked exclusively from before it has its name, if it
+    is to be: no child that is forked inherits that.
+
+    Args:
+        path: the file's name.
+        data: its bytes.
+        scratch: a directory of the same filesystem.
+        flush: flush the file.
+        durable: flush file and directory.
+        lock: lock it.
+        before: the open file that has the name now, on a network mount. To a host that reads a
+            small file an NFSv4 server hands out a delegation, and the file cannot be replaced or
+            removed before the host has given that back; from a host that was cut off, that takes
+            the server's lease, 90 s by default. A file that is open for writing is not delegated.
+            It is closed just before it is replaced, and not later: a file that is removed while it
+            is open stays for a while, under another name.
     """
-
-    def finish(file: Descriptor) -> None:
-        if durable or open_files is not None:  # what is not closed is not flushed either
-            os.fsync(file.number)
-        if open_files is None:
-            file.close()
-        else:
-            open_files.let_go(path)
-
-    file = _put(path, data, finish, scratch=scratch, only_new=only_new)
-    if file is None:
-        return False
-    if open_files is not None:
-        open_files.keep(path, file)
-    if durable:
-        with os_errors("flush", path):
-            sync_directory(path.parent)
-    return True
-
-
-def put_locked(path: Path, data: bytes, *, scratch: Path, only_new: bool) -> Descriptor | None:
-    """As :func:`replace_file`; nobody sees the file before it is locked exclusively.
-
-    It is locked for as long as what is returned is open, and by no child that is forked.
-    """
-
-    def lock(file: Descriptor) -> None:
-        try_lock(file.number, exclusive=True)
-
-    return _put(path, data, lock, scratch=scratch, only_new=only_new)
-
-
-def _put(
-    path: Path,
-    data: bytes,
-    finish: Callable[[Descriptor], None],
-    *,
-    scratch: Path,
-    only_new: bool,
-) -> Descriptor | None:
-    """Write a temporary file, ``finish`` it, and give it its name; None: it was to be new."""
     with os_errors("write", path):
         temporary, number = _open_temporary(scratch, path)
         file = Descriptor(number)
         try:
             write_at(number, 0, data)
-            made = identity_of(number)
-            finish(file)
-            if _place(temporary, path, made, only_new=only_new):
-                return file
+            if flush or durable:
+                os.fsync(number)
+            if lock:
+                try_lock(number, exclusive=True)
+            if before is not None:
+                before.close()
+            _rename(temporary, path, identity_of(number))
         except BaseException:
             file.close()
             temporary.unlink(missing_ok=True)
             raise
-    file.close()
-    return None
+    if durable:
+        with os_errors("flush", path):
+            sync_directory(path.parent)
+    return file
 
 
-def _place(temporary: Path, path: Path, made: tuple[int, int], *, only_new: bool) -> bool:
-    """Give a finished file its name, over what had it; False: it was to be new, and is not.
+def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
+    """Give a finished file its name, over what had it.
 
     An NFS client asks again when it has heard no answer, and a server that was restarted in between
-    does not know that it has done it already: then there is nothing to rename, or the name is taken
-    by the very file that was to have it. So what counts is which file is at ``path``; ``made`` is
-    ours, by :func:`identity_of`.
+    does not know that it has done it already: then there is nothing to rename. So what counts is
+    which file is at ``path``; ``made`` is ours, by :func:`identity_of`.
     """
-    if only_new:
-        is_new = True
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            is_new = identity_at(path) == made
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            os.replace(temporary, path)
-            return True
-        temporary.unlink(missing_ok=True)
-        return is_new
     try:
         os.replace(temporary, path)
     except FileNotFoundError:
         if identity_at(path) != made:
             raise
-    return True
 
 
 def identity_at(path: Path) -> tuple[int, int] | None:

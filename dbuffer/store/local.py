@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from dbuffer.errors import StoreCorruptError
+from dbuffer.format import places
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
-from dbuffer.store.filesystem import Descriptor, OpenFiles
-from dbuffer.store.medium import Medium, RecordOwner, Records, WeightsFiles
+from dbuffer.store.filesystem import Descriptor
+from dbuffer.store.medium import Medium, Records, WeightsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,6 @@ LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
 )
 """Which only this host writes. All else counts as a network: what works between hosts works on
 one, and the other way round it does not."""
-
-_LOOKED_AT_S = 0.2
-"""Who asks whether a record is locked locks it himself, for a moment."""
 
 
 class LocalMedium(Medium):
@@ -78,50 +76,29 @@ class LocalMedium(Medium):
     def check_readable(self, manifest: Manifest) -> None:
         """Nothing that was published can be mixed here."""
 
-    def open_files(self) -> OpenFiles | None:
-        """No host holds up the replacement of a file."""
+    def publish_file(
+        self,
+        path: Path,
+        data: bytes,
+        *,
+        durable: bool = False,
+        shows_life: bool = False,
+        before: Descriptor | None = None,
+    ) -> Descriptor | None:
+        """Lock a record: the kernel drops the lock when its owner dies, in whatever container."""
+        scratch = self.root / places.SCRATCH_DIRECTORY
+        file = filesystem.replace_file(
+            path, data, scratch=scratch, durable=durable, lock=shows_life
+        )
+        if before is not None:  # its own lock showed life until now
+            before.close()
+        if shows_life:
+            return file
+        file.close()
         return None
-
-    def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
-        return _LockedRecord(path, scratch)
 
     def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
         return _RewrittenFiles(records, reader_timeout_s, can_rewrite=self.can_rewrite_in_place)
-
-
-class _LockedRecord(RecordOwner):
-    """Locked from before it has its name until it is let go of.
-
-    The kernel drops the lock when the owner dies, whatever host name and process ids its container
-    has.
-    """
-
-    is_lock = True
-
-    def __init__(self, path: Path, scratch: Path) -> None:
-        super().__init__(path, scratch)
-        self._lock: Descriptor | None = None
-
-    def is_ours(self) -> bool:
-        return self._lock is not None and filesystem.is_at(self._lock, self.path)
-
-    def put(self, data: bytes, *, only_new: bool) -> bool:
-        lock = filesystem.put_locked(self.path, data, scratch=self.scratch, only_new=only_new)
-        if lock is not None:
-            self.close()
-            self._lock = lock
-        return lock is not None
-
-    def is_free(self, old: Descriptor, *, may_be_owned: bool) -> bool:  # noqa: ARG002
-        # The lock is held until the new file, which has its own, is in place.
-        return filesystem.lock_within(old.number, _LOOKED_AT_S)
-
-    def touch(self) -> None:
-        """The lock says it."""
-
-    def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
 
 
 class _RewrittenFiles(WeightsFiles):

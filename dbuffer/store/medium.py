@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, Protocol
 from dbuffer.format import places
 from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.store import filesystem
-from dbuffer.store.filesystem import Descriptor, OpenFiles
+from dbuffer.store.filesystem import Descriptor
 
 
 class Records(Protocol):
@@ -93,50 +93,27 @@ class Medium(ABC):
         """
 
     @abstractmethod
-    def open_files(self) -> OpenFiles | None:
-        """Where a writer keeps small files open; None where none need be."""
+    def publish_file(
+        self,
+        path: Path,
+        data: bytes,
+        *,
+        durable: bool = False,
+        shows_life: bool = False,
+        before: Descriptor | None = None,
+    ) -> Descriptor | None:
+        """Replace a small file of the store in one step, so that others see it.
 
-    @abstractmethod
-    def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
-        """What stands behind a receiver's record at ``path``, for its owner."""
+        ``shows_life``: of a receiver's record, from before it has its name; see :meth:`shows_life`.
+
+        Returns:
+            The file, to be kept open until it is replaced (then it is ``before``), or its owner
+            ends; None: it need not be.
+        """
 
     @abstractmethod
     def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
         """How the store's one writer gets weights files, and rid of them."""
-
-
-class RecordOwner(ABC):
-    """The sign by which others know that a receiver's record has a living owner."""
-
-    is_lock: ClassVar[bool]
-    """Else :meth:`touch` is to be called now and then, and the record says that it is let go of."""
-
-    def __init__(self, path: Path, scratch: Path) -> None:
-        self.path = path
-        self.scratch = scratch
-
-    @abstractmethod
-    def is_ours(self) -> bool:
-        """Whether the file is there, and is what this one wrote last."""
-
-    @abstractmethod
-    def put(self, data: bytes, *, only_new: bool) -> bool:
-        """Replace the file, which is ours from then on; False: it was to be new, and is not."""
-
-    @abstractmethod
-    def is_free(self, old: Descriptor, *, may_be_owned: bool) -> bool:
-        """Whether nobody owns what has the name, the open file ``old``.
-
-        ``may_be_owned`` says what the record itself does of it.
-        """
-
-    @abstractmethod
-    def touch(self) -> None:
-        """Show those who can neither see this process nor trust locks that it lives."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close the file; whoever finds it decides by its time, or its process."""
 
 
 class WeightsFiles(ABC):
@@ -206,7 +183,7 @@ class WeightsFiles(ABC):
         file.close()
 
     def let_go(self, path: Path) -> None:
-        """Close what is at ``path``, just before it is removed; see `OpenFiles`."""
+        """Close what is at ``path``, just before it is removed; see `replace_file`."""
         self.made_for.pop(path, None)
         if (file := self.open.get(path)) is not None:
             self.forget(file)

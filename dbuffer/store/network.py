@@ -19,9 +19,9 @@ from dbuffer.errors import StoreAccessError
 from dbuffer.format import places
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
-from dbuffer.store.filesystem import Descriptor, OpenFiles, os_errors
+from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S
-from dbuffer.store.medium import Medium, RecordOwner, Records, WeightsFiles
+from dbuffer.store.medium import Medium, Records, WeightsFiles
 from dbuffer.store.retirement import RetiredFiles
 
 _CLOCK_S = 60.0
@@ -83,50 +83,23 @@ class NetworkMedium(Medium):
                 f"set {filesystem.MOUNT_VARIABLE}=network in the sender's environment"
             )
 
-    def open_files(self) -> OpenFiles | None:
-        """So that no host's delegation holds up a replacement."""
-        return OpenFiles()
-
-    def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
-        return _TouchedRecord(path, scratch)
+    def publish_file(
+        self,
+        path: Path,
+        data: bytes,
+        *,
+        durable: bool = False,
+        shows_life: bool = False,  # noqa: ARG002
+        before: Descriptor | None = None,
+    ) -> Descriptor | None:
+        """Flush the file, which others see no sooner, and keep it open; its time shows life."""
+        scratch = self.root / places.SCRATCH_DIRECTORY
+        return filesystem.replace_file(
+            path, data, scratch=scratch, flush=True, durable=durable, before=before
+        )
 
     def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
         return _NewFiles(records, reader_timeout_s)
-
-
-class _TouchedRecord(RecordOwner):
-    """Touched now and then; before each write its owner looks whether it still is its own."""
-
-    is_lock = False
-
-    def __init__(self, path: Path, scratch: Path) -> None:
-        super().__init__(path, scratch)
-        self._open_files = OpenFiles()
-
-    def is_ours(self) -> bool:
-        with os_errors("look at", self.path.parent):
-            filesystem.refresh(self.path.parent)
-        return self._open_files.is_at(self.path)
-
-    def put(self, data: bytes, *, only_new: bool) -> bool:
-        return filesystem.replace_file(
-            self.path,
-            data,
-            scratch=self.scratch,
-            open_files=self._open_files,
-            only_new=only_new,
-        )
-
-    def is_free(self, old: Descriptor, *, may_be_owned: bool) -> bool:  # noqa: ARG002
-        return not may_be_owned
-
-    def touch(self) -> None:
-        with contextlib.suppress(OSError):  # the network is cut, or the file was removed
-            if self.is_ours():
-                os.utime(self.path)
-
-    def close(self) -> None:
-        self._open_files.close()
 
 
 class _NewFiles(WeightsFiles):

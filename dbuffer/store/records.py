@@ -1,14 +1,14 @@
-"""`RecordFile`: what one receiver says of itself in the store.
+"""`RecordFile`: the record of one receiver in the store.
 
-A record has one living owner. By what sign others know that it lives, a lock or a file that is
-touched now and then, is the medium's.
+Each receiver has a record of its own, ``receivers/ID.TOKEN.json``, whatever other receivers of its
+id there are: nothing is claimed or taken over. The medium decides by what sign others know that
+the receiver lives, a lock or a file that is touched now and then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import secrets
@@ -17,166 +17,106 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord, encode
-from dbuffer.format.places import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
+from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.liveness import HEARTBEAT_S, Process, owner_fields
-from dbuffer.store.medium import RecordOwner
 
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEM_CHARACTERS = 2000
 
-_MAX_TRIES = 100
-"""How often a record may be replaced by others while it is claimed."""
-
-_owned: weakref.WeakValueDictionary[str, KeptFile] = weakref.WeakValueDictionary()
-"""What this process owns: a record left behind by a receiver that it has dropped is nobody's."""
+_of_process: weakref.WeakValueDictionary[Path, RecordFile] = weakref.WeakValueDictionary()
+"""Records of this process: the receiver of one that was dropped has ended, closed or not."""
 
 
-class Spare(NamedTuple):
-    """The name that a receiver takes if its own is taken."""
+class PublishedRecord:
+    """The file of one record, with the sign that its receiver lives."""
 
-    receiver: str
-    part_of: str | None = None
+    def __init__(self, store: DoubleBuffer, receiver_id: str, token: str) -> None:
+        self.path = store.record_path(receiver_id, token)
+        self._store = store
+        self._file: Descriptor | None = None
 
-
-class KeptFile:
-    """The file of a record, and the sign that somebody stands behind it."""
-
-    def __init__(self, store: Path, receiver_id: str) -> None:
-        self._store = DoubleBuffer(store, allow_shared_store=True)
-        self._receiver_id = receiver_id
-        self.directory = store / RECEIVERS_DIRECTORY
-        self.path = self._store.record_path(receiver_id)
-        self._scratch = store / SCRATCH_DIRECTORY
-        self._pid = os.getpid()
-        self._was_ours = False
-
-    @functools.cached_property
-    def sign(self) -> RecordOwner:
-        return self._store.medium.record_owner(self.path, self._scratch)
-
-    def write(self, record: ReceiverRecord) -> None:
-        """Replace the file.
-
-        Raises:
-            StoreBusyError: another living receiver has the name.
-        """
-        if self.sign.is_ours():
-            self._put(record, only_new=False)
-        else:
-            self._claim(record)
-        self._was_ours = True
-
-    def let_go(self, record: ReceiverRecord) -> None:
-        """Say, where no lock does, that the name may be taken; the file stays."""
-        with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):
-            if not self.sign.is_lock and self.sign.is_ours():
-                self._put(dataclasses.replace(record, owner=None), only_new=False)
-        self.sign.close()
-
-    def remove(self) -> None:
-        if self._pid != os.getpid():  # a fork's parent is still there
-            return
-        with contextlib.suppress(OSError):
-            if self.sign.is_ours():
-                self.path.unlink()
-        self.sign.close()
-
-    def _put(self, record: ReceiverRecord, *, only_new: bool) -> bool:
-        return self.sign.put(encode(record), only_new=only_new)
-
-    def _claim(self, record: ReceiverRecord) -> None:
-        for _ in range(_MAX_TRIES):
-            try:
-                with filesystem.os_errors("look at", self.path):
-                    filesystem.refresh(self.directory)
-                    old = filesystem.open_regular(self.path, os.O_RDONLY, owner_only=False)
-            except errors.StoreNotFoundError:
-                if self._put(record, only_new=True):
-                    return
-                continue
-            with old:
-                if self._is_free(old, record):
-                    self._put(record, only_new=False)
-                    return
-        raise errors.StoreAccessError(f"{self.path} is constantly replaced by others")
-
-    def _is_free(self, old: Descriptor, record: ReceiverRecord) -> bool:
-        """Whether nobody owns what has the name; False if it changed meanwhile.
-
-        Raises:
-            StoreBusyError: somebody does.
-        """
-        found = None
-        # Whoever wrote what is damaged or insecure, it is no receiver.
-        with contextlib.suppress(errors.StoreCorruptError, errors.StoreAccessError):
-            found = self._store.receiver(self._receiver_id)
-        may_be_owned = self._may_be_owned(found, record)
-        # An interrupt may have left a lock behind in this process, whose records it knows itself.
-        is_of_this_process = found is not None and Process.of(found) == Process.here()
-        is_free = is_of_this_process and not may_be_owned
-        is_free = is_free or self.sign.is_free(old, may_be_owned=may_be_owned)
-        if not filesystem.is_at(old, self.path):
-            return False
-        if is_free:
-            return True
-        who = "another process" if found is None else f"process {found.pid} on {found.host}"
-        raise errors.StoreBusyError(
-            f"{who} has a receiver {self._receiver_id!r} of {self.directory.parent} open; two "
-            "would acknowledge for each other: close that one, or give this one another name"
+    def put(self, record: ReceiverRecord) -> None:
+        """Replace the file, and show life from then on."""
+        self._file = self._store.medium.publish_file(
+            self.path, encode(record), shows_life=True, before=self._file
         )
 
-    def _may_be_owned(self, found: ReceiverRecord | None, record: ReceiverRecord) -> bool:
-        if found is None or found.owner in (None, record.owner):
+    def touch(self) -> bool:
+        """Show life where no lock does, as on a network mount; False: the file was removed."""
+        with contextlib.suppress(OSError):  # the network is cut
+            if self._store.medium.reaches_other_hosts:
+                filesystem.refresh(self.path.parent)
+                try:
+                    os.utime(self.path)
+                except FileNotFoundError:
+                    return False
+        return True
+
+    def close(self) -> None:
+        """Stop showing life; the file stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def is_there(self) -> bool:
+        """Whether the file is still the one that was written last."""
+        if self._file is None or not self._file.is_open:  # in a fork: the parent's
             return False
-        if Process.of(found) == Process.here():
-            return found.owner in _owned
-        return self._store.may_live(found) and not self._is_of_an_earlier_start(found, record)
+        with contextlib.suppress(OSError):
+            filesystem.refresh(self.path.parent)
+        return filesystem.is_at(self._file, self.path)
 
-    def _is_of_an_earlier_start(self, found: ReceiverRecord, record: ReceiverRecord) -> bool:
-        """Whether a container wrote it before it was restarted: its host name and process id stay.
-
-        If both processes live, each in a container of its own, the later one has the name: the
-        earlier one is refused with its next write, and does not take it back.
-        """
-        is_alike = (found.host, found.pid) == (record.host, record.pid)
-        return is_alike and Process.of(found) != Process.of(record) and not self._was_ours
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.is_there():
+                self.path.unlink()
+        self.close()
 
 
 class RecordFile:
-    """``receivers/ID.json``, for the sender, for ``dbuffer status`` and for who drives an engine.
+    """The record of a receiver of this process.
 
-    A store that cannot be written to takes no record: that is logged once, and weights flow on.
+    Senders, ``dbuffer status`` and an engine's follower read it. A store that cannot be written to
+    takes no record: that is logged once, and weights flow on.
     """
 
-    def __init__(self, store: Path, receiver_id: str, *, spare: Spare | None = None) -> None:
-        self.spare = spare
-        """Taken, and told of, where the name is another living receiver's."""
-        self._store = store
+    def __init__(self, store: Path, receiver_id: str) -> None:
+        self._store = DoubleBuffer(store, allow_shared_store=True)
+        self._directory = store / RECEIVERS_DIRECTORY
         self._lock = threading.Lock()
         self._can_write = True
-        self._kept = KeptFile(store, receiver_id)
+        self._file: PublishedRecord | None = None
         self._heartbeat: threading.Event | None = None
         self._record = ReceiverRecord(
             receiver=receiver_id,
+            token=secrets.token_hex(8),
             applied_version=None,
             held_version=None,
             updated_at=time.time(),
-            owner=secrets.token_hex(8),
             **owner_fields(),  # type: ignore[arg-type]  # each under its name
         )
 
     @property
     def current(self) -> ReceiverRecord:
         return self._record
+
+    @property
+    def path(self) -> Path:
+        return self._store.record_path(self._record.receiver, self._record.token)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was written, and neither closed nor removed since."""
+        return self._file is not None
 
     def set(self, **changes: Any) -> None:
         """Change fields of the record; :meth:`write` makes them seen."""
@@ -195,7 +135,7 @@ class RecordFile:
         """Change fields and replace the file; where there is no store yet, a later write does."""
         self.set(**changes)
         # Not Path.is_dir(), which raises what a network mount may answer.
-        if not os.path.isdir(self._kept.directory):  # noqa: PTH112
+        if not os.path.isdir(self._directory):  # noqa: PTH112
             return
         try:
             with self._lock:
@@ -214,53 +154,87 @@ class RecordFile:
         text = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
         self.write(problem=text, problem_version=version, **changes)
 
-    def _write(self) -> None:
-        _owned[str(self._record.owner)] = self._kept
-        try:
-            self._kept.write(self._record)
-        except errors.StoreBusyError as error:
-            if self.spare is None:
-                raise
-            logger.warning("%s; this one goes by %s", error, self.spare.receiver)
-            changes = self.spare._asdict() | {"is_ephemeral": True}
-            self._record = dataclasses.replace(self._record, **changes)
-            self.spare = None
-            self._kept = KeptFile(self._store, self._record.receiver)
-            self._write()
-            return
-        if not self._kept.sign.is_lock and self._heartbeat is None:
-            try:
-                self._heartbeat = _start_heartbeat(self._touch)
-            except RuntimeError as error:  # no more threads: each write shows life, and tries again
-                message = "no heartbeat of receiver %s (%s): taken for dead if it writes nothing"
-                log_once(logger, message, self._record.receiver, str(error))
-
-    def _touch(self) -> None:
-        with self._lock:
-            self._kept.sign.touch()
-
     def close(self) -> None:
-        """Let go of the name; the file stays, and may be written again."""
+        """Say that the receiver has ended; its record stays, and may be written again."""
         with self._lock:
-            self._stop()
-            self._kept.let_go(self._record)
+            self._stop_heartbeat()
+            if self._file is not None:
+                with contextlib.suppress(errors.StoreAccessError, errors.StoreNotFoundError):
+                    if self._file.is_there():
+                        self._file.put(dataclasses.replace(self._record, has_ended=True))
+                self._file.close()
+                self._file = None
 
     def remove(self) -> None:
+        """Remove the record."""
         with self._lock:
-            self._stop()
-            self._kept.remove()
+            self._stop_heartbeat()
+            if self._file is not None:
+                self._file.remove()
+                self._file = None
 
-    def _stop(self) -> None:
+    def _write(self) -> None:
+        record = self._record
+        if self._file is None:
+            _of_process[self.path] = self
+            _remove_ended(self._store, record)
+            self._file = PublishedRecord(self._store, record.receiver, record.token)
+        self._file.put(record)
+        if self._heartbeat is None and self._store.medium.reaches_other_hosts:
+            try:
+                self._heartbeat = _start_heartbeat(self._show_life)
+            except RuntimeError as error:  # no more threads: each write shows life, and tries again
+                message = "no heartbeat of receiver %s (%s): taken for dead if it writes nothing"
+                log_once(logger, message, record.receiver, str(error))
+
+    def _show_life(self) -> None:
+        with self._lock, contextlib.suppress(errors.DBufferError):
+            # Removed: another host took this receiver for dead.
+            if self._file is not None and not self._file.touch():
+                self._file.put(self._record)
+
+    def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.set()
             self._heartbeat = None
-        _owned.pop(str(self._record.owner), None)
 
 
-def _start_heartbeat(touch: Callable[[], None]) -> threading.Event:
+def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
+    """Remove earlier records of a newcomer's id, so that no sender waits for who has ended."""
+    for record in store.records_of(newcomer.receiver):
+        if record.token == newcomer.token:
+            continue
+        if _has_ended(store, record):
+            with contextlib.suppress(OSError):
+                store.record_path(record.receiver, record.token).unlink()
+        else:
+            logger.warning(
+                "%s has another receiver %s, process %d on %s: a sender that waits for this id "
+                "waits for both",
+                store.root,
+                record.receiver,
+                record.pid,
+                record.host,
+            )
+
+
+def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
+    here, process = Process.here(), Process.of(record)
+    if process == here:
+        mine = _of_process.get(store.record_path(record.receiver, record.token))
+        return mine is None or not mine.is_open
+    if not store.may_live(record):
+        return True
+    # Without locks, a container that was restarted is told by the host name and process id of the
+    # one before it. Should that one live after all, its next heartbeat writes its record again.
+    is_alike = (process.host, process.pid) == (here.host, here.pid)
+    return is_alike and store.medium.reaches_other_hosts and not record.is_relayed
+
+
+def _start_heartbeat(show_life: Callable[[], None]) -> threading.Event:
     """Call a method every :data:`HEARTBEAT_S` while its object is in use; what ends that."""
     stop = threading.Event()
-    method = weakref.WeakMethod(touch)
+    method = weakref.WeakMethod(show_life)
 
     def beat() -> None:
         while not stop.wait(HEARTBEAT_S):

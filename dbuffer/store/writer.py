@@ -41,11 +41,12 @@ from dbuffer.store.liveness import owner_fields
 logger = logging.getLogger(__name__)
 
 FORGET_RECEIVERS_AFTER_S = 7 * 24 * 3600.0
-"""Records of dead receivers that somebody gave a name go so long after their last word."""
+"""How long the last record of an id is kept after its receiver has ended, if the user gave that id
+to it."""
 
 FORGET_EPHEMERAL_AFTER_S = 60.0
-"""And those with made-up names, under which nobody comes back. Not at once: who waits for a version
-counts those that have applied it and ended."""
+"""How long other records are kept: of a generated id, and of an id that has a later record. Not
+removed at once: a sender that waits for a version counts receivers that applied it and ended."""
 
 FORGET_EVERY_S = 10.0
 """How often a writer looks for them, with what it publishes."""
@@ -131,7 +132,7 @@ class BufferWriter:
         self._check_directories()
         self.medium = self.store.medium
         self._sync = durable or self.medium.is_seen_when_flushed
-        self._open_files = self.medium.open_files()
+        self._published: dict[Path, Descriptor | None] = {}
         self._files = self.medium.weights_files(self.store, self._reader_timeout_s)
         self._generation = 0
         self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
@@ -157,8 +158,9 @@ class BufferWriter:
 
     def close(self) -> None:
         self._files.close()
-        if self._open_files is not None:
-            self._open_files.close()
+        for file in self._published.values():
+            if file is not None:
+                file.close()
         self._lock.close()
 
     def wait_applied(
@@ -419,9 +421,8 @@ class BufferWriter:
         return None if is_empty or before is None else before.history
 
     def _put(self, path: Path, record: Record) -> None:
-        scratch = self.root / places.SCRATCH_DIRECTORY
-        filesystem.replace_file(
-            path, encode(record), scratch=scratch, durable=self._sync, open_files=self._open_files
+        self._published[path] = self.medium.publish_file(
+            path, encode(record), durable=self._sync, before=self._published.get(path)
         )
 
     def _check_directories(self) -> None:
@@ -466,14 +467,18 @@ class BufferWriter:
         )
 
     def _forget_dead_receivers(self) -> None:
-        """Remove records that nobody needs any more; there is no end of names that are made up."""
+        """Remove records that are not needed any more; there is no end of generated ids."""
         self._forgot_at = time.monotonic()
         now = self.store.medium.now()
-        for record in self.store.receivers():
-            keep_s = FORGET_EPHEMERAL_AFTER_S if record.is_ephemeral else FORGET_RECEIVERS_AFTER_S
-            path = self.store.record_path(record.receiver)
+        records = self.store.receivers()
+        records.sort(key=lambda record: record.updated_at)
+        last = {record.receiver: record.token for record in records}
+        for record in records:
+            is_last_of_name = not record.is_ephemeral and last[record.receiver] == record.token
+            keep_s = FORGET_RECEIVERS_AFTER_S if is_last_of_name else FORGET_EPHEMERAL_AFTER_S
             with contextlib.suppress(StoreNotFoundError):
                 if now - record.updated_at > keep_s and not self.store.may_live(record):
+                    path = self.store.record_path(record.receiver, record.token)
                     path.unlink(missing_ok=True)
 
     def _forget_now_and_then(self) -> None:

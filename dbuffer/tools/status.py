@@ -86,7 +86,16 @@ def read_status(store: DoubleBuffer) -> StoreStatus:
     pointer = store.newest_pointer()
     version = None if pointer is None else pointer.version
     newest = None if pointer is None else pointer.buffer
-    receivers = store.receivers()
+    # Receivers of one id side by side, and an engine's ranks below it.
+    receivers = sorted(
+        store.receivers(),
+        key=lambda record: (
+            record.part_of or record.receiver,
+            record.token,
+            record.part_of is not None,
+            record.receiver,
+        ),
+    )
     writer = store.writer()
     return StoreStatus(
         store=str(store.root),

@@ -19,16 +19,14 @@ from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import NEW_HISTORIES, NewHistory
 from dbuffer.runtime import options as checks
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.records import Spare
 
 
 @dataclass(frozen=True, slots=True)
 class EngineNames:
-    """Names of an engine and its ranks among a store's receivers.
+    """Ids of an engine and of its ranks among a store's receivers, and the token of their records.
 
-    Replicas from one command line have one ``engine_id``. The first of them takes the name, and
-    each other one a name of its own, with a warning. So a record is known by the digest of the
-    engine's start that it holds, and not by its name.
+    Replicas from one command line share their ids: the token tells this start of an engine from all
+    others.
     """
 
     engine_id: str
@@ -36,25 +34,15 @@ class EngineNames:
     """As in :class:`~dbuffer.integrations.engine.protocol.EngineFacts`."""
 
     @property
-    def instance(self) -> str:
+    def token(self) -> str:
         return digest(self.instance_id.encode())
 
     def of_rank(self, rank: int) -> str:
         return f"{self.engine_id}.rank-{rank}"
 
-    def spare(self, receiver_id: str) -> Spare:
-        """Return the other name of the engine or its rank, for when this one is taken."""
-        own = f"{self.engine_id:.{_ID_CHARACTERS - 9}}-{self.instance[:8]}"
-        tail = receiver_id.removeprefix(self.engine_id)
-        return Spare(own + tail, own if tail else None)
-
     def record(self, store: DoubleBuffer, receiver_id: str) -> ReceiverRecord | None:
-        """Return the record of this very engine or rank, and of no other one of that name."""
-        for name in (receiver_id, self.spare(receiver_id).receiver):
-            record = store.receiver(name)
-            if record is not None and record.instance == self.instance:
-                return record
-        return None
+        """Return the record of this very engine or rank; None if it has written none."""
+        return store.record(receiver_id, self.token)
 
 
 _ID_CHARACTERS = 118

@@ -97,7 +97,7 @@ class Follower(Closing):
     @property
     def engine_id(self) -> str:
         """The engine's name among the store's receivers; known from :meth:`start` on."""
-        return self._view.name if self._view is not None else "the engine"
+        return self._view.engine_id if self._view is not None else "the engine"
 
     @property
     def engine_and_store(self) -> tuple[str, str] | None:

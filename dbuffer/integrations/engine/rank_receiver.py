@@ -116,8 +116,7 @@ class RankReceiver:
             num_threads=options.num_threads,
             allow_shared_store=options.allow_shared_store,
         )
-        receiver.record.spare = names.spare(name)
-        receiver.record.set(part_of=self.engine_id, instance=names.instance, is_ephemeral=True)
+        receiver.record.set(part_of=self.engine_id, token=names.token, is_ephemeral=True)
         self._stager = Stager(
             receiver,
             check=self._check,
@@ -128,8 +127,8 @@ class RankReceiver:
         )
         self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
-        self._record = RecordFile(self._stager.store, engine_id, spare=names.spare(engine_id))
-        self._record.set(instance=names.instance, is_ephemeral=self.instance_id in engine_id)
+        self._record = RecordFile(self._stager.store, engine_id)
+        self._record.set(token=names.token, is_ephemeral=self.instance_id in engine_id)
         self._record_engine()
 
     # Loads that are not dbuffer's

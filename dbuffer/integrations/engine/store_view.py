@@ -40,8 +40,6 @@ class StoreView:
         self.options = options
         self.report = report
         self.engine_id = engine_id
-        self.name = engine_id
-        """Name of the engine's record: `engine_id`, unless another living engine has that name."""
         self._names = EngineNames(engine_id, facts.instance_id)
         self._mirror = options.start_mirror()
         is_trusted = options.allow_shared_store
@@ -70,11 +68,8 @@ class StoreView:
         self._seen |= {rank for rank in self._rank_ids if self._record(rank) is not None}
 
     def engine_record(self) -> ReceiverRecord | None:
-        """Return the record of this very engine, and of no other one of that name."""
-        record = self._record(self.engine_id)
-        if record is not None:
-            self.name = record.receiver
-        return record
+        """Return the record of this very engine, and of no other one of its id."""
+        return self._record(self.engine_id)
 
     def readable_record(self) -> ReceiverRecord | None:
         """Return the engine's record; None also where it cannot be read just now."""

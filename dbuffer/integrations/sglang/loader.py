@@ -53,7 +53,6 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
 def _record_refusal(options: EngineOptions, error: DBufferError) -> None:
     """Write why nothing follows into the record that a receiver would have kept."""
     names = EngineNames(options.engine_id or "", options.instance_id or "")
-    spare = names.spare(names.engine_id)
-    record = RecordFile(Path(options.read_store), names.engine_id, spare=spare)
-    record.write(instance=names.instance, problem=str(error))
+    record = RecordFile(Path(options.read_store), names.engine_id)
+    record.write(token=names.token, problem=str(error))
     record.close()

@@ -147,7 +147,7 @@ class FollowThread:
             "problem": problem,
             "problem_version": version if problem is not None else None,
         }
-        is_there = self._store.record_path(self._name).exists()
+        is_there = self._record.path.exists()
         if is_there and all(getattr(before, name) == value for name, value in changes.items()):
             return
         if newest is None and self._is_to_be_made:
