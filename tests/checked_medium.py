@@ -12,16 +12,15 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Literal
 
 import dbuffer
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.filesystem import Descriptor, OpenFiles
+from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.local import LocalMedium
 from dbuffer.store.media import MEDIA
-from dbuffer.store.medium import Medium, RecordOwner, Records, WeightsFiles
+from dbuffer.store.medium import Medium, Records, WeightsFiles
 
 failing: set[str] = set()
 """Names of the methods of `_UnlinkedFiles` that fail."""
@@ -45,11 +44,6 @@ class CheckedMedium(Medium):
     name = "checked"
     maps_files = True
     reaches_other_hosts = False
-    has_events = False
-    is_seen_when_flushed = False
-    has_checksums = True
-    keeps_buffers_whole = True
-    pointer_may_be_away = False
 
     @property
     def can_rewrite_in_place(self) -> bool:
@@ -65,20 +59,17 @@ class CheckedMedium(Medium):
         assert file.is_open
         return True
 
-    def is_never_rewritten(self, manifest: Manifest) -> bool:
-        return manifest.is_final
-
-    def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:
-        return manifest.checksums_xxh3 is not None
-
-    def check_readable(self, manifest: Manifest) -> None:
-        assert manifest.is_final
-
-    def open_files(self) -> OpenFiles | None:
-        return OpenFiles()
-
-    def record_owner(self, path: Path, scratch: Path) -> RecordOwner:
-        return LocalMedium(self.root, self.filesystem).record_owner(path, scratch)
+    def publish_file(
+        self,
+        path: Path,
+        data: bytes,
+        *,
+        durable: bool = False,
+        shows_life: bool = False,
+        before: Descriptor | None = None,
+    ) -> Descriptor | None:
+        local = LocalMedium(self.root, self.filesystem)
+        return local.publish_file(path, data, durable=durable, shows_life=shows_life, before=before)
 
     def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
         return _UnlinkedFiles(records, reader_timeout_s)

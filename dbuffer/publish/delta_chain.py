@@ -138,7 +138,7 @@ class DeltaChain:
     @property
     def keeps_buffers_whole(self) -> bool:
         """Whether every version has a file that holds all of it."""
-        return self.drafts.writer.medium.keeps_buffers_whole
+        return self.drafts.writer.medium.maps_files
 
     def resume_from_store(self, footer: Footer | None, *, hashed: bool) -> ChainHead | None:
         """Make the version that an earlier sender left the head, and return it.

@@ -91,7 +91,7 @@ class WeightSender(Publisher):
             allow_shared_store=allow_shared_store,
             move_torchrl_aside=move_torchrl_aside,
         )
-        hashed = self._writer.medium.has_checksums if checksum == "auto" else checksum
+        hashed = self._writer.medium.reaches_other_hosts if checksum == "auto" else checksum
         self._drafts = Drafts(self._writer)
         chain = DeltaChain(self._drafts)
         buffers = self._writer.store

@@ -695,7 +695,7 @@ class WeightReceiver(Closing, ProcessBound):
         self._loaded_names.add(names, version)
 
     def _must_verify(self, held: Held) -> bool:
-        return self._store.medium.must_verify(held.manifest, self._verify)
+        return held.must_verify(self._verify)
 
     def _is_verified_in_place(self, held: Held) -> bool:
         """Whether the copy of a version must be verified, too."""

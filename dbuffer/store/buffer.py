@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from dbuffer import errors
 from dbuffer.format import places
@@ -86,7 +86,16 @@ class Held:
 
     def is_unchanged(self) -> bool:
         """Whether no writer has begun to rewrite the bytes that were held."""
-        return self.store.medium.is_never_rewritten(self.manifest) or self.is_still_named()
+        return self.manifest.is_final or self.is_still_named()
+
+    def must_verify(self, verify: bool | Literal["auto"]) -> bool:
+        """Whether a reader with this option compares checksums."""
+        manifest = self.manifest
+        if not self.store.medium.reaches_other_hosts:
+            return verify is True  # locks and generations are enough
+        if not manifest.is_final:
+            return True  # nothing else shows whether it was rewritten meanwhile
+        return manifest.checksums_xxh3 is not None if verify == "auto" else verify
 
     def is_still_named(self) -> bool:
         found = self.store.manifest(self.buffer)
@@ -227,7 +236,7 @@ class DoubleBuffer:
                 went back below the version that was seen.
         """
         pointer = self.pointer()
-        if pointer is None and self.medium.pointer_may_be_away:
+        if pointer is None and self.medium.reaches_other_hosts:
             pointer = self._pointer_by_manifests(seen)
         if seen is not None:
             self._require_successor(seen, pointer)
@@ -516,7 +525,7 @@ class DoubleBuffer:
         manifest = self.manifest(pointer.buffer)
         if manifest is None or not _names(pointer, manifest):
             return _Hindrance(f"buffer {pointer.buffer} does not hold version {pointer.version}")
-        self.medium.check_readable(manifest)
+        self._require_readable(manifest)
         if announce is not None:
             announce(pointer.version)
         path = self.weights_path(pointer.buffer, manifest)
@@ -531,6 +540,17 @@ class DoubleBuffer:
             file.close()
             return hindrance
         return Held(self, pointer.buffer, manifest, path, file)
+
+    def _require_readable(self, manifest: Manifest) -> None:
+        """Refuse bytes that could be a mix of two versions without anything to show it."""
+        may_be_mixed = not manifest.is_final and manifest.checksums_xxh3 is None
+        if may_be_mixed and self.medium.reaches_other_hosts:
+            raise errors.StoreAccessError(
+                f"version {manifest.version} in {self.root} was published for one host only: there "
+                "the store is a local disk, and here a network mount "
+                f"({self.medium.filesystem}); set {filesystem.MOUNT_VARIABLE}=network in the "
+                "sender's environment"
+            )
 
     def _reason_not_to_read(
         self, file: Descriptor, path: Path, buffer: str, manifest: Manifest

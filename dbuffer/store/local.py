@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Literal
 
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format import places
@@ -45,11 +44,6 @@ class LocalMedium(Medium):
     name = "local"
     maps_files = True
     reaches_other_hosts = False
-    has_events = True
-    is_seen_when_flushed = False
-    has_checksums = False
-    keeps_buffers_whole = True
-    pointer_may_be_away = False
 
     @property
     def can_rewrite_in_place(self) -> bool:
@@ -64,17 +58,6 @@ class LocalMedium(Medium):
 
     def lock_to_read(self, file: Descriptor) -> bool:
         return filesystem.try_lock(file.number, exclusive=False)
-
-    def is_never_rewritten(self, manifest: Manifest) -> bool:  # noqa: ARG002
-        """A reader that was evicted is told so, whatever became of the file."""
-        return False
-
-    def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:  # noqa: ARG002
-        """Only where that was asked for: locks and generations are enough."""
-        return verify is True
-
-    def check_readable(self, manifest: Manifest) -> None:
-        """Nothing that was published can be mixed here."""
 
     def publish_file(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 from dbuffer.format import places
 from dbuffer.format.manifest import Manifest, ReceiverRecord
@@ -38,21 +38,17 @@ class Medium(ABC):
     name: ClassVar[str]
     """For people, and for ``DBUFFER_MOUNT``."""
     maps_files: ClassVar[bool]
-    """Whether writers and readers map weights files. Else bytes go through pwrite and pread: a
-    mapped file that goes away is a SIGBUS."""
+    """Whether writers and readers map weights files, each of which holds a version whole.
+
+    Else bytes go through pwrite and pread, because a mapped file that goes away is a SIGBUS, and a
+    version may be the file of an earlier one and the deltas since.
+    """
     reaches_other_hosts: ClassVar[bool]
-    """Whether processes of other hosts may use the store."""
-    has_events: ClassVar[bool]
-    """Whether inotify tells of every change. Else receivers poll."""
-    is_seen_when_flushed: ClassVar[bool]
-    """Whether others see what was flushed, and nothing else: then every publish is flushed."""
-    has_checksums: ClassVar[bool]
-    """Whether a sender that is not told otherwise writes checksums."""
-    keeps_buffers_whole: ClassVar[bool]
-    """Whether each buffer's file holds its version whole, also where a delta tells what changed.
-    Else a version may be a file of an earlier one and the deltas since."""
-    pointer_may_be_away: ClassVar[bool]
-    """Whether the pointer may not be there for a moment, while it is replaced."""
+    """Whether processes of other hosts may use the store.
+
+    Then inotify does not report every change, locks may hold nobody back, files are seen when they
+    are flushed, the pointer may be missing while it is replaced, and checksums are the default.
+    """
 
     def __init__(self, root: Path, filesystem_name: str) -> None:
         self.root = root
@@ -75,22 +71,6 @@ class Medium(ABC):
     @abstractmethod
     def lock_to_read(self, file: Descriptor) -> bool:
         """Keep writers from an open weights file; False if one has it."""
-
-    @abstractmethod
-    def is_never_rewritten(self, manifest: Manifest) -> bool:
-        """Whether the file that a manifest names stays as it is for as long as it is there."""
-
-    @abstractmethod
-    def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:
-        """Whether a reader that was told to ``verify``, or not, compares checksums."""
-
-    @abstractmethod
-    def check_readable(self, manifest: Manifest) -> None:
-        """Refuse bytes that could be mixed without anybody seeing it.
-
-        Raises:
-            StoreAccessError: they were published for another medium than this.
-        """
 
     @abstractmethod
     def publish_file(

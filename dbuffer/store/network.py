@@ -13,9 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Literal
 
-from dbuffer.errors import StoreAccessError
 from dbuffer.format import places
 from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
@@ -34,11 +32,6 @@ class NetworkMedium(Medium):
     name = "network"
     maps_files = False
     reaches_other_hosts = True
-    has_events = False
-    is_seen_when_flushed = True
-    has_checksums = True
-    keeps_buffers_whole = False
-    pointer_may_be_away = True
 
     def __init__(self, root: Path, filesystem_name: str) -> None:
         super().__init__(root, filesystem_name)
@@ -65,23 +58,6 @@ class NetworkMedium(Medium):
     def lock_to_read(self, file: Descriptor) -> bool:  # noqa: ARG002
         """Locks may hold nobody back, and no file is written a second time."""
         return True
-
-    def is_never_rewritten(self, manifest: Manifest) -> bool:
-        """As the manifest says: a sender that took this for a disk of its own rewrites it."""
-        return manifest.is_final
-
-    def must_verify(self, manifest: Manifest, verify: bool | Literal["auto"]) -> bool:
-        if not manifest.is_final:
-            return True  # nothing else shows whether it was rewritten meanwhile
-        return manifest.checksums_xxh3 is not None if verify == "auto" else verify
-
-    def check_readable(self, manifest: Manifest) -> None:
-        if not manifest.is_final and manifest.checksums_xxh3 is None:
-            raise StoreAccessError(
-                f"version {manifest.version} in {self.root} was published for one host only: there "
-                f"the store is a local disk, and here a network mount ({self.filesystem}); "
-                f"set {filesystem.MOUNT_VARIABLE}=network in the sender's environment"
-            )
 
     def publish_file(
         self,

@@ -85,7 +85,7 @@ class Watcher:
     def _start(self) -> bool:
         directory = self._file.parent
         medium = media.medium_of(directory)
-        if not medium.has_events:
+        if medium.reaches_other_hosts:
             logger.info("%s is on %s: polling, no inotify", directory, medium.filesystem)
             self._watch_from = math.inf
             return False

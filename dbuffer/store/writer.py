@@ -131,7 +131,7 @@ class BufferWriter:
         require_no_other_weights(self.root, move_torchrl_aside=move_torchrl_aside)
         self._check_directories()
         self.medium = self.store.medium
-        self._sync = durable or self.medium.is_seen_when_flushed
+        self._sync = durable or self.medium.reaches_other_hosts
         self._published: dict[Path, Descriptor | None] = {}
         self._files = self.medium.weights_files(self.store, self._reader_timeout_s)
         self._generation = 0
