@@ -26,7 +26,7 @@ MAX_RECORD_BYTES = 1 << 20
 MAX_INTEGER = 2**63 - 1
 
 _RUN = DIGEST = ATTEMPT = re.compile(r"[0-9a-f]{16}")
-"""What runs, digests, and attempts to switch an engine are known by."""
+"""Pattern of runs, digests, tokens, and attempts to switch an engine."""
 IDENTITY = re.compile(r"[0-9a-f]{16}-[0-9]{1,19}")
 _BOOT = re.compile(r"[0-9a-f-]{0,36}")
 _RECEIVER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
@@ -38,7 +38,7 @@ _FILE_FIELDS = (
     *("file", "file_bytes", "num_tensors", "num_bytes", "layout_offset", "layout_bytes"),
     *("layout_xxh3", "checksums_offset", "checksums_xxh3"),
 )
-"""What a manifest says of a weights file, whichever version that holds."""
+"""Fields of a manifest that describe a weights file, whichever version that holds."""
 
 
 def _types_in(hint: Any) -> tuple[type, ...]:
@@ -50,13 +50,13 @@ def _types_in(hint: Any) -> tuple[type, ...]:
 
 
 class Record:
-    """What all records share: a field ``format`` and a check of every field's type."""
+    """Base class of all records, which checks the type and range of every field."""
 
     NAME: ClassVar[str]
     PATTERNS: ClassVar[dict[str, re.Pattern[str]]] = {}
-    """What the texts in some fields look like."""
+    """Patterns of text fields."""
     TYPES: ClassVar[dict[str, tuple[type, ...]]]
-    """What the value of each field may be an instance of, as its annotation says."""
+    """Types of each field's value, from its annotation."""
 
     def __init_subclass__(cls) -> None:
         hints = get_type_hints(cls).items()
@@ -89,11 +89,11 @@ class Pointer(Record):
     buffer: str
     """``"A"`` or ``"B"``."""
     generation: int
-    """That of the buffer's manifest; a manifest with another one was rewritten since."""
+    """Generation of the buffer's manifest; a manifest with another one was rewritten since."""
     run: str
     """Identity of the writer's run."""
     history: str
-    """That of :class:`WriterRecord`: versions are comparable within one history only."""
+    """History as in :class:`WriterRecord`: versions are comparable within one history only."""
 
     def __post_init__(self) -> None:
         Record.__post_init__(self)
@@ -124,7 +124,7 @@ class Manifest(Record):
     file: str
     """Name of the weights file, in the same directory, or in that of :attr:`anchor_buffer`."""
     history: str
-    """As the pointer's: a reader that finds no pointer goes by the manifests."""
+    """History of the store: a reader that finds no pointer goes by the manifests."""
     file_bytes: int = 0
     num_tensors: int = 0
     num_bytes: int = 0
@@ -139,12 +139,12 @@ class Manifest(Record):
     """Whether no byte of the file is ever written again. Without that, and without checksums, other
     hosts cannot tell whether they have read it whole."""
     origin: str | None = None
-    """For a version that was mirrored: its :attr:`identity` in the store where it was published."""
+    """Identity of a mirrored version in the store where it was published."""
     anchor: str | None = None
     """Identity of the earlier version that the weights file holds, from which :attr:`chain` leads
     to this one. None: the file holds this version, whole."""
     anchor_buffer: str | None = None
-    """The buffer in whose directory that file is."""
+    """Buffer in whose directory that file is."""
     chain: list[str] = field(default_factory=list)
     """Identities of versions, oldest first and this one last; each but the first has a delta, a
     file that tells what differs from the one before it. Empty: there is none."""
@@ -185,11 +185,11 @@ class Manifest(Record):
 
     @property
     def identity(self) -> str:
-        """What no other version has, of this store or of another; a mirror's has the same."""
+        """Identity that no other version of any store has; a mirror's copy keeps its original's."""
         return self.origin or f"{self.run}-{self.generation}"
 
     def upon(self, buffer: str) -> dict[str, Any]:
-        """The fields of a version that builds upon the file which this one names, in ``buffer``."""
+        """Return the fields of a version that stands on this one's file, in ``buffer``."""
         fields = {name: getattr(self, name) for name in _FILE_FIELDS}
         anchor, directory = self.anchor or self.identity, self.anchor_buffer or buffer
         return fields | {"anchor": anchor, "anchor_buffer": directory}
@@ -212,15 +212,15 @@ class WriterRecord(Record):
     PATTERNS: ClassVar = {"run": _RUN, "history": _RUN, "boot": _BOOT}
 
     epoch: int
-    """Goes up by one with each writer; a writer that reads another run than its own has lost."""
+    """Number of the writer; one that reads another run than its own has lost the store."""
     run: str
     host: str
     pid: int
     started_at: float
     history: str
-    """The run of the store's first writer: two stores with one history hold the same versions."""
+    """Run of the store's first writer: two stores with one history hold the same versions."""
     boot: str = ""
-    """With the next two, which process of all hosts and containers; see `liveness`."""
+    """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
     pid_namespace: int = 0
     started: int = 0
 
@@ -249,27 +249,26 @@ class ReceiverRecord(Record):
     held_version: int | None
     updated_at: float
     part_of: str | None = None
-    """For one rank of an engine: the engine's receiver, the one that acknowledges."""
+    """Id of the engine whose rank this is; the engine's receiver is the one that acknowledges."""
     staged_version: int | None = None
-    """What it has ready, checked and not yet applied."""
+    """Version that is ready, checked and not yet applied."""
     problem: str | None = None
-    """Why it cannot apply a version, or have it ready."""
+    """Reason why it cannot apply a version, or have it ready."""
     problem_version: int | None = None
-    """Which one; None: the store itself is the problem."""
+    """Version that cannot be used; None: the store itself is the problem."""
     unreadable_version: int | None = None
-    """One that stands on an anchor and deltas, and could not be read. The next is to be whole."""
+    """Version upon deltas that could not be read: the next is to be whole."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counts and durations since it started."""
     history: str | None = None
-    """That of the versions applied and staged: their numbers say nothing of another one's. None:
-    there is no such version yet."""
+    """History of the versions applied and staged. None: there is no such version yet."""
     state: Literal["serving", "broken"] | None = None
-    """For an engine: it serves ``applied_version`` on all ranks; or some are half loaded, and it
-    refuses to serve. None: nothing is said of that."""
+    """State of an engine: it serves ``applied_version`` on all ranks; or some are half loaded, and
+    it refuses to serve. None: it is not known, or this is no engine."""
     attempt: str | None = None
-    """For an engine: the last attempt to switch it of which all this is the outcome."""
+    """Last attempt to switch an engine, whose outcome this record tells."""
     boot: str = ""
-    """With the next two, which process of all hosts and containers; see `liveness`."""
+    """Identity of the process among all hosts and containers, with the next two; see `liveness`."""
     pid_namespace: int = 0
     started: int = 0
     is_ephemeral: bool = False

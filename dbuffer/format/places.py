@@ -1,4 +1,4 @@
-"""What lies where in a store: the names of its directories and files."""
+"""Names of a store's directories and files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WRITER_LOCK_FILE = "writer.lock"
 RECEIVERS_DIRECTORY = "receivers"
 DELTAS_DIRECTORY = "deltas"
 SCRATCH_DIRECTORY = "tmp"
-"""Where files are written before they are renamed to their places. A directory of its own: over
+"""Directory where files are written before they are renamed. It is one of its own: over
 NFSv3 a second change of a directory within one tick of the server's clock is not seen by other
 hosts until the next one, and watchdog holds back the first of two events in one directory."""
 
@@ -44,7 +44,7 @@ def version_file(name: str) -> str:
 
 
 def is_weights_file(name: str) -> bool:
-    """Whether a writer names its weights files, or their parts, so."""
+    """Whether ``name`` is that of a weights file, or of a part of one."""
     return WEIGHTS_FILE.fullmatch(version_file(name)) is not None
 
 
@@ -54,7 +54,7 @@ def delta_file(identity: str) -> str:
 
 
 def is_delta_file(name: str) -> bool:
-    """Whether a writer names its deltas so."""
+    """Whether ``name`` is that of a delta."""
     return _DELTA_FILE.fullmatch(name) is not None
 
 

@@ -14,10 +14,10 @@ _POLL_MIN_S = 0.001
 _POLL_MAX_S = 0.05
 
 _LAST_WORD_S = 1.0
-"""How long the last word of a process that has ended may take to arrive: it acknowledged and ended
-between our look at its record and our look at it, or a network still carries it. A mirror carries
-the end and the last word together. A problem with the store itself may be over as well, until the
-receiver looks at the store again."""
+"""Time for the last acknowledgement of a process that has ended to arrive. The process may have
+acknowledged and ended after its record was read, or the network may be late. A mirror relays the
+end together with the last acknowledgement. A problem with the store itself may be over as well,
+until the receiver looks at the store again."""
 
 
 def wait_applied(

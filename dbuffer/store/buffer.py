@@ -51,8 +51,8 @@ from dbuffer.store.medium import Medium
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 2.0
-"""How long pointer and manifest may disagree. A writer is between the two for microseconds; a
-disagreement that lasts, while the pointer stands still, is damage."""
+"""Longest time for which pointer and manifest may disagree. A writer is between the two for
+microseconds; a disagreement that lasts, while the pointer stands still, is damage."""
 
 _RETRY_S = 0.0005
 
@@ -61,7 +61,7 @@ _TICK_S = 1.0
 whole seconds."""
 
 Announce = Callable[[int], None]
-"""Says in the store which version is about to be read."""
+"""Function that announces in the store which version is about to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Held:
     manifest: Manifest
     path: Path
     file: Descriptor
-    """Of the open weights file."""
+    """The open weights file."""
 
     def release(self) -> None:
         self.file.close()
@@ -104,7 +104,7 @@ class Held:
         )
 
     def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> None:
-        """Its file went while it was read: wait a moment, before the newest is looked for again.
+        """Wait a moment after a file of this version was removed while it was read.
 
         Raises:
             StoreCorruptError: the manifest names that file, and has for long enough.
@@ -162,7 +162,7 @@ class Held:
 
 
 _State = tuple[int, ...]
-"""By which a file is known to be the one that was read before."""
+"""State of a file that changes whenever the file is replaced or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class _Listed:
 
     record: ReceiverRecord | None
     seen: _State | None
-    """None: it may have changed since, and look the same."""
+    """State of the file when it was read. None: a later change may leave no trace in it."""
     problem: str | None = None
 
 
@@ -189,7 +189,7 @@ class DoubleBuffer:
         self.root = options.directory("store", root)
         self.owner_only = not options.flag("allow_shared_store", allow_shared_store)
         self.layouts = KeptLayouts()
-        """Those that were decoded last."""
+        """The layouts that were decoded last."""
         self._known: dict[str, _Listed] = {}
 
     def check(self) -> None:
@@ -209,7 +209,7 @@ class DoubleBuffer:
 
     @functools.cached_property
     def medium(self) -> Medium:
-        """What the store lies on. Looked up once, when the store is there."""
+        """Medium of the store's directory. Looked up once, when the store is there."""
         return medium_of(self.root)
 
     def exists(self) -> bool:
@@ -225,11 +225,11 @@ class DoubleBuffer:
             return self.root.is_dir()
 
     def pointer(self) -> Pointer | None:
-        """What ``CURRENT`` says; None before the first publish."""
+        """Read ``CURRENT``; None before the first publish."""
         return self._read(Pointer, self.root / places.POINTER_FILE)
 
     def newest_pointer(self, seen: Pointer | None = None) -> Pointer | None:
-        """What ``CURRENT`` says, for a reader that has ``seen`` an earlier one.
+        """Read ``CURRENT`` for a reader that has ``seen`` an earlier pointer.
 
         Raises:
             VersionRegressedError: the store was replaced since, whatever its versions' numbers, or
@@ -268,7 +268,7 @@ class DoubleBuffer:
             )
 
     def _pointer_by_manifests(self, seen: Pointer | None) -> Pointer | None:
-        """What ``CURRENT`` would say, were it there.
+        """Find the pointer from the manifests, while ``CURRENT`` is missing.
 
         Over NFSv3 it is away while it is replaced, if a process on the writer's host has it open.
         Of two whole versions the earlier one was published for certain; the later one was, if it
@@ -296,14 +296,14 @@ class DoubleBuffer:
         return whole[0] if whole else None
 
     def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
-        """Both, as they stood together: a writer may come round between one look and the other."""
+        """Read both manifests as they stood together: a writer may replace one meanwhile."""
         before = None
         while (found := {buffer: self.manifest(buffer) for buffer in places.BUFFERS}) != before:
             before = found
         return found
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
-        """Where the weights file is that a buffer's manifest names."""
+        """Path of the weights file that a buffer's manifest names."""
         return self.root / (manifest.anchor_buffer or buffer) / manifest.file
 
     def delta_path(self, identity: str) -> Path:
@@ -313,7 +313,7 @@ class DoubleBuffer:
         return self.root / places.RECEIVERS_DIRECTORY / places.record_file(receiver_id, token)
 
     def manifest(self, buffer: str) -> Manifest | None:
-        """What a buffer holds; None if it never held anything."""
+        """Read the manifest of a buffer; None if the buffer never held anything."""
         return self._read(Manifest, self.root / buffer / places.MANIFEST_FILE)
 
     def delta_bytes(self, manifest: Manifest) -> int:
@@ -325,7 +325,7 @@ class DoubleBuffer:
         return num_bytes
 
     def writer(self) -> WriterRecord | None:
-        """Who writes the store, or wrote it last."""
+        """Read the record of the store's last writer."""
         return self._read(WriterRecord, self.root / places.WRITER_FILE)
 
     def require_writer(self, writer: WriterRecord) -> None:
@@ -347,7 +347,7 @@ class DoubleBuffer:
             )
 
     def undamaged_pointer(self) -> Pointer | None:
-        """As :meth:`pointer`, for who replaces it next; None also where it is damaged."""
+        """Read ``CURRENT`` for the writer that replaces it next; None also where it is damaged."""
         return _unless_damaged(self.pointer)
 
     def undamaged_manifest(self, buffer: str) -> Manifest | None:
@@ -380,7 +380,7 @@ class DoubleBuffer:
         return records[-1] if records else None
 
     def receivers(self) -> list[ReceiverRecord]:
-        """What each receiver that ever came says of itself.
+        """Read the records of all receivers.
 
         A file is read again if it has changed since the last time. One that is damaged, or that
         someone else could have written, is passed over and logged once.

@@ -38,7 +38,7 @@ TICK_S = 0.02
 """A pause before a directory is changed again, longer than a tick of a server's clock (10 ms)."""
 
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-"""What a mount answers that knows no locks."""
+"""Errors of a mount that knows no locks."""
 
 _LOCK_RETRY_MIN_S = 0.0005
 _LOCK_RETRY_MAX_S = 0.02
@@ -50,11 +50,11 @@ new one."""
 _temporary_numbers = itertools.count()
 
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.[0-9]+\.[0-9]+\.tmp")
-"""How :func:`replace_file` names them: the file's name, the process, a number."""
+"""Names of :func:`replace_file`'s temporary files: the file's name, the process, a number."""
 
 
 def real_path(path: Path) -> Path:
-    """Where a path leads, links followed; it need not exist yet."""
+    """Resolve a path, links followed; it need not exist yet."""
     try:
         with os_errors("follow the path", path):
             return path.resolve()
@@ -63,14 +63,14 @@ def real_path(path: Path) -> Path:
 
 
 class Mount(NamedTuple):
-    """What the kernel says of a mount."""
+    """A mount, as the kernel describes it."""
 
     filesystem: str
     """The kernel's name of it."""
     source: str
     """A device, ``server:/export``."""
     options: tuple[str, ...]
-    """Of the mount, and of the filesystem below it, which may say some of them again."""
+    """Options of the mount and of the filesystem below it, each once."""
 
 
 def mount_of(path: Path) -> Mount:
@@ -235,7 +235,7 @@ def show_new_names(*directories: Path) -> None:
 
 
 def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
-    """The whole of a small file, as it is now."""
+    """Read the whole of a small file, as it is now."""
     for _ in range(_STALE_RETRIES):
         try:
             return _read_small(path, max_bytes, owner_only=owner_only)
@@ -255,7 +255,7 @@ def _read_small(path: Path, max_bytes: int, *, owner_only: bool) -> bytes:
 
 
 def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
-    """Exactly ``num_bytes`` from ``offset``; shorter only at the end of the file."""
+    """Read exactly ``num_bytes`` from ``offset``; fewer only at the end of the file."""
     chunks = []
     while num_bytes > 0 and (chunk := os.pread(descriptor, min(num_bytes, 1 << 30), offset)):
         chunks.append(chunk)
@@ -265,7 +265,7 @@ def read_at(descriptor: int, offset: int, num_bytes: int) -> bytes:
 
 
 def read_into(descriptor: int, offset: int, memory: memoryview) -> int:
-    """Fill ``memory`` from ``offset``; the bytes read, fewer only at the end of the file."""
+    """Fill ``memory`` from ``offset``, and return the bytes read: fewer at the file's end."""
     done = 0
     while done < memory.nbytes and (
         num_bytes := os.preadv(descriptor, [memory[done:]], offset + done)
@@ -275,7 +275,7 @@ def read_into(descriptor: int, offset: int, memory: memoryview) -> int:
 
 
 def write_at(descriptor: int, offset: int, data: bytes | memoryview) -> None:
-    """All of ``data`` at ``offset``."""
+    """Write all of ``data`` at ``offset``."""
     view = memoryview(data)
     while view.nbytes:
         written = os.pwrite(descriptor, view, offset)
@@ -350,7 +350,10 @@ def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
 
 
 def identity_at(path: Path) -> tuple[int, int] | None:
-    """Which file has this name now. Looked up anew: an NFS client answers from memory otherwise."""
+    """Device and inode of the file of this name, looked up anew; None if it cannot be opened.
+
+    An NFS client would answer from its cache otherwise.
+    """
     try:
         refresh(path.parent)
         with Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as file:
@@ -463,7 +466,7 @@ def sync_directory(path: Path) -> None:
 
 
 def identity_of(descriptor: int) -> tuple[int, int]:
-    """What tells an open file from another that took its name: device and inode."""
+    """Device and inode of an open file, which no other file has that takes its name."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
 
@@ -553,7 +556,7 @@ def was_touched_within(path: Path, limit_s: float, now: float) -> bool:
 
 
 def clock_ahead_s(scratch: Path) -> float:
-    """How far the clock that a mount gives its files' times by is ahead of this host's."""
+    """Seconds by which the clock of a mount's file times is ahead of this host's."""
     temporary, number = _open_temporary(scratch, Path("clock"))
     try:
         return os.fstat(number).st_mtime - time.time()

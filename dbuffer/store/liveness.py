@@ -21,7 +21,7 @@ from pathlib import Path
 from dbuffer.format.manifest import ReceiverRecord, WriterRecord
 
 HEARTBEAT_S = 15.0
-"""How often a receiver on a network mount touches its record."""
+"""Interval at which a receiver on a network mount touches its record."""
 
 PRESUMED_DEAD_AFTER_S = 120.0
 """A process that cannot be seen from here counts as dead when it has not touched its record for so
@@ -29,7 +29,7 @@ long. Eight heartbeats: other hosts may see a file's time up to a minute late, a
 compiles or swaps may miss a few."""
 
 _STARTED_FIELD = 19
-"""Of ``/proc/PID/stat``, behind the name: when it started, in clock ticks since the boot."""
+"""Index of the start time in ``/proc/PID/stat``, behind the name: in clock ticks since the boot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,13 @@ class Process:
 
     host: str
     boot: str
-    """The same for all containers of one machine, another one after each boot; "" if unknown."""
+    """Boot id of the kernel: one for all containers of a machine, another after each boot; "" if
+    unknown."""
     pid_namespace: int
-    """Which process ids it sees: containers have their own."""
+    """Inode of the PID namespace: containers have their own."""
     pid: int
     started: int
-    """When, in clock ticks since the boot: the same number is given again; 0 if unknown."""
+    """Start time in clock ticks since the boot, as process ids are reused; 0 if unknown."""
 
     @classmethod
     def here(cls) -> Process:
@@ -51,7 +52,7 @@ class Process:
 
     @classmethod
     def parent(cls) -> Process:
-        """The one that started this one, or who has taken its place."""
+        """Process that started this one, or has taken its place."""
         pid = os.getppid()
         return dataclasses.replace(cls.here(), pid=pid, started=_state_of(pid)[1])
 
@@ -61,7 +62,7 @@ class Process:
 
     @property
     def machine(self) -> str:
-        """The same for all containers of one machine, and for no other machine."""
+        """Identity of the machine, which all of its containers share."""
         return self.boot or self.host
 
     @property
@@ -74,7 +75,7 @@ class Process:
 
     @property
     def state(self) -> str:
-        """What is wrong with it, for people; "" if nothing is, or nothing can be seen from here."""
+        """Problem of the process in words; "" if it has none, or cannot be seen from here."""
         if self.has_ended():
             return "has ended"
         is_stopped = self.can_be_seen and _state_of(self.pid)[0] in ("T", "t")
@@ -104,7 +105,7 @@ def _has_process(pid: int) -> bool:
 
 
 def owner_fields() -> dict[str, str | int]:
-    """What a record says of the process that writes it."""
+    """Fields of a record that identify the process that writes it."""
     return dataclasses.asdict(Process.here())
 
 
@@ -118,7 +119,7 @@ def _here(pid: int) -> Process:
 
 
 def _state_of(pid: int) -> tuple[str, int]:
-    """What ``/proc`` says of a process: its state, and when it started; "" and 0 if nothing."""
+    """State and start time of a process, from ``/proc``; "" and 0 if it tells nothing."""
     try:
         # That of another PID namespace numbers other processes.
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115

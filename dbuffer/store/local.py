@@ -24,7 +24,7 @@ from dbuffer.store.medium import Medium, Records, WeightsFiles
 logger = logging.getLogger(__name__)
 
 REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"})
-"""Where allocated space stays allocated when it is written again.
+"""Filesystems on which allocated space stays allocated when it is written again.
 
 A copy-on-write filesystem (btrfs, zfs) needs new space for old pages, and a mapped page for
 which there is none is a SIGBUS. There each version gets a new file.
@@ -34,8 +34,8 @@ LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
     {"bcachefs", "btrfs", "ecryptfs", "exfat", "f2fs", "hugetlbfs", "jfs", "nilfs2", "ntfs3"}
     | {"reiserfs", "rootfs", "ubifs", "vfat", "zfs"}
 )
-"""Which only this host writes. All else counts as a network: what works between hosts works on
-one, and the other way round it does not."""
+"""Filesystems that only this host writes. All others count as network mounts: what works between
+hosts also works on one, and not the other way round."""
 
 
 class LocalMedium(Medium):
@@ -171,7 +171,7 @@ class _RewrittenFiles(WeightsFiles):
         *,
         keep: Collection[Path],
     ) -> None:
-        """Unlink them, which leaves the bytes to those who still map them."""
+        """Unlink the files; processes that map them keep the bytes."""
         self.sweep(buffer, keep=keep)
 
     def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
@@ -181,7 +181,7 @@ class _RewrittenFiles(WeightsFiles):
             filesystem.allocate(file.number, num_bytes, path)
 
     def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
-        """Remove it: nobody looks for what no manifest names."""
+        """Remove the files: no reader looks for a file that no manifest names."""
         # What somebody else has removed is held open, and with it its room.
         opened = [path for path in self.open if path.parent == self.records.root / directory]
         for path in {*self.all_in(directory), *opened}:
@@ -191,4 +191,4 @@ class _RewrittenFiles(WeightsFiles):
                     path.unlink()
 
     def note_published(self, read_back: Callable[[], None]) -> None:
-        """What was written is what is read."""
+        """Do nothing: readers see what was written."""

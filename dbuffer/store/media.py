@@ -1,4 +1,4 @@
-"""Which medium a directory is on: the one place where the kind of a mount is asked."""
+"""The medium of a directory: the one place where the kind of a mount is asked."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dbuffer.store.medium import Medium
 from dbuffer.store.network import NetworkMedium
 
 MEDIA: dict[str, type[Medium]] = {medium.name: medium for medium in (LocalMedium, NetworkMedium)}
-"""By what ``DBUFFER_MOUNT`` calls them."""
+"""All media, by their name in ``DBUFFER_MOUNT``."""
 
 
 def medium_of(path: Path) -> Medium:
-    """What lies under ``path`` (which need not exist yet).
+    """Choose the medium of ``path``, which need not exist yet.
 
     Raises:
         OptionError: ``DBUFFER_MOUNT`` names no medium.

@@ -20,23 +20,23 @@ from dbuffer.store.filesystem import Descriptor
 
 
 class Records(Protocol):
-    """What a store says of itself, for who decides which of its files are still needed."""
+    """Records of a store that tell which of its files are still needed."""
 
     root: Path
     owner_only: bool
 
     def undamaged_manifest(self, buffer: str) -> Manifest | None:
-        """What a buffer holds; None if it holds nothing, or its manifest is damaged."""
+        """Read the manifest of a buffer; None if there is none, or it is damaged."""
 
     def readers(self) -> list[ReceiverRecord]:
-        """The receivers that hold a version, and may live."""
+        """Read the records of receivers that hold a version, and may live."""
 
 
 class Medium(ABC):
     """A store's directory, as far as its mount decides how it is written and read."""
 
     name: ClassVar[str]
-    """For people, and for ``DBUFFER_MOUNT``."""
+    """Name in logs and in ``DBUFFER_MOUNT``."""
     maps_files: ClassVar[bool]
     """Whether writers and readers map weights files, each of which holds a version whole.
 
@@ -93,14 +93,14 @@ class Medium(ABC):
 
     @abstractmethod
     def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
-        """How the store's one writer gets weights files, and rid of them."""
+        """Return the weights files of the store's one writer."""
 
 
 class WeightsFiles(ABC):
     """The weights files of a store's writer, which holds each open that it may write again."""
 
     access: ClassVar[int]
-    """With which a new one is opened: a flag of `os.open`."""
+    """Flag of `os.open` for a new file."""
 
     def __init__(self, records: Records, reader_timeout_s: float) -> None:
         self.records = records
@@ -115,7 +115,7 @@ class WeightsFiles(ABC):
         layout_xxh3: str | None,  # noqa: ARG002
         file_bytes: int,  # noqa: ARG002
     ) -> Descriptor | None:
-        """The idle buffer's own file, locked and fit to be written again; None: make a new one.
+        """Lock the idle buffer's own file, if it is fit to be written again; None: make a new one.
 
         Waits for those who read it, for as long as the writer is to wait.
         """
@@ -123,10 +123,13 @@ class WeightsFiles(ABC):
 
     @abstractmethod
     def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
-        """See to what ``old`` named, and the buffer's other files, but for those to ``keep``."""
+        """Remove the files that ``old`` named, now or later, and sweep the buffer.
+
+        Files to ``keep`` stay.
+        """
 
     def make(self, path: Path, num_bytes: int) -> Descriptor:
-        """A new weights file, with room for ``num_bytes`` where that can be had beforehand.
+        """Make a weights file, with room for ``num_bytes`` where that can be reserved.
 
         Raises:
             StoreFullError: there is no room.
@@ -144,15 +147,15 @@ class WeightsFiles(ABC):
 
     @abstractmethod
     def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
-        """Refuse a file for which there is no room."""
+        """Reserve room for a file, or refuse it for lack of room."""
 
     @abstractmethod
     def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
-        """See to what no manifest names in a buffer, or among the deltas."""
+        """Remove, now or later, files of a buffer or deltas that no manifest names."""
 
     @abstractmethod
     def note_published(self, read_back: Callable[[], None]) -> None:
-        """A version was published just now; ``read_back`` compares what is there with it."""
+        """Follow up on a publish; ``read_back`` compares the store with what was written."""
 
     def note_version(self, path: Path, version: int) -> None:
         """Remember for which version a file is made; it may serve later ones, too."""

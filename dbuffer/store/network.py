@@ -23,7 +23,7 @@ from dbuffer.store.medium import Medium, Records, WeightsFiles
 from dbuffer.store.retirement import RetiredFiles
 
 _CLOCK_S = 60.0
-"""How often a server's clock is compared with this host's."""
+"""Interval at which a server's clock is compared with this host's."""
 
 
 class NetworkMedium(Medium):
@@ -110,7 +110,7 @@ class _NewFiles(WeightsFiles):
         filesystem.check_room(path, num_bytes)
 
     def _versions_of(self, path: Path, old: Manifest) -> range | None:
-        """Those that a file was needed for, up to the one of a manifest that named it."""
+        """Versions that a file was needed for, up to the one of a manifest that named it."""
         is_its_own = not old.chain
         first = self.made_for.get(path, old.version if is_its_own else None)
         return None if first is None else range(first, old.version + 1)
@@ -134,7 +134,7 @@ class _NewFiles(WeightsFiles):
         self._retired.remove_unneeded()
 
     def _ages_s(self, buffer: str, files: list[Path]) -> dict[str, float]:
-        """For how long, at least, each file of a buffer has not been named, by its name.
+        """Minimum time for which each file of a buffer has not been named, by its name.
 
         It is its own, however often writers die: on the filesystem's clock, and no host's. A
         buffer's manifest lets go of one file before the next is made.
@@ -162,7 +162,7 @@ class _NewFiles(WeightsFiles):
 
 
 def _changed_at(path: Path) -> float:
-    """When a file was last written, on the filesystem's clock; 0 if it is not there."""
+    """Time of a file's last write on the filesystem's clock; 0 if it is not there."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:

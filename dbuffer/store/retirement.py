@@ -24,15 +24,16 @@ KEEP_AT_LEAST_S = 2.0
 
 class _Retired(NamedTuple):
     versions: range | None
-    """Those that it was needed for. None: a dead writer's, of which only its age is known."""
+    """Versions that it was needed for. None: the file of a dead writer, of which only the age is
+    known."""
     since: float
-    """When it was no longer named."""
+    """Time from which it was no longer named."""
     superseded_at: float
-    """When there was a newer version, which readers have looked at since."""
+    """Time from which there was a newer version, with which new readers begin."""
 
 
 class RetiredFiles:
-    """What may be removed later, and when.
+    """Files that are removed later, once no reader may need them.
 
     Ages are counted on this process's own clock, from when a file was no longer named. For what a
     dead writer left, :meth:`add` is told its age; clocks of hosts are not compared.
@@ -57,14 +58,14 @@ class RetiredFiles:
         self._files: dict[Path, _Retired] = {}
 
     def note_newest(self) -> None:
-        """A version was published just now: from now on readers begin with that one."""
+        """Note that a version was published just now, with which readers begin from now on."""
         self._newest_since = time.monotonic()
 
     def knows(self, path: Path) -> bool:
         return path in self._files
 
     def add(self, path: Path, versions: range | None, *, age_s: float = 0.0) -> None:
-        """No manifest names this file any more, and none has for ``age_s``.
+        """Retire a file that no manifest has named for ``age_s``.
 
         Whoever reads one of ``versions`` may need it; None: whoever reads one that is not named.
         """

@@ -30,7 +30,7 @@ from dbuffer.store import media
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 60.0
-"""How long inotify is not tried again when it was used up."""
+"""Time before inotify is tried again after its limits were used up."""
 
 _OUT_OF_INOTIFY = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOSYS)
 

@@ -41,15 +41,14 @@ from dbuffer.store.liveness import owner_fields
 logger = logging.getLogger(__name__)
 
 FORGET_RECEIVERS_AFTER_S = 7 * 24 * 3600.0
-"""How long the last record of an id is kept after its receiver has ended, if the user gave that id
-to it."""
+"""Time for which the last record of an id that the user gave is kept after its receiver ended."""
 
 FORGET_EPHEMERAL_AFTER_S = 60.0
-"""How long other records are kept: of a generated id, and of an id that has a later record. Not
-removed at once: a sender that waits for a version counts receivers that applied it and ended."""
+"""Time for which other records are kept: of a generated id, and of an id that has a later record.
+A sender that waits for a version counts receivers that applied it and ended."""
 
 FORGET_EVERY_S = 10.0
-"""How often a writer looks for them, with what it publishes."""
+"""Minimum time between two searches for such records, as versions are published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +58,27 @@ class Claim:
     buffer: str
     path: Path
     file: Descriptor | None
-    """Its weights file. None: it gets none, and builds upon that of an earlier version."""
+    """The weights file. None: the version gets none, and stands on that of an earlier version."""
     marked: Manifest
     held_before: str | None
     """Identity of the version that the file holds, whole, until it is written; None: none."""
     deltas: dict[Path, int] = field(default_factory=dict)
-    """Those that were written for it, and their sizes."""
+    """Deltas that were written for it, and their sizes."""
 
     @property
     def weights(self) -> Descriptor:
-        """Its weights file, for who claimed it with one."""
+        """The weights file of a claim that has one."""
         assert self.file is not None  # noqa: S101
         return self.file
 
     @property
     def identity(self) -> str:
-        """That of the version which it is to become, unless that is another store's."""
+        """Identity of the version that it is to become, unless a mirror gives it its origin's."""
         return f"{self.marked.run}-{self.marked.generation + 1}"
 
 
 class _Found(NamedTuple):
-    """What a writer goes by: the records of the versions that are there, as far as undamaged."""
+    """The undamaged records of the versions in a store, by which a writer goes."""
 
     pointer: Pointer | None
     manifests: dict[str, Manifest | None]
@@ -94,7 +93,7 @@ class _Found(NamedTuple):
         return max((record.generation for record in self.all), default=0)
 
     def version_in(self, buffer: str) -> int:
-        """That which was published, or is about to be; 0: none."""
+        """Version that a buffer holds, published or about to be; 0: none."""
         manifest = self.manifests[buffer]
         return manifest.version if manifest and manifest.state == "complete" else 0
 
@@ -171,7 +170,7 @@ class BufferWriter:
         wait_applied(self.store, version, receivers, timeout_s=timeout_s, writer=self.record)
 
     def next_version(self, version: int | None) -> int:
-        """The version to publish: ``version`` if that goes up, else one above the last."""
+        """Choose the version to publish: ``version`` if that goes up, else one above the last."""
         last = self._last_version()
         if version is None:
             version = last + 1
@@ -253,7 +252,7 @@ class BufferWriter:
         return filesystem.identity_at(self.store.weights_path(buffer, manifest))
 
     def add_delta(self, claim: Claim, identity: str, chunks: Iterable[bytes]) -> int:
-        """Write the delta that leads to the version of this identity; its size.
+        """Write the delta that leads to the version of this identity, and return its size.
 
         Raises:
             StoreFullError, StoreAccessError: it cannot be written.
@@ -287,9 +286,9 @@ class BufferWriter:
         return num_bytes
 
     def problem_with(self, files: Mapping[Path, int]) -> str | None:
-        """Why readers could not use one of these files, which have so many bytes; None: they can.
+        """Say why readers could not use one of these files of given sizes; None: they can.
 
-        As far as their names show it; nothing is read.
+        Nothing is read.
         """
         try:
             for directory in {path.parent for path in files}:
@@ -406,7 +405,7 @@ class BufferWriter:
         return record
 
     def _history_so_far(self, found: _Found, before: WriterRecord | None) -> str | None:
-        """The history of the versions that are there; None where there are none, or it is lost.
+        """History of the store's versions; None where there are none, or it is lost.
 
         A store that was emptied begins another one, also where its writer's record was left.
         """
