@@ -105,7 +105,7 @@ class _UnlinkedFiles(WeightsFiles):
     def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
         for path in self.all_in(directory):
             if path not in keep:
-                self.let_go(path)
+                self.close_at(path)
                 path.unlink()
 
     def note_published(self, read_back: Callable[[], None]) -> None:

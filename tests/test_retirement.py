@@ -20,6 +20,7 @@ from support import OTHER, SMALL, Child, newest, publish, weights_files
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.store import retirement
+from dbuffer.store.contents import Contents
 from dbuffer.store.liveness import owner_fields
 from dbuffer.store.retirement import KEEP_AT_LEAST_S, RetiredFiles
 
@@ -199,7 +200,7 @@ def test_a_file_that_cannot_be_removed_is_no_error(
 def test_a_file_that_is_gone_already_is_no_error(old_file: Path, clock: Clock) -> None:
     retiring = Retiring(old_file, 7, clock)
     old_file.unlink()
-    retiring._files._let_go = lambda path: None
+    retiring._files._close_file = lambda path: None
     assert not retiring.is_there_at(KEEP_AT_LEAST_S)
 
 
@@ -393,7 +394,7 @@ def test_writers_that_die_again_and_again_leave_little(store: Path) -> None:
 def publish_and_die_above(connection: Connection, store: Path) -> None:
     os.environ["DBUFFER_MOUNT"] = "network"
     with dbuffer.WeightSender(store, num_threads=1) as sender:
-        last = sender._writer._last_version()
+        last = Contents(sender._writer.store).last_version
         for version in range(last + 1, last + 6):
             sender.send(SMALL.weights(version))
         os.kill(os.getpid(), signal.SIGKILL)

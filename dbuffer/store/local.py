@@ -186,7 +186,7 @@ class _RewrittenFiles(WeightsFiles):
         opened = [path for path in self.open if path.parent == self.records.root / directory]
         for path in {*self.all_in(directory), *opened}:
             if path not in keep:
-                self.let_go(path)
+                self.close_at(path)
                 with contextlib.suppress(FileNotFoundError):
                     path.unlink()
 

@@ -165,7 +165,7 @@ class WeightsFiles(ABC):
         self.open = {path: known for path, known in self.open.items() if known is not file}
         file.close()
 
-    def let_go(self, path: Path) -> None:
+    def close_at(self, path: Path) -> None:
         """Close what is at ``path``, just before it is removed; see `replace_file`."""
         self.made_for.pop(path, None)
         if (file := self.open.get(path)) is not None:

@@ -88,7 +88,7 @@ class _NewFiles(WeightsFiles):
         super().__init__(records, reader_timeout_s)
         self._is_store_shown = False
         self._retired = RetiredFiles(
-            records.readers, reader_timeout_s, self.let_go, self._named_versions
+            records.readers, reader_timeout_s, self.close_at, self._named_versions
         )
 
     def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
@@ -97,7 +97,7 @@ class _NewFiles(WeightsFiles):
                 if path in keep:
                     continue
                 if _was_never_published(old):
-                    self.let_go(path)
+                    self.close_at(path)
                     path.unlink(missing_ok=True)
                 else:
                     self._retired.add(path, self._versions_of(path, old))

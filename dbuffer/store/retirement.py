@@ -38,20 +38,20 @@ class RetiredFiles:
     Ages are counted on this process's own clock, from when a file was no longer named. For what a
     dead writer left, :meth:`add` is told its age; clocks of hosts are not compared.
 
-    A file goes after ``reader_timeout_s``, whoever says that it is being read, and ``let_go`` is
-    called with its path just before. Who reads a version that is in no named file may read any file
-    whose version is not known.
+    A file is removed after ``reader_timeout_s`` even if a reader still announces its version;
+    ``close_file`` is called with its path just before. A reader of a version that is in no named
+    file may read any file whose version is not known.
     """
 
     def __init__(
         self,
         readers: Callable[[], list[ReceiverRecord]],
         reader_timeout_s: float,
-        let_go: Callable[[Path], None],
+        close_file: Callable[[Path], None],
         named_versions: Callable[[], Collection[int]],
     ) -> None:
         self._named_versions = named_versions
-        self._let_go = let_go
+        self._close_file = close_file
         self._readers = readers
         self._reader_timeout_s = reader_timeout_s
         self._newest_since: float | None = None
@@ -94,7 +94,7 @@ class RetiredFiles:
             versions = unnamed if retired.versions is None else retired.versions
             reader = next((readers[held] for held in sorted(readers) if held in versions), None)
             if not self._is_needed(path, retired, reader):
-                self._let_go(path)
+                self._close_file(path)
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:  # it takes room, and does no harm

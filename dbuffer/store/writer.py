@@ -1,5 +1,7 @@
 """`BufferWriter`: the writing side of a `DoubleBuffer`: one writer, claim, commit, recovery.
 
+A version becomes visible in :meth:`BufferWriter.commit`, and nowhere else.
+
 A publish is: claim the idle buffer (wait for its readers, mark its manifest ``writing``), write
 the weights file, commit (manifest ``complete``, then the pointer). Killed anywhere in between, a
 writer leaves the pointer on the other buffer, which it never touches; the kernel drops its
@@ -17,7 +19,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dbuffer.errors import (
     ClosedError,
@@ -34,6 +36,7 @@ from dbuffer.runtime import options
 from dbuffer.store import filesystem
 from dbuffer.store.acknowledgements import wait_applied
 from dbuffer.store.buffer import DoubleBuffer, other_buffer, pointer_to
+from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.foreign import require_no_other_weights
 from dbuffer.store.liveness import owner_fields
@@ -75,27 +78,6 @@ class Claim:
     def identity(self) -> str:
         """Identity of the version that it is to become, unless a mirror gives it its origin's."""
         return f"{self.marked.run}-{self.marked.generation + 1}"
-
-
-class _Found(NamedTuple):
-    """The undamaged records of the versions in a store, by which a writer goes."""
-
-    pointer: Pointer | None
-    manifests: dict[str, Manifest | None]
-
-    @property
-    def all(self) -> list[Pointer | Manifest]:
-        records = (self.pointer, *self.manifests.values())
-        return [record for record in records if record is not None]
-
-    @property
-    def last_generation(self) -> int:
-        return max((record.generation for record in self.all), default=0)
-
-    def version_in(self, buffer: str) -> int:
-        """Version that a buffer holds, published or about to be; 0: none."""
-        manifest = self.manifests[buffer]
-        return manifest.version if manifest and manifest.state == "complete" else 0
 
 
 class BufferWriter:
@@ -171,7 +153,7 @@ class BufferWriter:
 
     def next_version(self, version: int | None) -> int:
         """Choose the version to publish: ``version`` if that goes up, else one above the last."""
-        last = self._last_version()
+        last = Contents(self.store).last_version
         if version is None:
             version = last + 1
         if isinstance(version, bool) or not isinstance(version, int) or version > MAX_INTEGER:
@@ -201,15 +183,15 @@ class BufferWriter:
         self._check_open()
         self.store.require_writer(self.record)
         self._check_directories()
-        found = self._look()
-        buffer = self._idle_buffer(found)
-        old = found.manifests[buffer]
-        kept = self._files_of(found, other_buffer(buffer))
+        contents = Contents(self.store)
+        buffer = contents.idle_buffer
+        old = contents.manifests[buffer]
+        kept = self._files_of(contents, other_buffer(buffer))
         file = None
         if with_file and (old is None or self.root / buffer / old.file not in kept):
             file = self._reuse(buffer, old, layout_xxh3, file_bytes)
         # Counted on from our own last one too: the record that held it may be damaged by now.
-        self._generation = generation = max(self._generation, found.last_generation) + 2
+        self._generation = generation = max(self._generation, contents.last_generation) + 2
         name, held_before = f"weights-{self.record.run}-{generation}.td", None
         if file is not None and old is not None:
             name, held_before = old.file, old.identity
@@ -233,8 +215,8 @@ class BufferWriter:
             self._files.note_version(path, version)
         return Claim(buffer, path, file, marked, held_before)
 
-    def _files_of(self, found: _Found, *buffers: str) -> set[Path]:
-        manifests = [(buffer, found.manifests[buffer]) for buffer in buffers]
+    def _files_of(self, contents: Contents, *buffers: str) -> set[Path]:
+        manifests = [(buffer, contents.manifests[buffer]) for buffer in buffers]
         return {
             path
             for buffer, manifest in manifests
@@ -244,9 +226,9 @@ class BufferWriter:
 
     def idle_file(self) -> tuple[int, int] | None:
         """Identity of the file that the next version is written over; None: it gets a new one."""
-        found = self._look()
-        buffer = self._idle_buffer(found)
-        manifest = found.manifests[buffer]
+        contents = Contents(self.store)
+        buffer = contents.idle_buffer
+        manifest = contents.manifests[buffer]
         if manifest is None or not self.medium.can_rewrite_in_place:
             return None
         return filesystem.identity_at(self.store.weights_path(buffer, manifest))
@@ -382,13 +364,13 @@ class BufferWriter:
     def _recover(self, history: str | None) -> WriterRecord:
         """Begin an epoch, and clear away what dead writers and receivers left behind."""
         before = self.store.undamaged_writer()
-        found = self._look()
-        self._generation = found.last_generation
+        contents = Contents(self.store)
+        self._generation = contents.last_generation
         run = secrets.token_hex(8)
         record = WriterRecord(
             epoch=before.epoch + 1 if before else 1,
             run=run,
-            history=history or self._history_so_far(found, before) or run,
+            history=history or contents.history(before) or run,
             started_at=time.time(),
             **owner_fields(),  # type: ignore[arg-type]  # each under its name
         )
@@ -396,28 +378,13 @@ class BufferWriter:
         filesystem.remove_stale_temporaries(self.root / places.SCRATCH_DIRECTORY)
         # Of dead writers; what a manifest names may be the newest version, and one that is not dead
         # may have published it since we looked: now it knows that it is superseded.
-        keep = self._files_of(self._look(), *places.BUFFERS)
+        keep = self._files_of(Contents(self.store), *places.BUFFERS)
         for directory in (
             (*places.BUFFERS, places.DELTAS_DIRECTORY) if self._has_deltas else places.BUFFERS
         ):
             self._files.sweep(directory, keep=keep)
         self._forget_dead_receivers()
         return record
-
-    def _history_so_far(self, found: _Found, before: WriterRecord | None) -> str | None:
-        """History of the store's versions; None where there are none, or it is lost.
-
-        A store that was emptied begins another one, also where its writer's record was left.
-        """
-        known = [record for record in found.all if record.history is not None]
-        if known:
-            return max(known, key=lambda record: record.generation).history
-        files = [
-            places.POINTER_FILE,
-            *(f"{buffer}/{places.MANIFEST_FILE}" for buffer in places.BUFFERS),
-        ]
-        is_empty = not any((self.root / file).exists() for file in files)
-        return None if is_empty or before is None else before.history
 
     def _put(self, path: Path, record: Record) -> None:
         self._published[path] = self.medium.publish_file(
@@ -433,37 +400,6 @@ class BufferWriter:
     def _check_open(self) -> None:
         if not self.is_open:
             raise ClosedError(f"the writer of {self.root} is closed, or was made before a fork")
-
-    def _look(self) -> _Found:
-        manifests = {buffer: self.store.undamaged_manifest(buffer) for buffer in places.BUFFERS}
-        return _Found(self.store.undamaged_pointer(), manifests)
-
-    def _idle_buffer(self, found: _Found) -> str:
-        if found.pointer is not None:
-            return other_buffer(found.pointer.buffer)
-        if self._was_nothing_published():
-            # What a dead writer began: it must not come to light as the older of two versions.
-            return places.BUFFERS[1]
-        # With no pointer to go by, spare the buffer that may hold the newest version.
-        newest = max(places.BUFFERS, key=found.version_in)
-        return other_buffer(newest)
-
-    def _last_version(self) -> int:
-        pointer = self.store.undamaged_pointer()
-        if pointer is not None:
-            return pointer.version
-        found = self._look()
-        newest = max(map(found.version_in, places.BUFFERS))
-        if None in found.manifests.values() and not (self.root / places.POINTER_FILE).exists():
-            # The first version of all: its writer died before it moved the pointer.
-            return max(newest, 1) - 1
-        return newest
-
-    def _was_nothing_published(self) -> bool:
-        first, second = (self.root / buffer / places.MANIFEST_FILE for buffer in places.BUFFERS)
-        return not (self.root / places.POINTER_FILE).exists() and not (
-            first.exists() and second.exists()
-        )
 
     def _forget_dead_receivers(self) -> None:
         """Remove records that are not needed any more; there is no end of generated ids."""

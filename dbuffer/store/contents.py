@@ -1,0 +1,86 @@
+"""`Contents`: what the next writer of a store finds there, and what follows from it.
+
+A writer may have died anywhere, and a record may be damaged. A damaged one counts as none, but its
+file is there: it tells a store that was published to from a new one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from dbuffer.format import places
+from dbuffer.format.manifest import Manifest, Pointer, WriterRecord
+from dbuffer.store.buffer import DoubleBuffer, other_buffer
+
+
+class Contents:
+    """Pointer and manifests of a store at one moment, each read when it is first used."""
+
+    def __init__(self, store: DoubleBuffer) -> None:
+        self._store = store
+
+    @functools.cached_property
+    def pointer(self) -> Pointer | None:
+        return self._store.undamaged_pointer()
+
+    @functools.cached_property
+    def manifests(self) -> dict[str, Manifest | None]:
+        return {buffer: self._store.undamaged_manifest(buffer) for buffer in places.BUFFERS}
+
+    @property
+    def last_generation(self) -> int:
+        """Highest generation in the store; 0: none."""
+        return max((record.generation for record in self._records), default=0)
+
+    @property
+    def last_version(self) -> int:
+        """Newest version that was published; 0: none."""
+        if self.pointer is not None:
+            return self.pointer.version
+        newest = max(map(self._version_in, places.BUFFERS))
+        if None in self.manifests.values() and not self._has_pointer_file:
+            # The first version of all: its writer died before it moved the pointer.
+            return max(newest, 1) - 1
+        return newest
+
+    @property
+    def idle_buffer(self) -> str:
+        """Buffer that the next version is written into."""
+        if self.pointer is not None:
+            return other_buffer(self.pointer.buffer)
+        first, second = self._has_manifest_file
+        if not self._has_pointer_file and not (first and second):
+            # Nothing was ever published. What a dead writer began must not come to light as the
+            # older of two versions.
+            return places.BUFFERS[1]
+        # With no pointer to go by, spare the buffer that may hold the newest version.
+        return other_buffer(max(places.BUFFERS, key=self._version_in))
+
+    def history(self, before: WriterRecord | None) -> str | None:
+        """History of the store's versions; None where there are none, or it is lost.
+
+        A store that was emptied begins another one, even if the writer ``before`` left its record.
+        """
+        if self._records:
+            return max(self._records, key=lambda record: record.generation).history
+        is_empty = not (self._has_pointer_file or any(self._has_manifest_file))
+        return None if is_empty or before is None else before.history
+
+    @property
+    def _records(self) -> list[Pointer | Manifest]:
+        records = (self.pointer, *self.manifests.values())
+        return [record for record in records if record is not None]
+
+    def _version_in(self, buffer: str) -> int:
+        """Version that a buffer holds, published or about to be; 0: none."""
+        manifest = self.manifests[buffer]
+        return manifest.version if manifest and manifest.state == "complete" else 0
+
+    @property
+    def _has_pointer_file(self) -> bool:
+        return (self._store.root / places.POINTER_FILE).exists()
+
+    @property
+    def _has_manifest_file(self) -> list[bool]:
+        root = self._store.root
+        return [(root / buffer / places.MANIFEST_FILE).exists() for buffer in places.BUFFERS]
