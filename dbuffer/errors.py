@@ -43,9 +43,9 @@ class StoreCorruptError(DBufferError, ValueError):
 
 
 class StoreBusyError(DBufferError, BlockingIOError):
-    """Another sender has this store open, or another follower or receiver has this name.
+    """Another sender has this store open, or another follower of this process has the engine.
 
-    Close that one, whose process the message names, or use another directory or name.
+    Close that one, whose process the message names, or use another directory.
     """
 
 
