@@ -759,7 +759,7 @@ def test_engine_without_a_record_of_the_attempt_is_of_no_version_until_it_is_ask
         until("it is ready", follower.is_ready)
         engine.lost_answer = RuntimeError("a proxy says: the engine serves on with version 1")
         with monkeypatch.context() as patch:
-            patch.setattr(filesystem, "put_locked", full)
+            patch.setattr(filesystem, "replace_file", full)
             with pytest.raises(EngineUpdateError, match="a proxy says"):
                 follower.sync()
         assert (engine.label, engine.version, engine.paused) == (UNKNOWN_VERSION, 2, False)
