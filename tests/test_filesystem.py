@@ -23,6 +23,7 @@ from dbuffer.errors import (
 )
 from dbuffer.store import filesystem
 from dbuffer.store.media import medium_of
+from dbuffer.store.mounts import Mount
 
 
 def num_descriptors() -> int:
@@ -365,8 +366,8 @@ class TestMounts:
         def install(*table: tuple[str, str]) -> None:
             root = str(tmp_path.resolve())
             points = [("/", "ext4"), *((root + place, kind) for place, kind in table)]
-            lines = [(point, filesystem.Mount(kind, "none", ())) for point, kind in points]
-            monkeypatch.setattr(filesystem, "_mounts", lambda: iter(lines))
+            lines = [(point, Mount(kind, "none", ())) for point, kind in points]
+            monkeypatch.setattr("dbuffer.store.mounts._mounts", lambda: iter(lines))
 
         return install
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dbuffer import WeightReceiver, WeightSender
-from dbuffer.store import filesystem, watcher
+from dbuffer.store import filesystem, mounts, watcher
 from dbuffer.store.watcher import Watcher
 
 LONG_S = 30.0
@@ -220,8 +220,8 @@ def test_an_error_of_another_kind_is_raised(directory, watch, monkeypatch):
 
 
 def test_on_a_network_mount_it_sleeps(directory, watch, monkeypatch, caplog):
-    mount = filesystem.Mount("nfs4", "server:/export", ())
-    monkeypatch.setattr(filesystem, "mount_of", lambda path: mount)
+    mount = mounts.Mount("nfs4", "server:/export", ())
+    monkeypatch.setattr(mounts, "mount_of", lambda path: mount)
     before = set(threading.enumerate())
     waiting = watch(directory / "CURRENT")
     with caplog.at_level(logging.DEBUG, "dbuffer"):

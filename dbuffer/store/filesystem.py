@@ -1,4 +1,4 @@
-"""The only place that flushes, renames, locks and allocates, and what a given mount can do."""
+"""The only place that flushes, renames, locks and allocates."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import re
 import stat
 import time
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from dbuffer.errors import (
     ClosedError,
@@ -60,46 +58,6 @@ def real_path(path: Path) -> Path:
             return path.resolve()
     except RuntimeError as error:  # what Python says of a loop of links
         raise StoreAccessError(f"cannot follow the path at {path}: {error}") from None
-
-
-class Mount(NamedTuple):
-    """A mount, as the kernel describes it."""
-
-    filesystem: str
-    """The kernel's name of it."""
-    source: str
-    """A device, ``server:/export``."""
-    options: tuple[str, ...]
-    """Options of the mount and of the filesystem below it, each once."""
-
-
-def mount_of(path: Path) -> Mount:
-    """The mount under ``path``, which need not exist yet."""
-    path = real_path(path)
-    found, longest = Mount("unknown", "unknown", ()), -1
-    for point, mount in _mounts():
-        # Later lines hide earlier ones at the same place.
-        if path.is_relative_to(point) and len(point) >= longest:
-            found, longest = mount, len(point)
-    return found
-
-
-def _mounts() -> Iterator[tuple[str, Mount]]:
-    try:
-        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
-    except FileNotFoundError:  # not Linux
-        return
-    for line in table.splitlines():
-        before, _, after = line.partition(" - ")
-        *_, point, own_options = before.split(" ")[:6]
-        kind, source, options = after.split(" ")[:3]
-        both = dict.fromkeys(filter(None, f"{own_options},{options}".split(",")))
-        yield _unescape(point), Mount(kind, _unescape(source), tuple(both))
-
-
-def _unescape(text: str) -> str:
-    """The kernel writes spaces, tabs and backslashes in a mount point as octal."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def os_errors(action: str, path: Path) -> TranslatedErrors:

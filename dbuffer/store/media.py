@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from dbuffer.errors import OptionError
-from dbuffer.store import filesystem
+from dbuffer.store import mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE
 from dbuffer.store.local import LOCAL_FILESYSTEMS, LocalMedium
 from dbuffer.store.medium import Medium
@@ -23,7 +23,7 @@ def medium_of(path: Path) -> Medium:
         OptionError: ``DBUFFER_MOUNT`` names no medium.
         StoreAccessError: the path leads into a loop of links.
     """
-    found = filesystem.mount_of(path).filesystem
+    found = mounts.mount_of(path).filesystem
     name = os.environ.get(MOUNT_VARIABLE, "auto")
     if name == "auto":
         name = (LocalMedium if found in LOCAL_FILESYSTEMS else NetworkMedium).name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dbuffer.errors import DBufferError
 from dbuffer.runtime import options
-from dbuffer.store import filesystem
+from dbuffer.store import mounts
 from dbuffer.tools.doctor import peer
 from dbuffer.tools.doctor.findings import Finding, OnStep, unknown
 from dbuffer.tools.doctor.probes import PROBES, READING, WRITING, Site
@@ -72,7 +72,7 @@ def examine(
         findings += [probe.try_on(site, say) for probe in PROBES]
         meetings, between = _meet(site, timeout_s, say)
         findings += between
-    mount = filesystem.mount_of(site.base)
+    mount = mounts.mount_of(site.base)
     return Examination(
         path=str(site.path),
         probed_in=str(site.base),

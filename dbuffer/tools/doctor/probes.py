@@ -18,7 +18,7 @@ from typing import NamedTuple
 from dbuffer.errors import DBufferError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
-from dbuffer.store import filesystem
+from dbuffer.store import filesystem, mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
 from dbuffer.store.media import medium_of
 from dbuffer.store.medium import Medium
@@ -95,7 +95,7 @@ class Probe(NamedTuple):
 
 def _probe_mount(site: Site) -> Finding:
     medium = site.medium
-    result = f"{medium.filesystem} from {filesystem.mount_of(site.base).source}"
+    result = f"{medium.filesystem} from {mounts.mount_of(site.base).source}"
     kind = os.environ.get(MOUNT_VARIABLE, "auto")
     if kind != "auto":
         result += f", overridden by {MOUNT_VARIABLE}={kind}"
@@ -114,7 +114,7 @@ def _probe_mount(site: Site) -> Finding:
 
 
 def _probe_options(site: Site) -> Finding:
-    options = filesystem.mount_of(site.base).options
+    options = mounts.mount_of(site.base).options
     shown = [
         option
         for option in options

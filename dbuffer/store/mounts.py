@@ -1,0 +1,50 @@
+"""`mount_of`: the mount under a path, as the kernel describes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from dbuffer.store.filesystem import real_path
+
+
+class Mount(NamedTuple):
+    """A mount, as the kernel describes it."""
+
+    filesystem: str
+    """Type of the filesystem: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
+    source: str
+    """A device, ``server:/export``."""
+    options: tuple[str, ...]
+    """Options of the mount and of the filesystem below it, each once."""
+
+
+def mount_of(path: Path) -> Mount:
+    """Return the mount under ``path``, which need not exist yet."""
+    path = real_path(path)
+    found, longest = Mount("unknown", "unknown", ()), -1
+    for point, mount in _mounts():
+        # Later lines hide earlier ones at the same place.
+        if path.is_relative_to(point) and len(point) >= longest:
+            found, longest = mount, len(point)
+    return found
+
+
+def _mounts() -> Iterator[tuple[str, Mount]]:
+    try:
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+    except FileNotFoundError:  # not Linux
+        return
+    for line in table.splitlines():
+        before, _, after = line.partition(" - ")
+        *_, point, own_options = before.split(" ")[:6]
+        kind, source, options = after.split(" ")[:3]
+        both = dict.fromkeys(filter(None, f"{own_options},{options}".split(",")))
+        yield _unescape(point), Mount(kind, _unescape(source), tuple(both))
+
+
+def _unescape(text: str) -> str:
+    """The kernel writes spaces, tabs and backslashes in a mount point as octal."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
