@@ -455,7 +455,7 @@ def odd_store(tmp_path: Path) -> Path:
         sender.send({ODD: torch.ones(2), "b": torch.ones(3)}, metadata={"run": ODD})
     with dbuffer.WeightReceiver(store, receiver_id="engine-0") as receiver:
         receiver.load_into(list)
-        record = store / "receivers" / "engine-0.json"
+        record = receiver.record.path
         told = json.loads(record.read_text())
         told |= {"host": ODD[:30], "problem": f"{ODD}\nand more", "problem_version": 1}
         record.write_text(json.dumps(told))

@@ -21,7 +21,7 @@ from dbuffer.errors import (
     StoreFullError,
     StoreNotFoundError,
 )
-from dbuffer.store import filesystem
+from dbuffer.store import filesystem, mounts
 from dbuffer.store.media import medium_of
 from dbuffer.store.mounts import Mount
 
@@ -421,7 +421,7 @@ class TestMounts:
 @given(st.text(st.sampled_from("ab \t\n\\0134é"), max_size=20))
 def test_mount_points_are_read_as_the_kernel_writes_them(text):
     written = "".join(f"\\{ord(c):03o}" if c in " \t\n\\" else c for c in text)
-    assert filesystem._unescape(written) == text
+    assert mounts._unescape(written) == text
 
 
 @pytest.mark.parametrize(

@@ -240,9 +240,7 @@ def test_an_id_has_applied_what_all_living_receivers_of_it_have(store: Path, mou
                 }
                 sender.wait_applied(1, receivers=2, timeout_s=0)
                 for receivers in ([NAME], 2):
-                    with pytest.raises(
-                        dbuffer.WaitTimeoutError, match=f"{NAME} is at 1, {NAME} is at 2"
-                    ):
+                    with pytest.raises(dbuffer.WaitTimeoutError, match=f"{NAME} is at 1"):
                         sender.wait_applied(2, receivers=receivers, timeout_s=0.2)
                 first.signal(signal.SIGKILL)
                 first.wait()

@@ -76,7 +76,8 @@ def meanwhile(action, *arguments, after_s: float = 0.1):
 
 
 def record_of(store: Path, name: str = "me") -> dict:
-    return json.loads((store / "receivers" / f"{name}.json").read_bytes())
+    [path] = (store / "receivers").glob(f"{name}.*.json")
+    return json.loads(path.read_bytes())
 
 
 class TestWaiting:

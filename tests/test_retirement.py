@@ -61,7 +61,7 @@ def record_of(
 
 
 def put_record(store: Path, record: ReceiverRecord) -> None:
-    (store / "receivers" / f"{record.receiver}.json").write_bytes(encode(record))
+    (store / "receivers" / f"{record.receiver}.{record.token}.json").write_bytes(encode(record))
 
 
 def files_in(store: Path) -> list[str]:

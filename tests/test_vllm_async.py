@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -47,6 +46,7 @@ from dbuffer.integrations.engine.messages import (
     encode_request,
 )
 from dbuffer.integrations.vllm.config import CALL
+from dbuffer.store.buffer import DoubleBuffer
 
 pytestmark = [*NEEDS_VLLM, ANSWERS_TELL_VERSIONS]
 
@@ -753,10 +753,11 @@ async def measure_staging(program: Program) -> dict[str, Any]:
     }
     for staging, how in kinds.items():
         options = {"store": str(program.store), "engine_id": staging, **how}
-        records = [program.store / "receivers" / f"{staging}.rank-{rank}.json" for rank in (0, 1)]
+        ranks = [f"{staging}.rank-{rank}" for rank in (0, 1)]
 
-        def staged(records: list[Path] = records) -> list[int | None]:
-            return [json.loads(record.read_text())["staged_version"] for record in records]
+        def staged(ranks: list[str] = ranks) -> list[int | None]:
+            records = [DoubleBuffer(program.store).receiver(rank) for rank in ranks]
+            return [record and record.staged_version for record in records]
 
         await ask(program, EndRequest())
         seen[staging] = [[memory_of(worker) for worker in workers]]
