@@ -207,7 +207,7 @@ def _remove_ended(store: DoubleBuffer, newcomer: ReceiverRecord) -> None:
         if _has_ended(store, record):
             with contextlib.suppress(OSError):
                 store.record_path(record.receiver, record.token).unlink()
-        else:
+        elif newcomer.part_of is None:  # of an engine with the same id, its own record tells
             logger.warning(
                 "%s has another receiver %s, process %d on %s: a sender that waits for this id "
                 "waits for both",
