@@ -128,7 +128,10 @@ class ShardedWeightSender(Publisher):
                 opened.callback(self._chain.drafts.close)
                 medium = writer.medium
                 _check_reach(medium, ranks.peers)
-                return [medium.maps_files, medium.reaches_other_hosts if checksum == "auto" else checksum]
+                return [
+                    medium.maps_files,
+                    medium.reaches_other_hosts if checksum == "auto" else checksum,
+                ]
 
             self._chain = None
             ranks.each("take its options", take_options)
