@@ -262,3 +262,20 @@ def nearest_module(name: str) -> str:
 def module_of(path: Path) -> str:
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
+
+
+VAGUE = ("What ", "That ", "Those ", "Who ", "Where ", "The same ", "One that ")
+"""Beginnings that send a reader elsewhere for the object of a docstring."""
+
+
+def test_docstrings_begin_with_their_object_or_action():
+    vague = [
+        f"{path.relative_to(ROOT)}:{statement.lineno}: {text.splitlines()[0]}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for statement in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(text := statement.value.value, str)
+        and text.startswith(VAGUE)
+    ]
+    assert not vague, "\n".join(vague)
