@@ -115,7 +115,7 @@ def _patch(
 
 
 def _patch_of(name: str, tensor: torch.Tensor) -> dbuffer.SparsePatch:
-    """Change some elements, and say which."""
+    """TensorDiff some elements, and say which."""
     flat = tensor.view(-1)
     places = torch.randperm(len(flat))[: round(CHANGED * len(flat))].sort().values
     flat[places] *= -1

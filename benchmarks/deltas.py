@@ -25,7 +25,7 @@ from benchmarks.transfers import Times
 from dbuffer.format import delta
 from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec, digest
-from dbuffer.io.changes import Found, Words, cut_work, find_changes
+from dbuffer.io.changes import Diff, Words, cut_work, find_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import EncodedDelta, apply_delta, encode_delta
 from dbuffer.io.tensors import FileTensors
@@ -202,7 +202,7 @@ def _compare(before: FileTensors, after: FileTensors, copier: Copier) -> None:
     copier.in_parallel(work, cut_work([to - at for at, to in cuts], copier))
 
 
-def _places(found: Found) -> tuple[Integers, Words]:
+def _places(found: Diff) -> tuple[Integers, Words]:
     """Where all that changed is in the memory of all tensors, and what is there then."""
     offsets, changes = found.layout.offsets, found.changes
     places = [
@@ -238,7 +238,7 @@ def _contents(layout: Layout) -> FileTensors:
     return FileTensors(torch.zeros(layout.checksums_offset, dtype=torch.uint8), layout)
 
 
-def _encode(versions: _Versions, copier: Copier, found: Found | None = None) -> EncodedDelta:
+def _encode(versions: _Versions, copier: Copier, found: Diff | None = None) -> EncodedDelta:
     if found is None:
         found = find_changes(versions.before, versions.after, copier, hashed=True)
     return encode_delta(

@@ -27,7 +27,7 @@ from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, Piece, TensorSpec
 from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
-from dbuffer.io.changes import Change, check_changes, find_changes, write_changes
+from dbuffer.io.changes import TensorDiff, check_changes, find_changes, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
 from dbuffer.io.tensors import DTYPES, FileTensors
@@ -302,29 +302,29 @@ class TestWriteChanges:
         check_changes(step.layout, changes)
         wrong = changes[30].positions.copy()
         wrong[-1] = 100
-        changes[30] = Change(30, wrong, changes[30].values)
+        changes[30] = TensorDiff(30, wrong, changes[30].values)
         with pytest.raises(InvalidWeightsError, match="not fit t30 "):
             check_changes(step.layout, changes)
 
     @pytest.mark.parametrize(
         "change",
         [
-            Change(2, np.array([0]), np.zeros(1, np.uint16)),
-            Change(-1, np.array([0]), np.zeros(1, np.uint16)),
-            Change(0, np.array([10]), np.zeros(1, np.uint16)),
-            Change(0, np.array([-1]), np.zeros(1, np.uint16)),
-            Change(0, np.array([3, 3]), np.zeros(2, np.uint16)),
-            Change(0, np.array([4, 3]), np.zeros(2, np.uint16)),
-            Change(0, np.array([3]), np.zeros(2, np.uint16)),
-            Change(0, np.array([3]), np.zeros(1, np.uint8)),
-            Change(0, np.array([], np.int64), np.zeros(0, np.uint16)),
-            Change(0, None, np.zeros(9, np.uint16)),
+            TensorDiff(2, np.array([0]), np.zeros(1, np.uint16)),
+            TensorDiff(-1, np.array([0]), np.zeros(1, np.uint16)),
+            TensorDiff(0, np.array([10]), np.zeros(1, np.uint16)),
+            TensorDiff(0, np.array([-1]), np.zeros(1, np.uint16)),
+            TensorDiff(0, np.array([3, 3]), np.zeros(2, np.uint16)),
+            TensorDiff(0, np.array([4, 3]), np.zeros(2, np.uint16)),
+            TensorDiff(0, np.array([3]), np.zeros(2, np.uint16)),
+            TensorDiff(0, np.array([3]), np.zeros(1, np.uint8)),
+            TensorDiff(0, np.array([], np.int64), np.zeros(0, np.uint16)),
+            TensorDiff(0, None, np.zeros(9, np.uint16)),
         ],
     )
     def test_what_does_not_fit_is_refused(self, change):
         tensors = [torch.ones(10).bfloat16(), torch.ones(3).bfloat16()]
         contents = Guarded(layout_of(tensors, ["bfloat16"] * 2), tensors)
-        right = Change(1, np.array([0]), np.zeros(1, np.uint16))
+        right = TensorDiff(1, np.array([0]), np.zeros(1, np.uint16))
         with pytest.raises(InvalidWeightsError):
             check_changes(contents.layout, [right, change])
         with pytest.raises(InvalidWeightsError, match="of one tensor"):
@@ -451,10 +451,10 @@ def test_a_change_needs_no_version_before(copier):
     contents = Guarded(layout_of(tensors, ["bfloat16", "float32"]), tensors)
     assert isinstance(contents, FileTensors)
     changes = [
-        Change(1, None, np.arange(8, dtype=np.uint32)),
-        Change(0, np.array([5, 90]), np.array([7, 9], np.uint16)),
+        TensorDiff(1, None, np.arange(8, dtype=np.uint32)),
+        TensorDiff(0, np.array([5, 90]), np.array([7, 9], np.uint16)),
     ]
-    found = io_delta.Found(contents.layout, changes, None, 10)
+    found = io_delta.Diff(contents.layout, changes, None, 10)
     identities = {"base": BASE, "identity": IDENTITY, "version": 1, "layout_xxh3": "0" * 16}
     for before in (None, contents):
         encoded = encode_delta(found, before, copier, **identities)

@@ -46,7 +46,7 @@ _SHARES_A_THREAD = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Change:
+class TensorDiff:
     """Words that differ in one tensor."""
 
     tensor: int
@@ -62,11 +62,11 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class Diff:
     """Words that differ in all tensors of a layout."""
 
     layout: Layout
-    changes: list[Change]
+    changes: list[TensorDiff]
     """One for each tensor that differs, in the order of the tensors."""
     checksums: dict[int, int] | None
     """Checksum of each changed tensor after the change, by index; None if not asked for."""
@@ -76,7 +76,7 @@ class Found:
 
 def find_changes(
     before: FileTensors, after: Sequence[torch.Tensor], copier: Copier, *, hashed: bool
-) -> Found:
+) -> Diff:
     """Find the differences from ``before`` in tensors of the same layout, in one pass.
 
     Tensors that lie in main memory as a file holds them are compared in place. All others
@@ -93,7 +93,7 @@ def find_changes(
     """
     layout = before.layout
     _check_shapes(layout, after)
-    changes: list[Change] = []
+    changes: list[TensorDiff] = []
     checksums: dict[int, int] = {}
     num_changed = 0
     for batch in _plain_batches(layout, after):
@@ -104,7 +104,7 @@ def find_changes(
         checksums |= search.checksums(changes)
         num_changed += search.num_changed
     changes.sort(key=lambda change: change.tensor)
-    return Found(layout, changes, checksums if hashed else None, num_changed)
+    return Diff(layout, changes, checksums if hashed else None, num_changed)
 
 
 def _check_shapes(layout: Layout, after: Sequence[torch.Tensor]) -> None:
@@ -184,7 +184,7 @@ class _Search:
         self._seen: dict[int, _BlockDiff] = {}
         self._digests: dict[int, int] = {}
         self.runs = list(self._cut_runs())
-        self._short: list[Change] = []
+        self._short: list[TensorDiff] = []
         self._num_changed: list[int] = []
 
     def _blocks_of(self, tensor: int) -> range:
@@ -254,7 +254,7 @@ class _Search:
 
     def _changes_in(
         self, tensors: Sequence[int], sizes: Integers, found: _WordDiff
-    ) -> Iterator[Change]:
+    ) -> Iterator[TensorDiff]:
         """Split the differences of short tensors that lie side by side into one change a tensor."""
         starts = np.cumsum(sizes) - sizes
         cuts = found.positions.searchsorted(starts + sizes)
@@ -267,7 +267,7 @@ class _Search:
                 yield self._whole(tensor)
             elif end > first:
                 part = slice(first, end)
-                yield Change(tensor, positions[part], found.new[part], found.old[part])
+                yield TensorDiff(tensor, positions[part], found.new[part], found.old[part])
             first = end
 
     def _hash_many(self, run: _Run, data: npt.NDArray[np.uint8]) -> None:
@@ -276,11 +276,11 @@ class _Search:
             start, end = end, end + self._layout.blocks[index].num_bytes
             self._digests[index] = xxhash.xxh3_64_intdigest(view[start:end])
 
-    def _whole(self, tensor: int) -> Change:
+    def _whole(self, tensor: int) -> TensorDiff:
         words = WORDS[self._layout.widths[tensor]]
         start, size = self._layout.offsets[tensor], self._layout.sizes[tensor]
         before = self._before[start : start + size].view(words)
-        return Change(tensor, None, _bytes_of(self._after[tensor]).view(words), before)
+        return TensorDiff(tensor, None, _bytes_of(self._after[tensor]).view(words), before)
 
     def _keep(self, index: int, found: _WordDiff) -> None:
         """Keep what differs in a long tensor's block."""
@@ -289,7 +289,7 @@ class _Search:
         positions = narrowed(found.positions + shift, self._layout.sizes[block.tensor])
         self._seen[index] = _BlockDiff(len(positions), positions, found.new, found.old)
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[TensorDiff]:
         """Return one change for each tensor that differs."""
         found = list(self._short)
         blocks = self._layout.blocks
@@ -302,14 +302,14 @@ class _Search:
             found.append(self._whole(tensor) if is_mostly else self._joined(tensor, changed))
         return found
 
-    def _joined(self, tensor: int, blocks: list[int]) -> Change:
+    def _joined(self, tensor: int, blocks: list[int]) -> TensorDiff:
         for index in blocks:
             if self._seen[index].positions is None:
                 self._compare_in_full(index)
         _, *columns = zip(*(self._seen[index] for index in blocks), strict=True)
         if len(blocks) == 1:
-            return Change(tensor, *(column[0] for column in columns))
-        return Change(tensor, *map(np.concatenate, columns))
+            return TensorDiff(tensor, *(column[0] for column in columns))
+        return TensorDiff(tensor, *map(np.concatenate, columns))
 
     def _compare_in_full(self, index: int) -> None:
         """Find what differs in a block that alone would go whole, in a tensor that does not."""
@@ -318,7 +318,7 @@ class _Search:
         old, new = self._bytes_before(block).view(words), self._bytes_after(block).view(words)
         self._keep(index, _gather_differing(old, new, old != new))
 
-    def checksums(self, changes: Sequence[Change]) -> dict[int, int]:
+    def checksums(self, changes: Sequence[TensorDiff]) -> dict[int, int]:
         """Return the checksums of the changed tensors that were compared here."""
         if not self._hashed:
             return {}
@@ -445,7 +445,7 @@ def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
     return split_evenly(sizes, copier.num_threads * _SHARES_A_THREAD)
 
 
-def write_changes(changes: Sequence[Change], contents: FileTensors, copier: Copier) -> None:
+def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: Copier) -> None:
     """Put changes into memory that holds the version before; doing so twice is as good as once.
 
     They are such as were found, or as `check_changes` lets pass: they are not looked at again.
@@ -460,7 +460,7 @@ def write_changes(changes: Sequence[Change], contents: FileTensors, copier: Copi
     copier.in_parallel(work, cut_work(sizes, copier))
 
 
-def _write_group(group: Sequence[Change], contents: FileTensors) -> None:
+def _write_group(group: Sequence[TensorDiff], contents: FileTensors) -> None:
     change, layout = group[0], contents.layout
     if change.positions is None:
         words_of(contents, change.tensor)[:] = change.values
@@ -472,9 +472,9 @@ def _write_group(group: Sequence[Change], contents: FileTensors) -> None:
     words[places] = np.concatenate([change.values for change in group])
 
 
-def _groups(layout: Layout, changes: Sequence[Change]) -> Iterator[list[Change]]:
+def _groups(layout: Layout, changes: Sequence[TensorDiff]) -> Iterator[list[TensorDiff]]:
     """Neighbours with words of one size, so few that one call of numpy for all is quicker."""
-    group: list[Change] = []
+    group: list[TensorDiff] = []
     key, num_changed = None, 0
     for change in changes:
         count = len(change.values)
@@ -488,14 +488,14 @@ def _groups(layout: Layout, changes: Sequence[Change]) -> Iterator[list[Change]]
         yield group
 
 
-def _joined_positions(group: Sequence[Change]) -> tuple[Integers, Integers]:
+def _joined_positions(group: Sequence[TensorDiff]) -> tuple[Integers, Integers]:
     """Concatenate the positions of all changes; also return the number of each."""
     parts = [change.positions for change in group if change.positions is not None]
     counts = np.array([len(part) for part in parts], np.int64)
     return np.concatenate(parts, dtype=np.int64), counts
 
 
-def check_changes(layout: Layout, changes: Sequence[Change]) -> None:
+def check_changes(layout: Layout, changes: Sequence[TensorDiff]) -> None:
     """Refuse, with an InvalidWeightsError, what does not fit the layout."""
     tensors = {change.tensor for change in changes}
     if len(tensors) != len(changes):
@@ -513,7 +513,7 @@ def check_changes(layout: Layout, changes: Sequence[Change]) -> None:
         )
 
 
-def _fit(layout: Layout, group: Sequence[Change]) -> bool:
+def _fit(layout: Layout, group: Sequence[TensorDiff]) -> bool:
     """Whether these have values of the right dtype, one a position, which ascend in the tensor."""
     dtype = WORDS[layout.widths[group[0].tensor]]
     sizes = [layout.sizes[change.tensor] // dtype.itemsize for change in group]
@@ -532,7 +532,9 @@ def _fit(layout: Layout, group: Sequence[Change]) -> bool:
     return bool(rises.all() and in_range.all())
 
 
-def change_at(tensor: int, positions: npt.NDArray[np.integer[Any]], values: torch.Tensor) -> Change:
+def change_at(
+    tensor: int, positions: npt.NDArray[np.integer[Any]], values: torch.Tensor
+) -> TensorDiff:
     """A change that is known: ``values``, plain and flat, stand at ``positions``, ascending.
 
     Positions and values count elements.
@@ -541,7 +543,7 @@ def change_at(tensor: int, positions: npt.NDArray[np.integer[Any]], values: torc
     words = _bytes_of(values).view(WORDS[min(item_bytes, 8)])
     if (times := item_bytes // 8) > 1:
         positions = (positions[:, None] * times + np.arange(times)).reshape(-1)
-    return Change(tensor, positions, words)
+    return TensorDiff(tensor, positions, words)
 
 
 def words_of(contents: FileTensors, tensor: int) -> Words:

@@ -20,8 +20,8 @@ from dbuffer.format.delta import Chunk, DeltaHeader, DeltaRecord, Integers, Shap
 from dbuffer.format.layout import Layout
 from dbuffer.io.changes import (
     WORDS,
-    Change,
-    Found,
+    Diff,
+    TensorDiff,
     Words,
     check_changes,
     cut_work,
@@ -61,7 +61,7 @@ class EncodedDelta:
 
 
 def encode_delta(
-    found: Found,
+    found: Diff,
     before: FileTensors | None,
     copier: Copier,
     *,
@@ -110,7 +110,7 @@ def encode_delta(
     return EncodedDelta(header, [body for _, body in chunks])
 
 
-def _sorted(layout: Layout, changes: Sequence[Change]) -> list[Change]:
+def _sorted(layout: Layout, changes: Sequence[TensorDiff]) -> list[TensorDiff]:
     """As the rows are to be: see `dbuffer.format.delta`."""
     tensors = [change.tensor for change in changes]
     widths = [layout.widths[tensor] for tensor in tensors]
@@ -136,7 +136,7 @@ class _Encoder:
     def __init__(
         self,
         layout: Layout,
-        changes: Sequence[Change],
+        changes: Sequence[TensorDiff],
         shapes: Shapes,
         before: FileTensors | None,
     ) -> None:
@@ -168,7 +168,7 @@ class _Encoder:
             yield _ChunkPlan(first, len(self._changes) - first, 0, words, 0, changed)
 
     @staticmethod
-    def _cut(row: int, change: Change, most: int) -> Iterator[_ChunkPlan]:
+    def _cut(row: int, change: TensorDiff, most: int) -> Iterator[_ChunkPlan]:
         """Ranges of one tensor, from a changed word to a changed word."""
         start, total = 0, len(change.values)
         while start < total:

@@ -13,7 +13,7 @@ import torch
 
 from dbuffer.format.delta import words_per_element
 from dbuffer.format.layout import ITEM_BYTES, Layout, TensorSpec
-from dbuffer.io.changes import Change, Found, cut_work, find_changes, narrowed
+from dbuffer.io.changes import Diff, TensorDiff, cut_work, find_changes, narrowed
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
@@ -74,13 +74,13 @@ class BoxShare(Share):
         self._boxes = [*held, *(shards.whole_box(index, specs[index].shape) for index in mine)]
         self._number = {index: number for number, index in enumerate(mine, len(held))}
         """Number of the box of each tensor that is gathered and written here."""
-        self._changes: list[Change] = []
+        self._changes: list[TensorDiff] = []
         """Differences from the copy, each with the number of its box in place of the tensor."""
-        self._diff: list[Change] = []
+        self._diff: list[TensorDiff] = []
         """Differences from the copy, each as a change of its whole tensor."""
-        self._last_diff: list[Change] | None = None
+        self._last_diff: list[TensorDiff] | None = None
         """Differences of the version before, to be written again; None: not known."""
-        self._told: list[Change] = []
+        self._told: list[TensorDiff] = []
         """Differences that all ranks have found; on rank 0."""
         self._digests: dict[int, list[int]] = {}
         """Digests of the copy's blocks, by the number of the box."""
@@ -222,7 +222,7 @@ class BoxShare(Share):
         self._diff = list(map(self._in_whole, self._changes))
         return list(_flat(self._diff))
 
-    def _in_whole(self, change: Change) -> Change:
+    def _in_whole(self, change: TensorDiff) -> TensorDiff:
         """Return a change of a box as one of its tensor."""
         box = self._boxes[change.tensor]
         spec = self._layout.specs[box.tensor]
@@ -244,13 +244,13 @@ class BoxShare(Share):
                 self._writer.patch(changes, self._copier)
         self._last_diff = self._diff
 
-    def take_diff(self, checksums: list[int] | None) -> Found:
+    def take_diff(self, checksums: list[int] | None) -> Diff:
         changes, self._told = self._told, []
         changed = None
         if checksums is not None:
             changed = {change.tensor: checksums[change.tensor] for change in changes}
         num_changed = sum(len(change.values) for change in changes)
-        return Found(self._layout, changes, changed, num_changed)
+        return Diff(self._layout, changes, changed, num_changed)
 
     def _hash_copy(self) -> list[int]:
         """Return the digests of the copy's blocks, in the layout's order.
@@ -287,30 +287,30 @@ def _in_whole(positions: Positions, box: Box, spec: TensorSpec) -> Positions:
     return narrowed(np.ravel_multi_index(index, spec.shape) * words + rest, spec.num_bytes)
 
 
-def _flat(changes: Iterable[Change]) -> Iterator[npt.NDArray[Any] | None]:
+def _flat(changes: Iterable[TensorDiff]) -> Iterator[npt.NDArray[Any] | None]:
     """Yield the arrays of changes, four for each; `_changes_in` puts them together."""
     for change in changes:
         yield from (np.array([change.tensor]), change.positions, change.values, change.replaced)
 
 
-def _changes_in(arrays: Arrays) -> list[Change]:
+def _changes_in(arrays: Arrays) -> list[TensorDiff]:
     """Return the changes whose arrays `_flat` has given."""
     rows = zip(*(arrays[first::4] for first in range(4)), strict=True)
     return [
-        Change(int(tensor[0]), positions, values, replaced)
+        TensorDiff(int(tensor[0]), positions, values, replaced)
         for tensor, positions, values, replaced in rows
     ]
 
 
-def _joined(changes: Iterable[Change]) -> list[Change]:
+def _joined(changes: Iterable[TensorDiff]) -> list[TensorDiff]:
     """Join the changes of all ranks: one a tensor."""
-    by_tensor: dict[int, list[Change]] = {}
+    by_tensor: dict[int, list[TensorDiff]] = {}
     for change in changes:
         by_tensor.setdefault(change.tensor, []).append(change)
     return [_joined_one(parts) for _, parts in sorted(by_tensor.items())]
 
 
-def _joined_one(parts: list[Change]) -> Change:
+def _joined_one(parts: list[TensorDiff]) -> TensorDiff:
     if len(parts) == 1:
         return parts[0]
     positions, values, replaced = (
@@ -318,4 +318,4 @@ def _joined_one(parts: list[Change]) -> Change:
         for name in ("positions", "values", "replaced")
     )
     order = np.argsort(positions, kind="stable")
-    return Change(parts[0].tensor, positions[order], values[order], replaced[order])
+    return TensorDiff(parts[0].tensor, positions[order], values[order], replaced[order])

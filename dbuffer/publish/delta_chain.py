@@ -17,7 +17,7 @@ from dbuffer.errors import (
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Manifest
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import Found
+from dbuffer.io.changes import Diff
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.footer import Footer
@@ -244,7 +244,7 @@ class DeltaChain:
                 return True
         return False
 
-    def add_delta(self, draft: Draft, diff: Found, copier: Copier) -> None:
+    def add_delta(self, draft: Draft, diff: Diff, copier: Copier) -> None:
         """Write the delta that leads from the base to a draft.
 
         A version that has a file does without its delta, where there is no room.

@@ -13,7 +13,7 @@ import torch
 from dbuffer.errors import InvalidWeightsError, WeightsMismatchError
 from dbuffer.format.delta import Integers
 from dbuffer.format.layout import Layout, TensorSpec
-from dbuffer.io.changes import Change, change_at, narrowed
+from dbuffer.io.changes import TensorDiff, change_at, narrowed
 from dbuffer.io.tensors import DTYPES
 from dbuffer.weights.sources import is_made_of_others
 
@@ -41,7 +41,7 @@ class SparsePatch:
     shape: tuple[int, ...] | None = None
 
 
-def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Change]:
+def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[TensorDiff]:
     """The patches in the layout's terms, checked.
 
     Raises:
@@ -50,7 +50,7 @@ def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[Change]:
         WeightsMismatchError: it is of a tensor, a shape, a place or a dtype that there is not.
     """
     indices = {spec.name: index for index, spec in enumerate(layout.specs)}
-    found: dict[int, Change] = {}
+    found: dict[int, TensorDiff] = {}
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
     for patch in patches:
@@ -104,7 +104,7 @@ def _cast(patch: SparsePatch, dtype: torch.dtype) -> SparsePatch:
     return replace(patch, values=patch.values.detach().to(dtype))
 
 
-def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> Change:
+def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> TensorDiff:
     what, dtype, count = f"the patch of {patch.name!r}", DTYPES[spec.dtype], math.prod(spec.shape)
     if patch.shape is not None and tuple(patch.shape) != spec.shape:
         raise WeightsMismatchError(

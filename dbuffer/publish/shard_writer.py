@@ -16,7 +16,7 @@ import torch
 from dbuffer.errors import StoreAccessError
 from dbuffer.format.layout import Layout, Piece
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import Change, write_changes
+from dbuffer.io.changes import TensorDiff, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import (
@@ -63,7 +63,7 @@ class ShardWriter(ABC):
     def write(self, box: Box, source: torch.Tensor) -> None:
         """Write the elements of a box, cast to the layout's dtype; from any thread."""
 
-    def patch(self, changes: Sequence[Change], copier: Copier) -> None:
+    def patch(self, changes: Sequence[TensorDiff], copier: Copier) -> None:
         """Write what changed into a file that holds the version before."""
         raise NotImplementedError
 
@@ -144,7 +144,7 @@ class SharedFileWriter(ShardWriter):
     def write(self, box: Box, source: torch.Tensor) -> None:
         _copy(box.of(self._begun().views[box.tensor]), source)
 
-    def patch(self, changes: Sequence[Change], copier: Copier) -> None:
+    def patch(self, changes: Sequence[TensorDiff], copier: Copier) -> None:
         write_changes(changes, self._begun(), copier)
 
     def finish(self, world: World, *, hashed: bool) -> list[int] | None:

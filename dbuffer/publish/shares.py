@@ -20,7 +20,7 @@ import torch
 from dbuffer.errors import StoreCorruptError
 from dbuffer.format.layout import Layout
 from dbuffer.io.chain_reader import ChainReader
-from dbuffer.io.changes import Change, Found, find_changes, words_of, write_changes
+from dbuffer.io.changes import Diff, TensorDiff, find_changes, words_of, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, MappedTensors
@@ -95,7 +95,7 @@ class Share(ABC):
         """Bring copy and claimed file up to date; the checksums of all tensors, if wanted."""
 
     @abstractmethod
-    def take_diff(self, checksums: list[int] | None) -> Found:
+    def take_diff(self, checksums: list[int] | None) -> Diff:
         """Return on rank 0 what was found on all ranks and written, for the delta; once."""
 
 
@@ -129,8 +129,8 @@ class WholeShare(Share):
         self._hashed = hashed
         self._is_kept = is_kept
         self._contents: FileTensors | None = None
-        self._diff: Found | None = None
-        self._changes: list[Change] | None = None
+        self._diff: Diff | None = None
+        self._changes: list[TensorDiff] | None = None
         """Changes from the version before, to be written again; None: not known."""
 
     @property
@@ -139,7 +139,7 @@ class WholeShare(Share):
         assert self._contents is not None  # noqa: S101 - it was written, or read back
         return self._contents
 
-    def adopt(self, contents: FileTensors, changes: Iterable[Change] | None) -> None:
+    def adopt(self, contents: FileTensors, changes: Iterable[TensorDiff] | None) -> None:
         """Take the bytes of a version that was published, and what changed in it, if known."""
         self._contents = contents
         self._changes = None if changes is None else _without_replaced(changes)
@@ -163,7 +163,7 @@ class WholeShare(Share):
         self._diff = find_changes(self.contents, tensors, self._copier, hashed=self._hashed)
         return self._diff.num_changed
 
-    def patch(self, changes: Iterable[Change]) -> None:
+    def patch(self, changes: Iterable[TensorDiff]) -> None:
         """Take known changes of the last version for what differs.
 
         Raises:
@@ -176,7 +176,7 @@ class WholeShare(Share):
         ]
         checksums = self._checksums_of(changes) if self._hashed else None
         num_changed = sum(len(change.values) for change in changes)
-        self._diff = Found(contents.layout, changes, checksums, num_changed)
+        self._diff = Diff(contents.layout, changes, checksums, num_changed)
 
     def write_all(
         self,
@@ -223,7 +223,7 @@ class WholeShare(Share):
         self._diff = replace(diff, changes=changes)
         return checksums
 
-    def take_diff(self, checksums: list[int] | None) -> Found:  # noqa: ARG002
+    def take_diff(self, checksums: list[int] | None) -> Diff:  # noqa: ARG002
         diff, self._diff = self._found, None
         return diff
 
@@ -238,12 +238,12 @@ class WholeShare(Share):
         return True
 
     @property
-    def _found(self) -> Found:
+    def _found(self) -> Diff:
         assert self._diff is not None  # noqa: S101 - it is called after `find` or `patch`
         return self._diff
 
     def _fill(
-        self, mapped: MappedTensors, draft: Draft, diff: Found, checksums: list[int] | None
+        self, mapped: MappedTensors, draft: Draft, diff: Diff, checksums: list[int] | None
     ) -> None:
         """Write the whole version into the draft's file."""
         if not self.catch_up(mapped, draft, self._chain.base):
@@ -261,7 +261,7 @@ class WholeShare(Share):
             if checksum != expected:
                 raise StoreCorruptError(self._damaged(name))
 
-    def _checksums_of(self, changes: Sequence[Change]) -> dict[int, int]:
+    def _checksums_of(self, changes: Sequence[TensorDiff]) -> dict[int, int]:
         """Hash each changed tensor as it will be, one at a time, in memory of its own."""
         published = self._chain.last.checksums
         assert published is not None  # noqa: S101 - of a sender that hashes
@@ -288,7 +288,7 @@ def _of_rank_0(draft: Draft | None) -> Draft:
     return draft
 
 
-def detached_copy(changes: Iterable[Change], contents: FileTensors) -> list[Change]:
+def detached_copy(changes: Iterable[TensorDiff], contents: FileTensors) -> list[TensorDiff]:
     """Return the changes without the trainer's memory; ``contents`` holds their values."""
     return [
         replace(change, values=words_of(contents, change.tensor))
@@ -299,8 +299,8 @@ def detached_copy(changes: Iterable[Change], contents: FileTensors) -> list[Chan
 
 
 def apply_detached(
-    changes: Iterable[Change], contents: FileTensors, copier: Copier
-) -> list[Change]:
+    changes: Iterable[TensorDiff], contents: FileTensors, copier: Copier
+) -> list[TensorDiff]:
     """Bring a copy of the last version up to date, and return the changes out of it.
 
     None of what they replace is in the copy's memory any more.
@@ -315,7 +315,7 @@ def apply_detached(
     return detached_copy(kept, contents)
 
 
-def _without_replaced(changes: Iterable[Change]) -> list[Change]:
+def _without_replaced(changes: Iterable[TensorDiff]) -> list[TensorDiff]:
     """Return changes that are written again: whole tensors let go of the version before.
 
     A mapping keeps an unlinked file's room.
