@@ -52,13 +52,6 @@ class EncodedDelta:
     def num_bytes(self) -> int:
         return len(self.header) + sum(map(len, self.chunks))
 
-    def apply(self, contents: FileTensors, layout_xxh3: str, copier: Copier) -> None:
-        """Make of memory that holds the version before the one after, as readers will of theirs."""
-        prefix, rest = self.header[: delta.PREFIX_BYTES], self.header[delta.PREFIX_BYTES :]
-        _, rest_xxh3 = delta.decode_prefix(prefix)
-        header = delta.decode_header(rest, rest_xxh3, contents.layout, layout_xxh3)
-        apply_delta(header, self.chunks.__getitem__, contents, copier)
-
 
 def encode_delta(
     found: Diff,
@@ -70,12 +63,12 @@ def encode_delta(
     version: int,
     layout_xxh3: str,
 ) -> EncodedDelta:
-    """A delta file of what was found.
+    """Encode a delta file.
 
     Args:
-        found: what differs; changes of tensors each of which is there once.
-        before: what it was compared with. None: what the changes say that they replace. Where they
-            do not, the new words stand for themselves: a larger delta.
+        found: differences, at most one for each tensor.
+        before: the version that was compared with. None: use the words that the differences
+            replace; where those were not kept, the delta holds the new words, and is larger.
         copier: its threads do it.
         base: identity of the version before.
         identity: that of the version after.
