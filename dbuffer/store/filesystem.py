@@ -83,6 +83,17 @@ def os_errors(action: str, path: Path) -> TranslatedErrors:
     return TranslatedErrors(translate)
 
 
+def list_matching(directory: Path, pattern: str) -> list[Path]:
+    """List the paths in a directory that match a pattern; none if it does not exist.
+
+    Raises:
+        StoreNotFoundError: it is removed meanwhile.
+        StoreAccessError: it cannot be listed.
+    """
+    with os_errors("list", directory):
+        return list(directory.glob(pattern))
+
+
 def make_directory(path: Path, *, parents: bool = False, durable: bool = False) -> None:
     """Make a directory that only its owner can enter, unless it is there.
 
@@ -361,7 +372,7 @@ def remove_stale_temporaries(directory: Path) -> None:
     otherwise, or is someone else's: it was not made here.
     """
     oldest = time.time() - _STALE_TEMPORARY_S
-    for path in directory.glob(".*.tmp"):
+    for path in list_matching(directory, ".*.tmp"):
         with contextlib.suppress(FileNotFoundError):
             found = path.lstat()
             is_ours = (

@@ -183,7 +183,7 @@ class WeightsFiles(ABC):
         )
         return [
             path
-            for path in (self.records.root / directory).glob("*")
+            for path in filesystem.list_matching(self.records.root / directory, "*")
             if is_ours(path.name) and (path.is_symlink() or not path.is_dir())
         ]
 
@@ -198,7 +198,6 @@ class WeightsFiles(ABC):
     def parts_of(self, buffer: str, file: str) -> list[Path]:
         """The weights file of this name, and its parts."""
         directory = self.records.root / buffer
-        parts = [
-            path for path in directory.glob("weights-*.td") if places.is_part_of(path.name, file)
-        ]
+        files = filesystem.list_matching(directory, "weights-*.td")
+        parts = [path for path in files if places.is_part_of(path.name, file)]
         return [directory / file, *parts]
