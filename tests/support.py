@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import multiprocessing
 import os
 import signal
@@ -125,6 +126,13 @@ def publish(sender: dbuffer.WeightSender, *versions: int, pattern: Pattern = SMA
     """Send a pattern's weights as each of these versions."""
     for version in versions:
         sender.send(pattern.weights(version), version=version)
+
+
+def receiver_records(store: Path) -> dict[str, dict[str, Any]]:
+    """Read the records of a store's receivers as JSON, by id: of each id the one written last."""
+    paths = (store / "receivers").glob("*.json")
+    records = [json.loads(path.read_bytes()) for path in paths if path.name[0] != "."]
+    return {one["receiver"]: one for one in sorted(records, key=lambda one: one["updated_at"])}
 
 
 def until(what: str, is_so: Callable[[], Any], timeout_s: float = 10.0) -> Any:

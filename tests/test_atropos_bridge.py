@@ -636,7 +636,7 @@ def test_engines_of_all_inference_nodes_are_waited_for(
             trainer.send((value, 6 * SOON_S))
             problem = trainer.receive()
             assert "1 of 2 receivers applied version" in problem
-            assert "vllm-gpu09 is at 3" in problem
+            assert "vllm-gpu09 has ended at 3" in problem
             assert "engines are expected on gpu08, gpu09" in problem
         # And comes back.
         again = stack.enter_context(Child(node, store, "gpu09"))

@@ -558,7 +558,7 @@ class TestWaitingForReceiversByName:
             pass
         sender.wait_applied(2, receivers=["one"], timeout_s=0)
         sender.wait_applied(2, receivers=[], timeout_s=0)
-        with pytest.raises(WaitTimeoutError, match=r"1 of 2 receivers .*one is at 2"):
+        with pytest.raises(WaitTimeoutError, match=r"1 of 2 receivers .*one has ended at 2"):
             sender.wait_applied(2, receivers={"one", "other"}, timeout_s=0)
         with pytest.raises(WaitTimeoutError, match="no receiver came"):
             sender.wait_applied(2, receivers=["other"], timeout_s=0)

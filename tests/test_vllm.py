@@ -8,7 +8,6 @@ in a soak every combination.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import sys
 import time
@@ -20,7 +19,7 @@ import pytest
 import torch
 from misfits import BIAS, EMBEDDING, K_PROJ, MISFITS, Q_PROJ, layer_too_many
 from patch_trainers import NUM_STEPS, observe_trainers_without_source, observe_versions
-from support import is_soak
+from support import is_soak, receiver_records
 from vllm_engines import (
     NEEDS_VLLM,
     PROMPTS,
@@ -289,7 +288,7 @@ def observe_swap(directory: Path, swap: str, seen: dict[str, Any], engines: list
                 found["after two more"] = greedy(pair[0])
             found["reloads of two switches"] = reloads.count("of all")
         if swap == MANY:
-            seen["records"] = records(store)
+            seen["records"] = receiver_records(store)
             seen["versions reported"] = reported
         with follow(pair[1], store, staging="copy", plan=False) as follower:
             follower.sync()
@@ -347,12 +346,6 @@ def versions_reported(llm: Any) -> list[str]:
     if hasattr(answer, "weight_versions"):
         return [span.version for span in answer.weight_versions]
     return [llm.llm_engine.get_weight_version()]  # before 0.32, answers do not tell
-
-
-def records(store: Path) -> dict[str, Any]:
-    return {
-        path.stem: json.loads(path.read_text()) for path in (store / "receivers").glob("*.json")
-    }
 
 
 def observe_stock_calls(store: Path, llm: Any, seen: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import SHARED_MEMORY, error_of, is_running, is_soak
+from support import SHARED_MEMORY, error_of, is_running, is_soak, receiver_records
 from vllm_engines import NEEDS_VLLM, TIMEOUT_S, engine_arguments, environment, greedy, observe
 
 import dbuffer
@@ -373,7 +373,7 @@ class Engine:
         return self.record(self.name)["applied_version"]
 
     def record(self, name: str) -> dict[str, Any]:
-        return json.loads((self.store / "receivers" / f"{name}.json").read_bytes())
+        return receiver_records(self.store)[name]
 
     def rank_records(self) -> list[dict[str, Any]]:
         return [self.record(f"{self.name}.rank-{rank}") for rank in RANKS]
@@ -568,8 +568,8 @@ def observe_replaced_store(engine: Engine, store: Path) -> dict[str, Any]:
     engine.llm.collective_rpc("test_damage_file", args=(1, "truncated"))
     with dbuffer.WeightSender(store, checksum=True) as sender:
         sender.send(model(0))
-    record = store / "receivers" / f"{engine.name}.rank-0.json"
-    wait_until(lambda: record.exists() and json.loads(record.read_bytes())["staged_version"] == 1)
+    rank = f"{engine.name}.rank-0"
+    wait_until(lambda: receiver_records(store).get(rank, {}).get("staged_version") == 1)
     shutil.rmtree(store)
     with dbuffer.WeightSender(store, checksum=True) as sender:
         sender.send(model(1))
