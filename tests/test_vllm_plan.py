@@ -50,7 +50,11 @@ def test_a_reranker_that_computes_its_head_is_refused_and_serves_on(
 def test_what_a_model_keeps_beside_its_parameters_is_of_the_version(
     observed: dict[str, Any],
 ) -> None:
-    assert observed["beside"] == [[7.0, 9.0], [11.0, 10.0]]
+    assert observed["beside"][0] == [[7.0, 9.0], [11.0, 10.0]]
+
+
+def test_a_tensor_of_which_a_model_keeps_a_view_is_refused(observed: dict[str, Any]) -> None:
+    assert "no place for viewed" in observed["beside"][1]
 
 
 # From here on, the program that runs in the subprocess.
@@ -153,7 +157,7 @@ def observe_reranker(directory: Path) -> list[Any]:
         return [error_of(follower.sync), score() == before]
 
 
-def observe_beside(directory: Path) -> list[list[float]]:
+def observe_beside(directory: Path) -> list[Any]:
     """What a model has beside its parameters, after three versions without a change, and one."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
@@ -166,6 +170,9 @@ def observe_beside(directory: Path) -> list[list[float]]:
                 for name, tensor in weights:
                     if name == "kept":
                         self.kept = tensor.clone()
+                        continue
+                    if name == "viewed":
+                        self.viewed = tensor.detach().view(-1)
                         continue
                     if name == "model.norm.weight":
                         self.largest = tensor.max()
@@ -193,7 +200,9 @@ def observe_beside(directory: Path) -> list[list[float]]:
             follower.sync()
             if number >= 2:
                 seen.append([float(model.kept[0]), float(model.largest)])
-    return seen
+        # In memory that is written anew two versions later.
+        sender.send(weights | {"viewed": torch.ones(8)})
+        return [seen, error_of(follower.sync)]
 
 
 if __name__ == "__main__":

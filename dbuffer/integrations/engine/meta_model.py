@@ -206,9 +206,11 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for value in tree_leaves(args):
-            if isinstance(value, torch.Tensor):
-                self.note_read(value)
+        # A view reads nothing: a model that keeps one would compute with a later version's bytes.
+        if not func.is_view:
+            for value in tree_leaves(args):
+                if isinstance(value, torch.Tensor):
+                    self.note_read(value)
         self.recorder.note(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self.recorder.note_result(args, kwargs or {}, result)
