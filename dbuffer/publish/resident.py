@@ -79,16 +79,18 @@ class ResidentModel(Publisher):
             the version before, until they are evicted.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
-        move_torchrl_aside: as for :class:`WeightSender`.
+        move_torchrl_aside: where the directory holds weights of TorchRL's own double buffer, move
+            them into ``before-dbuffer`` below it. Default: refuse such a directory, as one with a
+            checkpoint.
 
     Raises:
         UnsupportedError: the store is on a network mount, or a tensor is not in main memory, is a
             part of something larger or made by ``state_dict()``; a `WeightSender` publishes such a
             model.
         InvalidWeightsError: something in the module cannot be published.
-        OptionError: an option is not what it may be.
-        StoreBusyError, StoreAccessError, OptionError: as for
-            :class:`WeightSender`.
+        StoreBusyError: another sender has this store.
+        StoreAccessError: the directory cannot be made or written, or is not ours alone.
+        OptionError: an option is not what it may be, or the directory holds other weights.
     """
 
     _closed_message = "this model has left {store}, or was made before a fork; make a new resident"
@@ -154,9 +156,14 @@ class ResidentModel(Publisher):
 
         Raises:
             UnsupportedError: something was moved where it cannot be mapped, to a GPU for instance.
-            InvalidWeightsError, VersionError, StoreFullError, StoreAccessError,
-                WriterSupersededError, ClosedError: as `WeightSender.send`. The model keeps its
-                values, in ordinary memory if need be.
+            InvalidWeightsError: something in the module or the metadata cannot be published.
+            VersionError: ``version`` is not above the last one.
+            StoreFullError, StoreAccessError: the filesystem refused.
+            WriterSupersededError: another sender took the store over.
+            ClosedError: the model's store was closed, or this is a forked child.
+
+        After an error the last version stays published, and the model keeps its values, in
+        ordinary memory if need be.
         """
         started = time.monotonic()
         with self._publishing():

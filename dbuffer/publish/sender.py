@@ -214,8 +214,8 @@ class WeightSender(Publisher):
 
         Args:
             patches: one a tensor at most.
-            version: as for `send`.
-            metadata: as for `send`.
+            version: above all versions before. Default: the last one plus one.
+            metadata: anything JSON can hold, a trainer's step for instance.
 
         Raises:
             OptionError: this sender was made without ``delta=True``.

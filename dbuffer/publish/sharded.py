@@ -56,8 +56,9 @@ class ShardedWeightSender(Publisher):
             be initialised. Rank 0 of the group is the store's writer.
         rank_timeout_s: how long the ranks wait for one that hangs. One that dies is noticed at
             once.
-        durable: as for :class:`WeightSender`.
-        checksum: as for :class:`WeightSender`.
+        durable: flush each version to stable storage before it is published, so that it
+            outlives a power cut. Always so on network mounts.
+        checksum: write a checksum of every tensor. ``"auto"``: on network mounts only.
         delta: publish what changed since the version before, where that is worth it; needs
             ``dbuffer[delta]``, and on each rank memory for a copy of what it writes.
         dtype: publish floating-point tensors in this dtype, cast while copying.
@@ -68,7 +69,9 @@ class ShardedWeightSender(Publisher):
             before they are evicted.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
-        move_torchrl_aside: as for :class:`WeightSender`.
+        move_torchrl_aside: where the directory holds weights of TorchRL's own double buffer, move
+            them into ``before-dbuffer`` below it. Default: refuse such a directory, as one with a
+            checkpoint.
 
     Raises:
         OptionError: an option is not what it may be, or torch.distributed is not initialised.
@@ -164,7 +167,8 @@ class ShardedWeightSender(Publisher):
         (strided shards, sums that are not added up, ZeRO-3) is gathered tensor by tensor.
 
         Args:
-            weights: as for `WeightSender.send`, but no iterator. Of a ZeRO-3 model, the module.
+            weights: a module, a state dict, a TensorDict, a list of ``(name, tensor)`` pairs or the
+                path of a HuggingFace checkpoint; no iterator. Of a ZeRO-3 model, the module.
             version: the same on all ranks; above all versions before. Default: the last plus one.
             metadata: anything JSON can hold. Rank 0's is published.
 
@@ -175,8 +179,10 @@ class ShardedWeightSender(Publisher):
             InvalidWeightsError: something in the weights or the metadata cannot be published, or
                 the ranks describe different weights. Nothing was written.
             RankFailedError: a rank was lost, or failed for a reason that is none of ours.
-            VersionError, StoreFullError, StoreAccessError, WriterSupersededError, ClosedError:
-                as `WeightSender.send`.
+            VersionError: ``version`` is not above the last one.
+            StoreFullError, StoreAccessError: the filesystem refused. The last version stays.
+            WriterSupersededError: another sender took the store over.
+            ClosedError: the sender was closed, or this is a forked child.
         """
         with self._closing_if_interrupted(), self._publishing(), self._agreement.call():
             started = time.monotonic()
@@ -189,7 +195,10 @@ class ShardedWeightSender(Publisher):
     ) -> None:
         """Wait until receivers have applied ``version`` or a later one. Every rank makes this call.
 
-        See `WeightSender.wait_applied`. ``timeout_s`` is to be below ``rank_timeout_s``.
+        Args:
+            version: a version that `send` returned.
+            receivers: their number, or the id or ids of those to wait for.
+            timeout_s: below ``rank_timeout_s``.
 
         Raises:
             OptionError, WaitTimeoutError, ReceiverFailedError, StoreNotFoundError,
