@@ -218,7 +218,7 @@ def test_an_idle_receiver_touches_its_record(
 
 
 def applied_by(store: Path) -> list[int | None]:
-    """What the receivers of the name have applied, the one that wrote last at the end."""
+    """List the versions that the receivers of the name have applied, the last writer's last."""
     return [record.applied_version for record in DoubleBuffer(store).records_of(NAME)]
 
 

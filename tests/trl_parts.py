@@ -97,7 +97,7 @@ def save(model: Any, directory: Path) -> Path:
 
 
 def merged(model: Any) -> Any:
-    """What was trained, with an adapter merged into it."""
+    """Return the trained model, with an adapter merged into it."""
     has_adapter = hasattr(model, "merge_and_unload")
     return copy.deepcopy(model).merge_and_unload() if has_adapter else model
 

@@ -20,6 +20,9 @@ from dbuffer.format.places import BUFFERS, WEIGHTS_FILE
 FORMAT = 1
 """Version of the on-disk format, and the only one that is read."""
 
+UNDECODABLE = (StoreCorruptError, UnsupportedError)
+"""Errors of a file that cannot be decoded: it is damaged, or of another format."""
+
 MAX_RECORD_BYTES = 1 << 20
 """No record is larger. Bounds what a damaged or hostile store can make a reader load."""
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dbuffer.errors import StoreCorruptError, UnsupportedError
+from dbuffer.errors import StoreCorruptError
 from dbuffer.format.delta import (
     PREFIX_BYTES,
     DeltaHeader,
@@ -24,6 +24,7 @@ from dbuffer.format.delta import (
     words_per_element,
 )
 from dbuffer.format.layout import Layout, Piece, digest
+from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions
 from dbuffer.io.tensors import FileTensors, unpack_checksums
@@ -219,7 +220,7 @@ def _naming(path: Path) -> TranslatedErrors:
     """Say of what cannot be read which file it is."""
 
     def translate(error: BaseException) -> None:
-        if isinstance(error, StoreCorruptError | UnsupportedError):
+        if isinstance(error, UNDECODABLE):
             raise type(error)(f"{path}: {error}") from None
 
     return TranslatedErrors(translate)

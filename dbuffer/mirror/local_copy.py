@@ -8,8 +8,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dbuffer.errors import StoreCorruptError, StoreFullError, StoreNotFoundError, UnsupportedError
+from dbuffer.errors import StoreFullError, StoreNotFoundError
 from dbuffer.format.layout import Layout
+from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.transfer import chunks_of
@@ -123,7 +124,7 @@ class LocalCopy(Closing):
                 with file:
                     num_bytes = draft.add_delta(chunks_of(file, path), identity)
                 chain = {**chain, identity: num_bytes}
-        except (StoreNotFoundError, StoreCorruptError, StoreFullError, UnsupportedError) as error:
+        except (*UNDECODABLE, StoreNotFoundError, StoreFullError) as error:
             # The version itself is here, whole.
             logger.warning("copying version %d without its deltas: %s", manifest.version, error)
             return {manifest.identity: 0}

@@ -80,8 +80,8 @@ class BoxShare(Share):
         """Differences from the copy, each as a change of its whole tensor."""
         self._last_diff: list[TensorDiff] | None = None
         """Differences of the version before, to be written again; None: not known."""
-        self._told: list[TensorDiff] = []
-        """Differences that all ranks have found; on rank 0."""
+        self._joined_diff: list[TensorDiff] = []
+        """Differences of all ranks; on rank 0."""
         self._digests: dict[int, list[int]] = {}
         """Digests of the copy's blocks, by the number of the box."""
 
@@ -205,8 +205,8 @@ class BoxShare(Share):
 
     def write_diff(self, info: ClaimInfo, draft: Draft | None) -> list[int] | None:  # noqa: ARG002
         world = self._world
-        by_rank = world.collect("tell what changed", self._tell)
-        self._told = _joined(change for arrays in by_rank for change in _changes_in(arrays))
+        by_rank = world.collect("tell what changed", self._update_copy)
+        self._joined_diff = _joined(change for arrays in by_rank for change in _changes_in(arrays))
         if info.identity is not None:
             world.each("write what it holds", lambda: self._write_changes(info))
             return self._writer.finish(world, hashed=self._hashed)
@@ -214,7 +214,7 @@ class BoxShare(Share):
             return None
         return join_shares(self._layout, world.each("hash what changed", self._hash_copy))
 
-    def _tell(self) -> Arrays:
+    def _update_copy(self) -> Arrays:
         """Bring the copy up to date, and return the arrays of what changed, out of it."""
         self._changes = apply_detached(self._changes, self._copy, self._copier)
         for change in self._changes:
@@ -245,7 +245,7 @@ class BoxShare(Share):
         self._last_diff = self._diff
 
     def take_diff(self, checksums: list[int] | None) -> Diff:
-        changes, self._told = self._told, []
+        changes, self._joined_diff = self._joined_diff, []
         changed = None
         if checksums is not None:
             changed = {change.tensor: checksums[change.tensor] for change in changes}

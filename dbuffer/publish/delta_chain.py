@@ -12,10 +12,9 @@ from dbuffer.errors import (
     StoreCorruptError,
     StoreFullError,
     StoreNotFoundError,
-    UnsupportedError,
 )
 from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import Manifest
+from dbuffer.format.manifest import UNDECODABLE, Manifest
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Diff
 from dbuffer.io.copier import Copier
@@ -37,7 +36,7 @@ the cheaper way."""
 MAX_CHANGED_SHARE = 0.5
 """Largest share of all elements that a delta may change. Beyond, a version is published whole."""
 
-UNREADABLE = (StoreAccessError, StoreCorruptError, StoreNotFoundError, UnsupportedError)
+UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
 """Errors of a version that cannot be read back, or is not what was published."""
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from dbuffer import errors
 from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import Pointer, host_in_id, is_receiver_id
+from dbuffer.format.manifest import UNDECODABLE, Pointer, host_in_id, is_receiver_id
 from dbuffer.format.places import POINTER_FILE
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
@@ -554,7 +554,7 @@ class WeightReceiver(Closing, ProcessBound):
         """
         try:
             yield
-        except (errors.StoreCorruptError, errors.UnsupportedError):
+        except UNDECODABLE:
             if held.manifest.anchor is not None:
                 self.record.write(unreadable_version=held.manifest.version)
             raise
@@ -626,11 +626,7 @@ class WeightReceiver(Closing, ProcessBound):
             chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
             checksums = self._copier.checksums(tensors)
             wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
-        except (
-            errors.StoreCorruptError,
-            errors.StoreNotFoundError,
-            errors.UnsupportedError,
-        ) as error:
+        except (*UNDECODABLE, errors.StoreNotFoundError) as error:
             logger.warning("reading version %d whole: %s", manifest.version, error)
             return None
         if wrong:

@@ -32,6 +32,7 @@ from dbuffer.format import places
 from dbuffer.format.layout import KeptLayouts, Layout, digest
 from dbuffer.format.manifest import (
     MAX_RECORD_BYTES,
+    UNDECODABLE,
     Manifest,
     Pointer,
     ReceiverRecord,
@@ -133,7 +134,7 @@ class Held:
             )
         try:
             layout = self.store.layouts.decode(data, data_xxh3, manifest.checksums_offset)
-        except (errors.StoreCorruptError, errors.UnsupportedError) as error:
+        except UNDECODABLE as error:
             raise type(error)(f"{self.path}: {error}") from None
         if len(layout.specs) != manifest.num_tensors:
             raise errors.StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
@@ -411,11 +412,7 @@ class DoubleBuffer:
     def _look_at(self, name: str, seen: _State | None, before: _Listed | None) -> _Listed:
         try:
             record = self._read(ReceiverRecord, self.root / places.RECEIVERS_DIRECTORY / name)
-        except (
-            errors.StoreCorruptError,
-            errors.StoreAccessError,
-            errors.UnsupportedError,
-        ) as error:
+        except (*UNDECODABLE, errors.StoreAccessError) as error:
             if before is None or before.problem != str(error):
                 logger.warning("ignoring an unusable record, remove it: %s", error)
             return _Listed(None, seen, str(error))
@@ -579,7 +576,7 @@ class DoubleBuffer:
             return None
         try:
             return decode(kind, data)
-        except (errors.StoreCorruptError, errors.UnsupportedError) as error:
+        except UNDECODABLE as error:
             raise type(error)(f"{path}: {error}") from None
 
 

@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -425,16 +425,6 @@ class BufferWriter:
             # What is published is published, and tidiness is not worth a publish that fails.
             logger.warning("cannot remove records of dead receivers: %s", error)
             self._forgot_at = time.monotonic()
-
-
-@contextlib.contextmanager
-def writer_lock(root: Path) -> Iterator[None]:
-    """Keep senders out of a store for a ``with`` block."""
-    lock = _take_lock(DoubleBuffer(root))
-    if lock is None:
-        raise StoreBusyError(f"a sender has {root} open for writing; give another directory")
-    with lock:
-        yield
 
 
 def _take_lock(store: DoubleBuffer) -> Descriptor | None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from dbuffer.errors import StoreCorruptError, UnsupportedError
-from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord
 from dbuffer.format.places import BUFFERS
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -119,7 +118,7 @@ def _buffer_status(
 ) -> BufferStatus:
     try:
         manifest = store.manifest(name)
-    except (StoreCorruptError, UnsupportedError):
+    except UNDECODABLE:
         return BufferStatus(buffer=name, state="damaged")
     if manifest is None:
         return BufferStatus(buffer=name, state="empty")

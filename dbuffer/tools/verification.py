@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dbuffer.errors import StoreCorruptError, StoreNotFoundError, UnsupportedError, WaitTimeoutError
+from dbuffer.errors import StoreNotFoundError, WaitTimeoutError
+from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import map_privately, read_whole, wrong_tensors
@@ -49,7 +50,7 @@ def verify_store(store: DoubleBuffer) -> list[BufferCheck]:
 def _has_version(store: DoubleBuffer, buffer: str) -> bool:
     try:
         manifest = store.manifest(buffer)
-    except (StoreCorruptError, UnsupportedError):
+    except UNDECODABLE:
         return True
     return manifest is not None and manifest.state == "complete"
 
@@ -78,7 +79,7 @@ def _verify_once(
             except StoreNotFoundError as error:
                 held.wait_after_loss(error, patience)
                 return None
-    except (StoreCorruptError, UnsupportedError) as error:
+    except UNDECODABLE as error:
         problems = [str(error)]
     return BufferCheck(
         buffer=buffer,
@@ -101,7 +102,7 @@ def _find_damage(held: Held) -> list[str]:
         else:
             checksums = copier.checksums(map_privately(held))
         return wrong_tensors(held, layout, checksums)
-    except (StoreCorruptError, UnsupportedError) as error:
+    except UNDECODABLE as error:
         return [str(error)]
     finally:
         copier.close()

@@ -113,7 +113,7 @@ def _hold_next(
         elif loop.outcome is Outcome.FAILED and loop.failure is not None:
             if time.monotonic() >= deadline:
                 raise loop.failure.error
-        else:
+        elif loop.outcome is Outcome.ENDED:
             there = DoubleBuffer(receiver.store).state_without_version()
             raise errors.WaitTimeoutError(
                 f"nothing new for {timeout_s:g} s in {receiver.store}{there}"
