@@ -237,9 +237,9 @@ def decode_header(
         layout_xxh3: its digest, which must be that in the header.
 
     Raises:
-        StoreCorruptError: ``data`` does not have the digest.
+        StoreCorruptError: ``data`` does not have the digest, or is no header of a delta for this
+            layout.
         UnsupportedError: its record is of an unknown format.
-        StoreCorruptError: it is no header of a delta for this layout.
     """
     if digest(data) != data_xxh3:
         raise StoreCorruptError("delta: the header is not as it was written; publish again")

@@ -441,9 +441,8 @@ def apply_delta(
             read. None: all of it, as the layout says.
 
     Raises:
-        StoreCorruptError: a chunk is not as it was written. Others may have been applied.
-        StoreCorruptError: what a chunk holds is not what the header says, or the contents have
-            another layout. Other chunks may have been applied.
+        StoreCorruptError: a chunk is not as it was written or not what the header says, or the
+            contents have another layout. Other chunks may have been applied.
     """
     if excerpt is None:
         _check_layout(header, contents)
@@ -475,8 +474,7 @@ def changed_positions(
     """Read index and changed positions of each changed tensor; None: all of them.
 
     Raises:
-        StoreCorruptError: a chunk is not as it was written.
-        StoreCorruptError: what a chunk holds is not what the header says.
+        StoreCorruptError: a chunk is not as it was written, or not what the header says.
     """
     parts: dict[int, list[Integers]] = {}
 

@@ -57,9 +57,8 @@ def read_tensors(
 
     Raises:
         StoreCorruptError: a file is shorter than its layout, or a part longer.
-        StoreAccessError: someone else could have written a part.
+        StoreAccessError: a file cannot be read, or someone else could have written a part.
         StoreNotFoundError: a file was removed meanwhile.
-        StoreAccessError: one cannot be read.
     """
     # An empty tensor of a version in parts lies in none of them.
     digests = [DIGEST_OF_NOTHING] * len(layout.blocks)

@@ -74,10 +74,11 @@ class ShardedWeightSender(Publisher):
             checkpoint.
 
     Raises:
-        OptionError: an option is not what it may be, or torch.distributed is not initialised.
+        OptionError: an option is not what it may be, torch.distributed is not initialised, or the
+            directory holds other weights: a checkpoint, or those of another transport.
         RankFailedError: a rank was lost, or failed for a reason that is none of ours.
-        StoreBusyError, StoreAccessError, OptionError: as for
-            :class:`WeightSender`.
+        StoreBusyError: another sender has the store.
+        StoreAccessError: the store cannot be used.
     """
 
     _closed_message = (

@@ -86,9 +86,9 @@ class BufferWriter:
     A mirror gives the ``history`` of the store whose versions it writes.
 
     Raises:
-        OptionError: an option is not what it may be.
+        OptionError: an option is not what it may be, or the directory holds weights of another
+            kind; see `foreign`.
         StoreBusyError: another writer has the store.
-        OptionError: the directory holds weights of another kind; see `foreign`.
         StoreAccessError: the directory cannot be used.
     """
 

@@ -216,9 +216,9 @@ class VLLMWeightBridge:
         Raises:
             NotReadyError: (a ``RuntimeError``) the bridge was not initialised, or has nothing
                 to publish.
-            EngineUnreachableError, EngineUpdateError, WaitTimeoutError,
-                WaitTimeoutError: a server does not serve them within
-                ``timeout_seconds``, or cannot; the message says why. They are published.
+            EngineUnreachableError, EngineUpdateError, WaitTimeoutError: a server does not serve
+                them within ``timeout_seconds``, or cannot; the message says why. They are
+                published.
             DBufferError: they could not be published; see `WeightSender.send`.
         """
         self.broadcast_weights_to_inference()
@@ -252,8 +252,8 @@ class VLLMWeightBridge:
 
         Raises:
             WaitTimeoutError: they did not, within ``timeout_seconds``.
-            EngineUnreachableError, EngineUpdateError, WaitTimeoutError: (local mode) as
-                :meth:`notify_update`.
+            EngineUnreachableError: (local mode) the server does not answer.
+            EngineUpdateError: (local mode) it cannot switch; the message says why.
             NotReadyError: (a ``RuntimeError``) the bridge was not initialised.
         """
         sender = self._opened()

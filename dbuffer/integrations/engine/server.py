@@ -34,10 +34,9 @@ class EngineServer(Engine):
         api_key: sent as a bearer token.
 
     Raises:
-        OptionError: ``url`` is no address of a server.
+        OptionError: ``url`` is no address of a server; from any call: it refuses the API key.
         EngineUnreachableError: (a ``ConnectionError``) from any call: it does not answer.
         UnsupportedError: from any call: it has no such route, and was started without it.
-        OptionError: from any call: it refuses the API key.
         EngineUpdateError: from any call: the server answered with an error.
     """
 

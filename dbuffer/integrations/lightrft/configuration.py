@@ -54,8 +54,8 @@ class Configuration:
         The settings are ``fsdp``, ``zero_stage``, ``bf16`` and ``text_only``; see :data:`DEFAULTS`.
 
         Raises:
-            UnsupportedError: (both ``NotImplementedError``) one of
-                them is not known here.
+            UnsupportedError: (a ``NotImplementedError``) one of them has a value that is not
+                supported.
         """
         engine_type = strategy.engine_type
         if engine_type not in ENGINE_TYPES:

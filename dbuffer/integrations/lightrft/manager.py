@@ -56,8 +56,8 @@ class BroadcastManager(Closing):
             ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
 
     Raises:
-        UnsupportedError: (both ``NotImplementedError``) this engine,
-            or this trainer, is not known here.
+        UnsupportedError: (a ``NotImplementedError``) this engine, or this trainer, is not
+            supported.
         OptionError: (a ``ValueError``) an option is not what it may be, no rank has an engine, or
             torch.distributed is not initialised.
         EngineUnreachableError: (a server) it does not answer.

@@ -157,9 +157,10 @@ class WeightSync:
             InvalidWeightsError, UnsupportedError: the weights cannot be published: adapters
                 of a sharded model, or a way to shard that is not known here.
             StoreFullError, StoreAccessError, WriterSupersededError: as `WeightSender.send`.
-            WaitTimeoutError: (server mode) too few engines have the version in time.
+            WaitTimeoutError: too few engines have the version in time, or (colocate mode) the
+                engine does not have it ready.
             ReceiverFailedError: (server mode) one of those named cannot apply it, or has ended.
-            EngineUpdateError, WaitTimeoutError: (colocate mode) the engine could not switch.
+            EngineUpdateError: (colocate mode) the engine could not switch.
             EngineBrokenError: (colocate mode) its weights are half loaded.
             RankFailedError: a rank was lost.
         """
