@@ -64,6 +64,8 @@ class Case:
     is_embedding: bool = False
     media: str = ""
     """Of :data:`media_models.MEDIA`: it is given those beside a text."""
+    unused_tensors: str = "refuse"
+    """Option of the follower."""
     refused: str = ""
     """What the engine says of each version, where it can have none."""
 
@@ -185,7 +187,13 @@ FAMILIES = {
         refused="GptOssForCausalLM writes model.layers.0.attn.sinks past its loader",
     ),
     "mamba 2": Case(saved("mamba2")),
-    "bert": Case(family("bert", embeds=True), AS_EMBEDDING, is_embedding=True),
+    # Its checkpoint has a pooler that vLLM's embedding model has no place for.
+    "bert": Case(
+        family("bert", embeds=True), AS_EMBEDDING, is_embedding=True, unused_tensors="warn"
+    ),
+    "bert, pooler refused": Case(
+        family("bert", embeds=True), AS_EMBEDDING, is_embedding=True, refused="pooler.dense"
+    ),
     "qwen 3 embedding": Case(family("qwen3", embeds=True), AS_EMBEDDING, is_embedding=True),
 }
 ONLINE = {"fp8 per channel, online": Case(DENSE, ONLINE_FLOAT8)}
@@ -335,7 +343,7 @@ def run(directory: Path, case: Case) -> dict[str, Any]:
     kept.extend(engines)
     with dbuffer.WeightSender(directory / "store") as sender:
         try:
-            follower = follow(engines[0], directory / "store")
+            follower = follow(engines[0], directory / "store", unused_tensors=case.unused_tensors)
         except dbuffer.UnsupportedError as error:
             return seen | {"errors": [str(error)], "switched": [answer(engines[0])]}
         with follower:
