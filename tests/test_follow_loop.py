@@ -21,7 +21,7 @@ from dbuffer.errors import (
     VersionRegressedError,
     WeightsMismatchError,
 )
-from dbuffer.receive.follow_loop import FollowLoop, Outcome
+from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime import trouble
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -62,16 +62,15 @@ def test_a_failure_is_recorded_and_logged_once_and_over_with_a_success(
     loop = FollowLoop(receiver, "testing", logger)
     for _ in range(2):
         assert fail(loop, ValueError("as it was before")) == 1
-        assert loop.outcome is Outcome.FAILED
         assert loop.failure is not None
+        assert loop.failure.error is loop.error
         assert loop.failure.version == 1
     assert problem_in(store) == ("ValueError: as it was before", 1)
     assert receiver.record.current.stats["failures"] == 2
     with loop.attempt():
         assert loop.wait(None) == 1
         loop.used()
-    assert loop.outcome is Outcome.ENDED
-    assert loop.failure is None
+    assert (loop.error, loop.failure) == (None, None)
     assert problem_in(store) == (None, None)
     began, ended = [entry.getMessage() for entry in caplog.records if entry.name == __name__]
     assert f"testing version 1 of {store}: ValueError: as it was before; trying again" in began
@@ -148,7 +147,7 @@ def test_a_new_history_is_followed_or_refused(
         for _ in range(2):
             with refuses.attempt():
                 refuses.wait(5)
-            assert refuses.outcome is Outcome.FAILED
+            assert not refuses.has_started_over
             assert refuses.failure is not None
             assert isinstance(refuses.failure.error, VersionRegressedError)
     ends = FollowLoop(receiver, "testing", logger, new_history="raise")
@@ -156,7 +155,7 @@ def test_a_new_history_is_followed_or_refused(
         ends.wait(5)
     with follows.attempt():
         follows.wait(5)
-    assert follows.outcome is Outcome.STARTED_OVER
+    assert follows.has_started_over
     with follows.attempt():
         assert follows.wait(None) == version
 
@@ -167,7 +166,7 @@ def test_a_snapshot_that_was_evicted_is_no_failure(
     publish(store, 1)
     loop = FollowLoop(receiver, "testing", logger)
     fail(loop, SnapshotEvictedError("a writer took it"))
-    assert (loop.outcome, loop.failure) == (Outcome.OVERTAKEN, None)
+    assert (loop.error, loop.failure, loop.has_started_over) == (None, None, False)
 
 
 def test_final_errors_leave_the_block_and_errors_after_a_stop_do_not_count(

@@ -29,7 +29,7 @@ from dbuffer.io.copier import Copier
 from dbuffer.mirror.local_copy import LocalCopy
 from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
-from dbuffer.receive.follow_loop import FollowLoop, Outcome
+from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
@@ -333,7 +333,7 @@ class Mirror(Closing, ProcessBound):
                             loop.used()
                     if copied is not None:
                         self._announce(copied)
-                    elif loop.outcome is Outcome.STARTED_OVER:
+                    elif loop.has_started_over:
                         self._close_copy()
                         self._published = self._announced = None
             finally:

@@ -11,53 +11,33 @@ A follower makes one attempt after the other until it is told to stop::
                 ...  # stage, copy, load or print it
                 loop.used()
                 newer_than = version
-        if loop.outcome is Outcome.STARTED_OVER:
+        if loop.has_started_over:
             newer_than = None
 
 The block of an attempt lets only the final errors out. All others are logged once, noted as the
-receiver's problem, and retried with backoff.
+receiver's problem, and retried with backoff. A snapshot that was evicted is no failure: the next
+attempt looks for a newer version at once.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from dbuffer import errors
-from dbuffer.runtime.trouble import RetryLoop
+from dbuffer.runtime.trouble import RetryLoop, describe
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from dbuffer.receive.receiver import WeightReceiver
 
 NewHistory = Literal["follow", "refuse"]
 """Policy for a store that is emptied or replaced, and started over, while it is followed."""
 
 NEW_HISTORIES: tuple[NewHistory, ...] = ("follow", "refuse")
-
-
-class Followed(Protocol):
-    """Source of versions: a `WeightReceiver`, or an object that has one."""
-
-    @property
-    def store(self) -> Path: ...
-
-    @property
-    def seen_version(self) -> int: ...
-
-    def wait_for_version(
-        self,
-        newer_than: int | None = None,
-        timeout_s: float | None = 60.0,
-        stop_event: threading.Event | None = None,
-    ) -> int | None: ...
-
-    def start_over(self) -> None: ...
-
-    def note_problem(self, error: Exception | None, version: int | None) -> None:
-        """Report why a version, or with None the store, cannot be used; no error: it is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +49,6 @@ class Failure:
     """Version that could not be used; None: the store could not be read."""
     retry_at: float | None
     """Time of the next attempt. None: only a newer version is attempted."""
-
-
-class Outcome(enum.Enum):
-    """Outcome of an attempt."""
-
-    ENDED = enum.auto()
-    """The attempt succeeded, or its wait for a version was interrupted."""
-    FAILED = enum.auto()
-    """`FollowLoop.failure` has the reason; the next attempt backs off."""
-    OVERTAKEN = enum.auto()
-    """A writer took the version's buffer; the next attempt looks for a newer version at once."""
-    STARTED_OVER = enum.auto()
-    """The store holds another history, and the receiver follows that one from now on."""
 
 
 class FollowLoop(RetryLoop):
@@ -99,7 +66,7 @@ class FollowLoop(RetryLoop):
 
     def __init__(
         self,
-        receiver: Followed,
+        receiver: WeightReceiver,
         doing: str,
         logger: logging.Logger,
         *,
@@ -114,15 +81,15 @@ class FollowLoop(RetryLoop):
         self._is_due = False
         self._version: int | None = None
         self._is_exact = False
-        self.outcome = Outcome.ENDED
-        """Outcome of the last attempt."""
+        self.has_started_over = False
+        """Whether the last attempt came upon another history, which is followed from now on."""
         self.failure: Failure | None = None
         """Last failure, until an attempt succeeds."""
 
     def attempt(self) -> Self:
         """Begin an attempt, for a ``with`` block."""
         self._version, self._is_exact = None, False
-        self.outcome = Outcome.ENDED
+        self.has_started_over = False
         return super().attempt()
 
     def wait(
@@ -165,28 +132,23 @@ class FollowLoop(RetryLoop):
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, errors.SnapshotEvictedError):
-            self.outcome = Outcome.OVERTAKEN
             self._logger.warning("%s was overtaken, starting over: %s", self._doing, error)
         elif self._new_history == "follow" and _is_new_history(error):
-            self.outcome = Outcome.STARTED_OVER
             self._logger.warning("%s (%s it)", error, self._doing)
             self.used()
             self._receiver.start_over()
+            self.has_started_over = True
         else:
-            self.outcome = Outcome.FAILED
-            self._back_off(error)
+            self._note_failure(error)
 
-    def _back_off(self, error: Exception) -> None:
+    def _note_failure(self, error: Exception) -> None:
         version = self._version
         if version is not None and not self._is_exact:
             version = max(version, self._receiver.seen_version)  # by which it was overtaken
-        is_lasting = isinstance(error, errors.WeightsMismatchError)
         of = "" if version is None else f"version {version} of "
-        what = f"{self._doing} {of}{self._receiver.store}"
-        self.error = error
-        self.retry_s = self._trouble.note(
-            error, what, is_short=version is None, is_lasting=is_lasting
-        )
+        problem = f"{self._doing} {of}{self._receiver.store}: {describe(error)}"
+        is_lasting = isinstance(error, errors.WeightsMismatchError)
+        self._back_off(error, problem, is_short=version is None, is_lasting=is_lasting)
         # Its frames hold on to the mapping of a file that may be long gone.
         traceback.clear_frames(error.__traceback__)
         retry_at = None if is_lasting else time.monotonic() + self.retry_s

@@ -9,13 +9,12 @@ with :meth:`Stager.take`, and releases it afterwards.
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -25,7 +24,7 @@ from dbuffer import errors
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Pointer
 from dbuffer.io.tensors import new_memory
-from dbuffer.receive.follow_loop import Failure, FollowLoop, NewHistory, Outcome
+from dbuffer.receive.follow_loop import Failure, FollowLoop, NewHistory
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot, SnapshotTensors
 from dbuffer.runtime import options
@@ -83,27 +82,6 @@ class Staged:
     """Time that staging it took."""
 
 
-class State(enum.Enum):
-    """State of a stager.
-
-    ::
-
-        IDLE ──► STAGING ──► READY ◄──► TAKEN
-        FAILED: the last attempt failed. A version that was ready before it still is.
-    """
-
-    IDLE = "idle"
-    """Nothing is ready: a version is waited for."""
-    STAGING = "staging"
-    """A version is read, checked and prepared."""
-    READY = "ready"
-    """A version is ready, and a newer one is waited for."""
-    TAKEN = "taken"
-    """The version is in use; nothing else is staged."""
-    FAILED = "failed"
-    """The last attempt failed; the next one follows after a while, or with a new request."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Request:
     """A call of :meth:`Stager.take` that waits."""
@@ -120,39 +98,6 @@ class _Request:
 
     def concerns(self, version: int) -> bool:
         return version == self.exactly if self.exactly is not None else version >= self.at_least
-
-
-@dataclass(slots=True)
-class _Stage:
-    """State of a stager and all that goes with it, guarded by the stager's condition."""
-
-    state: State = State.IDLE
-    staged: Staged | None = None
-    """Version that is ready or taken, also in FAILED."""
-    hold: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Hold on the staged version, where it is mapped."""
-    spent: Staged | None = None
-    """Version that was applied, kept until the next one is staged: unmapping it takes 17 ms a GB,
-    for which the engine need not wait."""
-    failure: Failure | None = None
-    """Reason of FAILED."""
-    request: _Request | None = None
-    applied: int | None = None
-    """Version up to which nothing need be staged."""
-    is_closed: bool = False
-
-    def is_answered(self) -> bool:
-        """Whether somebody waits for the version that is ready, or for the failure."""
-        if self.request is None:
-            return False
-        if self.failure is not None:
-            return self.request.concerns(self.failure.version or self.request.at_least)
-        return self.staged is not None and self.request.is_met_by(self.staged)
-
-    def forget_failure(self) -> None:
-        self.failure = None
-        if self.state is State.FAILED:
-            self.state = State.IDLE if self.staged is None else State.READY
 
 
 class StagingMemory:
@@ -237,9 +182,24 @@ class Stager:
         self._memory = StagingMemory(pinned=pin_memory)
         self._loop = FollowLoop(receiver, "staging", logger, new_history=new_history)
         self._pid = os.getpid()
-        self._condition = threading.Condition()
-        self._stage = _Stage()
         self._interrupt = threading.Event()
+        self._condition = threading.Condition()
+        """Guards all that follows."""
+        self._staged: Staged | None = None
+        """Version that is ready, or taken."""
+        self._is_taken = False
+        """Whether the version is in use; nothing else is staged meanwhile."""
+        self._hold = contextlib.ExitStack()
+        """Hold on the staged version, where it is mapped."""
+        self._unmap_later: Staged | None = None
+        """Version that was applied, kept until the next one is staged: unmapping it takes 17 ms a
+        GB, for which the engine need not wait."""
+        self._failure: Failure | None = None
+        """Failure of the last attempt. A version that was ready before it still is."""
+        self._request: _Request | None = None
+        self._skip_up_to: int | None = None
+        """Version up to which nothing need be staged."""
+        self._is_closed = False
         receiver.record.count(staged=0, staged_bytes=0, stage_s=0.0, evictions=0, failures=0)
         receiver.record.write()
         self._thread = threading.Thread(target=self._run, name="dbuffer-stager", daemon=True)
@@ -292,49 +252,46 @@ class Stager:
         for name, value in (("version", version), ("at_least", at_least)):
             if value is not None:
                 options.whole_number(name, value)
-        self._require_open()  # in a fork nobody lets go of the lock
+        self._require_open()  # a fork's copy of the lock may stay locked
         with self._condition:
             self._require_open()
             request = self._request_for(version, at_least, history, is_whole=whole)
-            stage = self._stage
-            stage.forget_failure()  # it may have been mended since
+            self._failure = None  # it may have been mended since
             self._loop.retry_now()
-            if stage.applied is not None and stage.applied >= request.at_least:
-                stage.applied = request.at_least - 1  # it is to be applied again
-            stage.request = request
+            if self._skip_up_to is not None and self._skip_up_to >= request.at_least:
+                self._skip_up_to = request.at_least - 1  # it is to be applied again
+            self._request = request
             try:
                 self._wake()
-                self._condition.wait_for(lambda: stage.is_closed or stage.is_answered(), timeout_s)
+                self._condition.wait_for(lambda: self._is_closed or self._is_answered(), timeout_s)
                 self._require_open()
-                if not stage.is_answered():
+                if not self._is_answered():
                     newest = self.newest()
                     raise errors.WaitTimeoutError(
                         f"version {request.at_least} of {self.store} was not ready within "
                         f"{timeout_s:g} s; the newest is {newest and newest.version}"
                     )
-                if stage.failure is not None:
-                    raise stage.failure.error
-                assert stage.staged is not None  # noqa: S101 - that was the answer
-                stage.state = State.TAKEN
-                return stage.staged
+                if self._failure is not None:
+                    raise self._failure.error
+                assert self._staged is not None  # noqa: S101 - that was the answer
+                self._is_taken = True
+                return self._staged
             finally:
-                stage.request = None
+                self._request = None
                 self._wake()
 
     def release(self, *, applied: int | None = None, history: str | None = None) -> None:
         """Release the version that was taken; versions up to ``applied`` need not be staged again.
 
         ``history`` is that of ``applied``, which says nothing of another run's versions. Default:
-        the one that is staged now.
+        the history that is followed now.
         """
         with self._condition:
-            stage = self._stage
-            if stage.state is State.TAKEN:
-                stage.state = State.READY
+            self._is_taken = False
             if applied is not None and history in (None, self._receiver.history):
-                stage.applied = applied
-                if stage.staged is not None and stage.staged.version <= applied:
-                    stage.spent = stage.staged
+                self._skip_up_to = applied
+                if self._staged is not None and self._staged.version <= applied:
+                    self._unmap_later = self._staged
                     self._drop()
                     self._receiver.record.write()
             self._condition.notify_all()
@@ -346,8 +303,8 @@ class Stager:
         nothing of another run's versions.
         """
         with self._condition:
-            self._stage.applied = applied if history in (None, self._receiver.history) else None
-            if self._stage.state is not State.TAKEN:
+            self._skip_up_to = applied if history in (None, self._receiver.history) else None
+            if not self._is_taken:
                 self._drop()
                 self._receiver.record.write()
             self._wake()
@@ -357,12 +314,12 @@ class Stager:
         if self._pid != os.getpid():
             return  # a fork has no thread, and its parent's record is not its to remove
         with self._condition:
-            self._stage.is_closed = True
+            self._is_closed = True
             self._wake()
         self._thread.join()
         with self._condition:
             self._drop()
-            self._stage.spent = None
+            self._unmap_later = None
         self._receiver.record.remove()
         self._receiver.close()
         self._memory.free()
@@ -384,7 +341,7 @@ class Stager:
         return _Request(version, at_least, history, is_whole)
 
     def _require_open(self) -> None:
-        if self._stage.is_closed or self._pid != os.getpid():
+        if self._is_closed or self._pid != os.getpid():
             raise errors.ClosedError(
                 f"this stager of {self.store} is closed, or was made before a fork; make a new one"
             )
@@ -394,63 +351,69 @@ class Stager:
         self._receiver.wake()
         self._condition.notify_all()
 
+    def _is_answered(self) -> bool:
+        """Whether somebody waits for the version that is ready, or for the failure."""
+        if self._request is None:
+            return False
+        if self._failure is not None:
+            # A store that cannot be read concerns every request.
+            return self._request.concerns(self._failure.version or self._request.at_least)
+        return self._staged is not None and self._request.is_met_by(self._staged)
+
+    def _may_stage(self) -> bool:
+        """Whether another version may take the place of the one that is ready."""
+        # A version that answers a request is about to be taken.
+        return not (self._is_closed or self._is_taken or self._is_answered())
+
     # In the stager's thread
 
     def _run(self) -> None:
         while self._wait_until_free():
             with self._condition:
-                request = self._stage.request
+                request = self._request
                 newer_than = self._newer_than()
             with self._loop.attempt():
                 exactly = None if request is None else request.exactly
                 version = self._loop.wait(newer_than, exactly=exactly, interrupt=self._interrupt)
                 if version is not None and self._make_room(version):
-                    self._bring_in(version, is_exact=exactly is not None)
+                    try:
+                        self._stage(version, is_exact=exactly is not None)
+                    except errors.SnapshotEvictedError:
+                        self._receiver.record.count(evictions=1)
+                        raise
                     self._loop.used()
             self._settle(request)
 
     def _wait_until_free(self) -> bool:
         """Wait until a version may be staged; False: it is closed."""
         with self._condition:
-            # A version that is taken is in use; one that answers a request is about to be.
-            self._condition.wait_for(
-                lambda: (
-                    self._stage.is_closed
-                    or not (self._stage.state is State.TAKEN or self._stage.is_answered())
-                )
-            )
+            self._condition.wait_for(lambda: self._is_closed or self._may_stage())
             self._interrupt.clear()
-            return not self._stage.is_closed
+            return not self._is_closed
 
     def _newer_than(self) -> int | None:
-        staged = self._stage.staged
         # A version of the run before says nothing of those that are there now.
-        if staged is not None and staged.history == self._receiver.history:
-            return staged.version
-        return self._stage.applied
+        if self._staged is not None and self._staged.history == self._receiver.history:
+            return self._staged.version
+        return self._skip_up_to
 
     def _make_room(self, version: int) -> bool:
         """Let go of what was staged before, unless it, or another version, is to be taken."""
         with self._condition:
-            stage = self._stage
-            if stage.state is State.TAKEN or stage.is_closed or stage.is_answered():
+            if not self._may_stage():
                 return False
-            if stage.request is not None and stage.request.exactly not in (None, version):
+            if self._request is not None and self._request.exactly not in (None, version):
                 return False
             self._drop()
-            stage.spent = stage.failure = None
-            stage.state = State.STAGING
+            self._unmap_later = self._failure = None
             return True
 
     def _drop(self) -> None:
-        stage = self._stage
-        stage.staged = None
-        if stage.state in (State.READY, State.TAKEN):
-            stage.state = State.IDLE
+        self._staged, self._is_taken = None, False
         record = self._receiver.record
         record.set(staged_version=None)
         try:
-            stage.hold.close()
+            self._hold.close()
         except (errors.SnapshotEvictedError, errors.VersionRegressedError):
             # Held for longer than the sender waits, or than there was a store: nobody needs it.
             record.count(evictions=1)
@@ -458,7 +421,7 @@ class Stager:
             # It has been let go of all the same; who opens the next version meets this again.
             logger.warning("releasing a version of %s: %s", self.store, error)
 
-    def _bring_in(self, version: int, *, is_exact: bool) -> None:
+    def _stage(self, version: int, *, is_exact: bool) -> None:
         started = time.monotonic()
         timeout_s = self._receiver.poll_interval_s
         with contextlib.ExitStack() as hold:
@@ -474,7 +437,7 @@ class Stager:
             prepared = self._prepare(snapshot) if self._prepare is not None else None
             is_enough = prepared is not None and prepared.is_enough and not self._needs_whole()
             tensors: SnapshotTensors | None = snapshot.tensors
-            if self._must_copy(is_less_later=prepared is not None and not is_enough):
+            if self._must_copy(later_copies_less=prepared is not None and not is_enough):
                 tensors, prepared = self._copied(snapshot, prepared, is_enough=is_enough)
                 hold.close()  # it was read: if it was overwritten meanwhile, this says so
             else:
@@ -492,8 +455,7 @@ class Stager:
         )
         record = self._receiver.record
         with self._condition:
-            stage = self._stage
-            stage.state, stage.staged, stage.hold = State.READY, staged, kept
+            self._staged, self._hold = staged, kept
             record.count(staged=1, staged_bytes=staged.num_bytes, stage_s=staged.duration_s)
             record.set(
                 staged_version=staged.version,
@@ -516,35 +478,29 @@ class Stager:
 
     def _needs_whole(self) -> bool:
         with self._condition:
-            return self._stage.request is not None and self._stage.request.is_whole
+            return self._request is not None and self._request.is_whole
 
-    def _must_copy(self, *, is_less_later: bool) -> bool:
+    def _must_copy(self, *, later_copies_less: bool) -> bool:
         if not self.maps_files:  # a snapshot is in memory of its own already
             return self._memory.is_pinned
         if self._copy == "auto":
-            return self._memory.is_pinned and not is_less_later
+            return self._memory.is_pinned and not later_copies_less
         return self._copy
 
     def _settle(self, request: _Request | None) -> None:
-        """Enter the state in which an attempt ended that was made for this request."""
-        outcome, record = self._loop.outcome, self._receiver.record
+        """Record the result of an attempt that was made for this request."""
         with self._condition:
-            stage = self._stage
-            if stage.state is State.STAGING:  # it failed, or a writer was faster
-                stage.state = State.IDLE
-            stage.forget_failure()
-            if outcome is Outcome.OVERTAKEN:
-                record.count(evictions=1)
-            elif outcome is Outcome.STARTED_OVER:
-                stage.applied = None
-                if stage.state is not State.TAKEN:
+            self._failure = None
+            if self._loop.has_started_over:
+                self._skip_up_to = None
+                if not self._is_taken:
                     self._drop()
-            elif outcome is Outcome.FAILED and stage.state is not State.TAKEN:
-                if stage.request is None or stage.request is request:
-                    stage.state, stage.failure = State.FAILED, self._loop.failure
+                self._receiver.record.write()
+            elif self._loop.error is not None and not self._is_taken:
+                if self._request is None or self._request is request:
+                    self._failure = self._loop.failure
                 else:
-                    # Whoever asked during the attempt may have mended it before: the next tells.
+                    # The request came during the attempt, and the cause may have been mended
+                    # before it.
                     self._loop.retry_now()
             self._condition.notify_all()
-        if outcome is Outcome.STARTED_OVER:
-            record.write()

@@ -23,85 +23,14 @@ _LOG_MIN_S = 60.0
 _LOG_MAX_S = 3600.0
 
 
-class Trouble:
-    """Incidents of one operation that is retried until it works, one after the other.
-
-    An incident is logged when it begins, when its error becomes one of another type, after a
-    minute, after two more, and so on up to every hour; and once more when it is over.
-    """
-
-    def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
-        self._since: float | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._kinds: set[tuple[type[Exception], str | None]] = set()
-        self._num_failures = 0
-        self._retry_s = _RETRY_MIN_S
-        self._log_s = _LOG_MIN_S
-        self._log_at = 0.0
-
-    def note(
-        self,
-        error: Exception,
-        what: str | None = None,
-        *,
-        is_short: bool = False,
-        is_lasting: bool = False,
-    ) -> float:
-        """Record a failure of ``what``; return the seconds to wait before the next attempt.
-
-        ``is_short``: a retry costs little, so the wait stays short. ``is_lasting``: the caller
-        does not retry the same thing, and the log says so.
-        """
-        now = time.monotonic()
-        if self._since is None:
-            self._begin()
-            self._since = now
-        self._num_failures += 1
-        problem = self._describe(error) if what is None else f"{what}: {self._describe(error)}"
-        # A store that was replaced is another failure than one that was emptied.
-        kind = type(error), getattr(error, "history", None)
-        if kind not in self._kinds:
-            self._log_at = now + self._log_s
-            then = "waiting for a newer version" if is_lasting else "trying again until it works"
-            self._log(error, f"{problem}; {then}")
-        elif now >= self._log_at:
-            self._log_s = min(2 * self._log_s, _LOG_MAX_S)
-            self._log_at = now + self._log_s
-            self._log(error, f"{problem}; still failing after {now - self._since:.0f} s")
-        self._kinds.add(kind)
-        wait_s = self._retry_s
-        is_short = is_short or isinstance(error, EngineUnreachableError)
-        self._retry_s = min(2 * wait_s, _RETRY_SHORT_MAX_S if is_short else _RETRY_MAX_S)
-        return wait_s
-
-    def end(self, what: str) -> bool:
-        """Record a success of ``what``; return whether there was trouble, which is over now."""
-        if self._since is None:
-            return False
-        duration_s = time.monotonic() - self._since
-        self._logger.warning(
-            "%s works again, after %.1f s and %d failures", what, duration_s, self._num_failures
-        )
-        self._since = None
-        return True
-
-    def _describe(self, error: Exception) -> str:
-        return str(error) if _is_known(error) else f"{type(error).__name__}: {error}"
-
-    def _log(self, error: Exception, message: str) -> None:
-        # A server that is not there yet is no error.
-        level = logging.WARNING if isinstance(error, EngineUnreachableError) else logging.ERROR
-        self._logger.log(level, "%s", message, exc_info=None if _is_known(error) else error)
-
-
 class RetryLoop:
     """Attempts at one operation, each the block of a ``with loop.attempt():``.
 
-    The block lets only the final errors out. All others are logged once, and kept in
-    :attr:`error`; whoever makes the attempts waits :attr:`retry_s` before the next one.
+    The block lets only the final errors out. All others are kept in :attr:`error`; whoever makes
+    the attempts waits :attr:`retry_s` before the next one.
+
+    Failures are logged when they begin, when an error is of another type than those before it,
+    after a minute, after two more, and so on up to every hour; and once more when they are over.
 
     Args:
         logger: the caller's logger.
@@ -119,11 +48,19 @@ class RetryLoop:
         self._logger = logger
         self._final = final
         self._stop = stop or threading.Event()
-        self._trouble = Trouble(logger)
+        self._failing_since: float | None = None
+        self._begin_failing()
         self.error: Exception | None = None
         """Error of the last attempt; None: it worked."""
         self.retry_s = 0.0
         """Backoff after the last failure."""
+
+    def _begin_failing(self) -> None:
+        self._kinds: set[tuple[type[Exception], str | None]] = set()
+        self._num_failures = 0
+        self._next_retry_s = _RETRY_MIN_S
+        self._log_s = _LOG_MIN_S
+        self._log_at = 0.0
 
     def attempt(self) -> Self:
         """Begin an attempt."""
@@ -132,7 +69,14 @@ class RetryLoop:
 
     def succeeded(self, what: str) -> bool:
         """Note that ``what`` works; return whether it did not before."""
-        return self._trouble.end(what)
+        if self._failing_since is None:
+            return False
+        duration_s = time.monotonic() - self._failing_since
+        self._logger.warning(
+            "%s works again, after %.1f s and %d failures", what, duration_s, self._num_failures
+        )
+        self._failing_since = None
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -154,8 +98,52 @@ class RetryLoop:
         return isinstance(error, self._final)
 
     def _fail(self, error: Exception) -> None:
+        self._back_off(error, describe(error))
+
+    def _back_off(
+        self,
+        error: Exception,
+        problem: str,
+        *,
+        is_short: bool = False,
+        is_lasting: bool = False,
+    ) -> None:
+        """Log a failure if it is time to, and set the backoff.
+
+        ``is_short``: a retry costs little, so the wait stays short. ``is_lasting``: the caller
+        does not retry the same thing, and the log says so.
+        """
+        now = time.monotonic()
+        if self._failing_since is None:
+            self._begin_failing()
+            self._failing_since = now
+        self._num_failures += 1
+        # A store that was replaced is another failure than one that was emptied.
+        kind = type(error), getattr(error, "history", None)
+        if kind not in self._kinds:
+            self._log_at = now + self._log_s
+            then = "waiting for a newer version" if is_lasting else "trying again until it works"
+            self._log(error, f"{problem}; {then}")
+        elif now >= self._log_at:
+            self._log_s = min(2 * self._log_s, _LOG_MAX_S)
+            self._log_at = now + self._log_s
+            self._log(error, f"{problem}; still failing after {now - self._failing_since:.0f} s")
+        self._kinds.add(kind)
         self.error = error
-        self.retry_s = self._trouble.note(error)
+        self.retry_s = self._next_retry_s
+        is_short = is_short or isinstance(error, EngineUnreachableError)
+        max_s = _RETRY_SHORT_MAX_S if is_short else _RETRY_MAX_S
+        self._next_retry_s = min(2 * self.retry_s, max_s)
+
+    def _log(self, error: Exception, message: str) -> None:
+        # A server that is not there yet is no error.
+        level = logging.WARNING if isinstance(error, EngineUnreachableError) else logging.ERROR
+        self._logger.log(level, "%s", message, exc_info=None if _is_known(error) else error)
+
+
+def describe(error: Exception) -> str:
+    """Return an error's message, with its type if it is not an error that users may expect."""
+    return str(error) if _is_known(error) else f"{type(error).__name__}: {error}"
 
 
 def _is_known(error: Exception) -> bool:

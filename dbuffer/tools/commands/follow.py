@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import dbuffer
 from dbuffer import errors
-from dbuffer.receive.follow_loop import NEW_HISTORIES, FollowLoop, Outcome
+from dbuffer.receive.follow_loop import NEW_HISTORIES, FollowLoop
 from dbuffer.runtime import options
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store.buffer import DoubleBuffer
@@ -81,7 +81,9 @@ def follow_versions(
         receiver.wait_for_version(newer_than, 0.0)  # what is wrong from the start is an error
         shared.explain_wait(store)
         policy: Literal["follow", "raise"] = "follow" if new_history == "follow" else "raise"
-        loop = FollowLoop(receiver, "following", logger, new_history=policy)
+        loop = FollowLoop(
+            receiver, "following", logger, new_history=policy, final=(errors.WaitTimeoutError,)
+        )
         while count is None or count > 0:
             held = contextlib.ExitStack()
             snapshot = _hold_next(receiver, loop, held, newer_than, timeout_s)
@@ -104,20 +106,18 @@ def _hold_next(
     while True:
         left_s = None if timeout_s is None else max(0.0, deadline - time.monotonic())
         with loop.attempt():
-            if loop.wait(newer_than, timeout_s=left_s) is not None:
-                snapshot = held.enter_context(receiver.open(newer_than))
-                loop.used()
-                return snapshot
-        if loop.outcome is Outcome.STARTED_OVER:
+            if loop.wait(newer_than, timeout_s=left_s) is None:
+                there = DoubleBuffer(receiver.store).state_without_version()
+                raise errors.WaitTimeoutError(
+                    f"nothing new for {timeout_s:g} s in {receiver.store}{there}"
+                )
+            snapshot = held.enter_context(receiver.open(newer_than))
+            loop.used()
+            return snapshot
+        if loop.has_started_over:
             newer_than = None
-        elif loop.outcome is Outcome.FAILED and loop.failure is not None:
-            if time.monotonic() >= deadline:
-                raise loop.failure.error
-        elif loop.outcome is Outcome.ENDED:
-            there = DoubleBuffer(receiver.store).state_without_version()
-            raise errors.WaitTimeoutError(
-                f"nothing new for {timeout_s:g} s in {receiver.store}{there}"
-            )
+        if loop.error is not None and time.monotonic() >= deadline:
+            raise loop.error
 
 
 def report_version(snapshot: Snapshot, *, as_json: bool) -> None:
