@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -127,9 +127,8 @@ class PlannedReceiver:
         )
         self._check = ShapeCheck(watched)
         self._copier = Copier()
-        self._loads = WeightLoader(
-            self.model, self.model, self._copier, self._check, reloads_parts=False
-        )
+        serving: Any = self.model  # it is never refused, and has no checkpoint
+        self._loads = WeightLoader(self.model, serving, self._copier, self._check)
         self._stager = Stager(
             WeightReceiver(store, receiver_id=f"engine.rank-{rank}"),
             prepare=self._prepare,

@@ -135,7 +135,7 @@ class Rank:
             names = [spec.name for spec in specs]
             if names != SMALL.names:
                 raise dbuffer.WeightsMismatchError(f"not this model's tensors: {names}")
-            return LoadTrace({}, {}, {}, {}, frozenset(names))
+            return LoadTrace({}, frozenset(names))
 
         return check
 

@@ -203,7 +203,7 @@ class Rank:
             names = frozenset(spec.name for spec in specs)
             if self.ranks.rank == BAD and UNFIT in names:
                 raise dbuffer.WeightsMismatchError(f"{UNFIT} does not fit this rank")
-            return LoadTrace({}, {}, {}, {}, names)
+            return LoadTrace({}, names)
 
         return check
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import nn
 
+from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.meta_model import MetaModel
 from dbuffer.integrations.engine.plan import copy_plan, patching
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.images import Packing
-from dbuffer.integrations.engine.plan.load_trace import CopyOp, View
+from dbuffer.integrations.engine.plan.load_trace import CopyOp, LoadTrace, View
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.shape_check import ShapeCheck
@@ -122,9 +123,16 @@ class Watched(MetaModel):  # type: ignore[no-untyped-call]
         """All is well."""
 
 
-def check_of(make: Callable[[], Model]) -> ShapeCheck:
+class OfWhole(ShapeCheck):
+    """Check of an engine that loads no part alone."""
+
+    def of_part(self, names: Collection[str]) -> LoadTrace:
+        raise WeightsMismatchError("no part is loaded alone")
+
+
+def check_of(make: Callable[[], Model], *, in_parts: bool = False) -> ShapeCheck:
     with torch.device("meta"):
-        return ShapeCheck(Watched(make()))
+        return (ShapeCheck if in_parts else OfWhole)(Watched(make()))
 
 
 def specs_of(tensors: Tensors) -> list[TensorSpec]:
@@ -148,11 +156,9 @@ class Switched:
         in_parts: bool = False,
     ) -> None:
         self.model, self.twin = make(), make()
-        self.check = check_of(make)
+        self.check = check_of(make, in_parts=in_parts)
         self.trace = self.check(specs_of(tensors))
-        self.loads = WeightLoader(
-            self.model, self, COPIER, self.check, packing=packing, reloads_parts=in_parts
-        )
+        self.loads = WeightLoader(self.model, self, COPIER, self.check, packing=packing)
         self.in_parts = in_parts
         self.reloads = 0
         self.parts: list[set[str]] = []
@@ -171,7 +177,7 @@ class Switched:
         self.versions.append({name: tensor.clone() for name, tensor in tensors.items()})
         identity = str(len(self.versions) - 1)
         switch = self.loads.prepare(tensors, self.trace, self.changed_since)
-        self.patched.append(switch is not None and switch.patches is not None)
+        self.patched.append(switch is not None and switch.base is not None)
         if switch is not None and switch.is_enough and self.staged:
             memory = torch.full((switch.staging_bytes,), 255, dtype=torch.uint8)
             switch = switch.copied_into(memory, COPIER.copy_tensors)
@@ -1093,7 +1099,7 @@ def test_loaders_do_with_data_what_they_were_traced_doing(case: str) -> None:
     tensors = make_tensors()
     trace = check(specs_of(tensors))
     right.reload(tensors)
-    for name in trace.ops:
+    for name in trace.tensors:
         assert torch.equal(check.loaded(name, tensors), right.get_parameter(name))
     assert all(parameter.is_meta for parameter in check._meta.model.parameters())
 
@@ -1153,7 +1159,7 @@ def test_a_version_that_lacks_a_parameter_is_copied_where_a_part_will_do_alone()
     switched = Switched(make, part())
     assert not any(switched.switch_often(part))
     switched = Switched(make, part())
-    switched.loads = WeightLoader(switched.model, switched, COPIER, partial=True)
+    switched.loads = WeightLoader(switched.model, switched, COPIER, switched.check, partial=True)
     assert switched.switch_often(part) == [False, *[True] * (NUM_SWITCHES - 1)]
 
 
@@ -1274,7 +1280,9 @@ def test_a_patch_reaches_every_rank_s_share_and_no_other() -> None:
         parameter = torch.zeros(view.shape)
         part, to = View.of(view, source), View.of(parameter, parameter)
         places = np.flatnonzero(np.random.default_rng().random(source.numel()) < 0.5)
-        patch = patching.patch_or_copy(parameter, CopyOp(to, "a", part), source, places)
+        patch = patching.patch_or_copy(
+            parameter, CopyOp(to, "a", part), {"a": source}, {"a": places}
+        )
         wanted = torch.zeros(source.shape)
         wanted.view(-1)[torch.from_numpy(places)] = source.view(-1)[torch.from_numpy(places)]
         if patch is None:
@@ -1291,8 +1299,10 @@ def test_a_view_with_an_element_twice_is_copied() -> None:
     view = source.expand(3, 4)
     parameter = torch.zeros(3, 4)
     part, to = View.of(view, source), View.of(parameter, parameter)
-    found = patching.patch_or_copy(parameter, CopyOp(to, "a", part), source, np.array([2]))
-    assert isinstance(found, patching.Copy)
+    changed = {"a": np.array([2])}
+    copied = patching.patch_or_copy(parameter, CopyOp(to, "a", part), {"a": source}, changed)
+    assert copied is not None
+    assert not isinstance(copied, patching.Patch)
 
 
 @pytest.mark.usefixtures("any_share")
@@ -1331,7 +1341,7 @@ def test_patches_to_another_version_than_the_model_holds_are_not_used() -> None:
     switched.versions.append(newest)
     late = switched.loads.prepare(newest, switched.trace, switched.changed_since)
     assert late is not None
-    assert late.patches is not None
+    assert late.base is not None
     before = switched.loads.prepare(switched.versions[0], switched.trace)
     assert before is not None
     switched.loads.apply(before, "0")
@@ -1348,8 +1358,8 @@ def test_a_tensor_of_which_much_changed_is_copied() -> None:
     switched.versions.append(newest)
     switch = switched.loads.prepare(newest, switched.trace, switched.changed_since)
     assert switch is not None
-    assert switch.patches is not None
-    assert (len(switch.patches.patches), len(switch.patches.copies)) == (0, 1)
+    assert switch.base is not None
+    assert (len(switch.patches), len(switch.unpatched)) == (0, 1)
 
 
 # Weights that something else has loaded meanwhile.
@@ -1426,7 +1436,7 @@ def test_what_was_put_back_after_a_version_was_prepared_is_noticed_in_the_pause(
     switched.versions.append(newest)
     switch = switched.loads.prepare(newest, switched.trace, switched.changed_since)
     assert switch is not None
-    assert switch.patches is not None
+    assert switch.base is not None
     switched.model.reload(switched.versions[-3])
     switched.loads.apply(switch, "newest")
     assert torch.equal(switched.model.layers["a"].weight, newest["a.weight"])
@@ -1440,7 +1450,7 @@ def test_samples_are_of_every_parameter_and_move() -> None:
     samples = []
     for _ in range(3):
         switched.switch(tensors)
-        samples.append(switched.loads._held.sample)
+        samples.append(switched.loads._held[1])
     for name, parameter in switched.model.named_parameters():
         drawn = [set(sample[name].positions.tolist()) for sample in samples]
         assert all(drawn)

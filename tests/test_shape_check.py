@@ -96,7 +96,7 @@ def test_tensors_without_a_place_are_named(names: list[str], *, is_first: bool) 
     surplus = [ONE._replace(name=name) for name in names]
     trace = check_of(Model())([*surplus, *UNTIED] if is_first else [*UNTIED, *surplus])
     assert sorted(unused(trace)) == sorted(names)
-    assert set(trace.ops) == {EMBEDDING, HEAD, LAYER}
+    assert set(trace.tensors) == {EMBEDDING, HEAD, LAYER}
     assert {spec.name for spec in UNTIED} <= trace.offered
 
 
@@ -122,13 +122,13 @@ def test_computed_buffers_and_drafts_need_no_place(spec: TensorSpec, *, is_known
 
 def test_aliases_are_offered_where_a_name_is_missing() -> None:
     trace = check_of(Model())(TIED, {HEAD: EMBEDDING})
-    assert set(trace.ops) == {EMBEDDING, HEAD, LAYER}
+    assert set(trace.tensors) == {EMBEDDING, HEAD, LAYER}
     assert trace.offered == {EMBEDDING, HEAD, LAYER}
     assert not trace.unused
     # A tied model skips the head, under whichever name the store has both.
     stored = [SPECS[1], SPECS[2]]
     trace = check_of(Model(is_tied=True))(stored, {EMBEDDING: HEAD})
-    assert set(trace.ops) == {EMBEDDING, LAYER}
+    assert set(trace.tensors) == {EMBEDDING, LAYER}
     assert not trace.unused
 
 

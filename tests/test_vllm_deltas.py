@@ -63,7 +63,7 @@ def test_after_many_deltas_an_engine_answers_as_a_fresh_one(
 def run(directory: Path, model: str) -> dict[str, Any]:
     import vllm
 
-    from dbuffer.integrations.engine.plan import weight_loader
+    from dbuffer.integrations.engine.plan import copy_plan
     from dbuffer.integrations.vllm import follow
 
     family, dtype, packing = model.split()
@@ -74,13 +74,13 @@ def run(directory: Path, model: str) -> dict[str, Any]:
     kept.append(llm)
     seen: dict[str, Any] = {"at first": greedy(llm), "switched": [], "fresh": [], "deltas": 0}
     patched: list[int] = []
-    patch = weight_loader.WeightLoader._patch
+    apply_patches = copy_plan.apply_patches
 
-    def counted(loads: Any, patches: Any) -> None:
+    def counted(patches: Any, copier: Any) -> None:
         patched.append(len(patches))
-        patch(loads, patches)
+        apply_patches(patches, copier)
 
-    weight_loader.WeightLoader._patch = counted  # type: ignore[method-assign]
+    copy_plan.apply_patches = counted
     generator = torch.Generator().manual_seed(1)
     store = directory / "store"
     with (

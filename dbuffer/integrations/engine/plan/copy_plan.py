@@ -1,8 +1,9 @@
 """`CopyPlan` and `PreparedSwitch`: a switch as direct copies.
 
-The plan of a layout binds its trace to the live parameters: layers that pack their weights have
-images, and layers that compute something else stay with the engine's reload. Whether that is all
-that a reload does, `weight_loader` verifies.
+The plan of a layout binds its trace to the live parameters. Layers that pack their weights have
+images. A layer whose loader computes, or from which something is derived, stays with the engine's
+reload, of that layer alone where its published tensors are not those of other layers too. Whether
+that is all that a reload does, `weight_loader` verifies.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from functools import cached_property
 import torch
 import xxhash
 
+from dbuffer.errors import UnsupportedError, WeightsMismatchError
 from dbuffer.format.layout import align
 from dbuffer.integrations.engine.plan.images import Image, PackedLayer, Packing, packed_layers
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace, TensorMeta, Unwrapped
-from dbuffer.integrations.engine.plan.partial_reload import (
-    NotPlannableError,
-    PartialReload,
-    TracePart,
-    layer_of,
-    split_off_reload,
+from dbuffer.integrations.engine.plan.load_trace import (
+    Copy,
+    LoadTrace,
+    TracedTensor,
+    Unwrapped,
+    form_of,
 )
 from dbuffer.integrations.engine.plan.patching import (
     Changed,
-    Copy,
     Patch,
-    Patches,
-    as_integers,
-    copies_into,
+    apply_patches,
     flat,
     patch_or_copy,
+    same_bytes,
 )
 from dbuffer.integrations.engine.plan.samples import Sample
+from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.io.copier import Copier
 from dbuffer.runtime.messages import listed
 from dbuffer.runtime.trouble import log_once
 
@@ -44,23 +45,27 @@ logger = logging.getLogger(__name__)
 Tensors = Mapping[str, torch.Tensor]
 CopyTensors = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 """Copies the second tensors into the first."""
-ApplyPatches = Callable[[Sequence[Patch]], None]
 
-_BLOCK_BYTES = 64 << 20
-"""Bytes compared at a time: a device may have little room."""
+MIN_COPIED = 0.5
+"""Least share of all elements that copies must load. Reloading a part walks the whole model, too:
+below this, it saves little."""
 
 
 @dataclass(eq=False)
 class CopyPlan:
     """The copies that switch a model to any version of one layout; see :func:`plan_copies`."""
 
-    trace: LoadTrace
-    """Copies into each parameter, and into those of the layers that have images."""
+    traced: Mapping[str, TracedTensor]
+    """Parameters and buffers that are copied, those of layers with images included."""
     parameters: Tensors
-    """Live parameters that are copied into, by the names in the trace."""
-    layers: Sequence[PackedLayer]
-    """Layers that have images."""
-    partial_reload: PartialReload
+    """Live tensors that are copied into directly, by their names in the trace."""
+    packing: Packing | None
+    packed: Mapping[str, PackedLayer]
+    """Layers that have images, by name."""
+    reloaded: Mapping[str, str]
+    """Names of the layers that stay with the reload, and why."""
+    reloaded_sources: Collection[str]
+    """Published tensors that these layers are loaded from."""
     verified_for: Mapping[str, int] | None = None
     """Digests of the published tensors that the verification could not vary: the plan is good for
     versions that leave these as they are. None: it is not verified."""
@@ -72,10 +77,15 @@ class CopyPlan:
     def _find_addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self.parameters.values()]
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the live tensors are where they were when it was made."""
+        return self._find_addresses() == self._addresses
+
     @cached_property
     def written(self) -> Sequence[torch.Tensor]:
         """Live tensors that a switch writes, those of layers with images included."""
-        packed = [p for each in self.layers for p in each.layer.parameters(recurse=False)]
+        packed = [p for layer, _ in self.packed.values() for p in layer.parameters(recurse=False)]
         return [*self.parameters.values(), *packed]
 
     @cached_property
@@ -85,68 +95,63 @@ class CopyPlan:
     @cached_property
     def all_layers(self) -> set[str]:
         """Names of the layers that are loaded, in whatever way."""
-        copied = {layer_of(name) for name in self.parameters}
-        return copied | {each.name for each in self.layers} | self.partial_reload.layers.keys()
+        return {*map(layer_of, self.parameters), *self.packed, *self.reloaded}
 
     @cached_property
-    def loaded_bytes(self) -> int:
-        return self.trace.loaded_bytes
+    def copied_bytes(self) -> int:
+        """Bytes that copies of published tensors load."""
+        return sum(each.copied_bytes for each in self.traced.values())
 
     @cached_property
-    def twin_bytes(self) -> int:
+    def staging_bytes(self) -> int:
         """Memory for one more copy of the parameters."""
         return sum(align(parameter.nbytes) for parameter in self.parameters.values())
 
-    def switch_to(self, tensors: Tensors, aliases: Mapping[str, str]) -> PreparedSwitch:
-        """Bind the copies to a version's tensors, without images, sample and patches."""
-        fixed = {name: digest_of(tensors[name]) for name in self.verified_for or ()}
-        return PreparedSwitch(self, tensors, self.copies_of(tensors), fixed, aliases)
+    def prepare(self, tensors: Tensors, aliases: Mapping[str, str]) -> PreparedSwitch:
+        """Bind the copies to a version's tensors, and pack all layers that have images.
+
+        Raises:
+            UnsupportedError: a layer cannot take its image over.
+            Exception: a layer could not be packed.
+        """
+        images = []
+        for name, (layer, loaded) in self.packed.items():
+            filled = {
+                own: self.traced[full].filled(tensors, layer.get_parameter(own).device)
+                for own, full in loaded.items()
+            }
+            assert self.packing is not None  # noqa: S101 - or there were no such layers
+            images.append(Image(name, layer, self.packing, filled))
+        return PreparedSwitch(
+            self,
+            tensors,
+            self.copies_of(tensors),
+            aliases,
+            {name: digest_of(tensors[name]) for name in self.verified_for or ()},
+            images,
+        )
 
     def copies_of(self, tensors: Tensors) -> dict[str, list[Copy]]:
         """Bind the copies into each parameter to a version's tensors."""
         return {
-            name: copies_into(parameter, self.trace.ops[name], tensors)
+            name: self.traced[name].bind(parameter, tensors)
             for name, parameter in self.parameters.items()
         }
 
-    def make_images(self, tensors: Tensors) -> list[Image]:
-        """Pack all layers that have images; takes as long and as much memory as packing does.
-
-        Raises:
-            NotPlannableError: a layer could not take its image over.
-        """
-        images = [layer.image(tensors) for layer in self.layers]
-        mismatch = next(filter(None, (image.mismatch for image in images)), None)
-        if mismatch is not None:
-            raise NotPlannableError(mismatch)
-        return images
-
-    def patches_to(self, tensors: Tensors, changed: Changed, base: str) -> Patches:
-        """Find the patches from the version ``base`` to these tensors, for all but images."""
+    def changes_to(
+        self, tensors: Tensors, changed: Changed
+    ) -> tuple[dict[str, list[Patch]], list[Copy]]:
+        """Return patches by parameter, and copies of what is not patched, for all but images."""
         patches: dict[str, list[Patch]] = {}
         copies: list[Copy] = []
         for name, parameter in self.parameters.items():
-            for op in self.trace.ops[name]:
-                if op.source is None or op.source not in changed:
-                    continue
-                change = patch_or_copy(parameter, op, tensors[op.source], changed[op.source])
+            for op in self.traced[name].ops:
+                change = patch_or_copy(parameter, op, tensors, changed)
                 if isinstance(change, Patch):
                     patches.setdefault(name, []).extend(change.pieces())
                 elif change is not None:
                     copies.append(change)
-        return Patches(base, patches, copies)
-
-    def loads_same(self, name: str, tensors: Tensors, loaded: torch.Tensor) -> bool:
-        """Whether a parameter that loaders filled has what the copies put there."""
-        return all(same_bytes(*copy) for copy in copies_into(loaded, self.trace.ops[name], tensors))
-
-    def covers(self, switch: PreparedSwitch) -> bool:
-        """Whether copies alone do a switch: verified for its version, and parameters unmoved."""
-        return (
-            self.verified_for is not None
-            and all(switch.fixed.get(name) == xxh3 for name, xxh3 in self.verified_for.items())
-            and self._find_addresses() == self._addresses
-        )
+        return patches, copies
 
 
 @dataclass(eq=False)
@@ -162,86 +167,87 @@ class PreparedSwitch:
     """Published tensors; only those to be reloaded, where the copies have memory of their own."""
     copies: Mapping[str, Sequence[Copy]]
     """Copies into each parameter, by its name."""
-    fixed: Mapping[str, int]
-    """Digests of the tensors in ``plan.verified_for``."""
     aliases: Mapping[str, str]
     """Stored names of tensors that the model takes under another name."""
-    images: Sequence[Image] = ()
+    fixed: Mapping[str, int]
+    """Digests of the tensors in ``plan.verified_for``."""
+    images: Sequence[Image]
     sample: Sample = field(default_factory=dict)
     """Elements by which the model is known to hold this version."""
-    patches: Patches | None = None
-    """Patches with the same result in a model that holds their base."""
+    base: str | None = None
+    """Identity of the version that a model must hold to be patched; None: there are no patches."""
+    patches: Sequence[Patch] = ()
+    unpatched: Sequence[Copy] = ()
+    """Copies of what has changed since the base and is not patched."""
 
     @property
     def is_enough(self) -> bool:
-        """Whether it is verified to do all that a reload does."""
-        return self.plan.covers(self)
+        """Whether it is verified to do all that a reload does, to parameters where they were."""
+        verified_for = self.plan.verified_for
+        return (
+            verified_for is not None
+            and all(self.fixed.get(name) == xxh3 for name, xxh3 in verified_for.items())
+            and self.plan.is_in_place
+        )
 
     @cached_property
     def reloaded(self) -> Tensors:
         """Published tensors that are reloaded in addition."""
-        sources = self.plan.partial_reload.sources
-        names = [name for name in self.tensors if name in sources] if sources else []
-        return {name: self.tensors[name] for name in names}
+        sources = self.plan.reloaded_sources
+        return {name: self.tensors[name] for name in self.tensors if name in sources}
 
     @property
     def num_bytes(self) -> int:
         """Bytes that it loads."""
-        reloaded_bytes = sum(tensor.nbytes for tensor in self.reloaded.values())
-        return self.plan.loaded_bytes + reloaded_bytes
+        return self.plan.copied_bytes + sum(tensor.nbytes for tensor in self.reloaded.values())
 
     @property
     def staging_bytes(self) -> int:
         """Memory that :meth:`copied_into` needs."""
         reloaded_bytes = sum(align(tensor.nbytes) for tensor in self.reloaded.values())
-        return self.plan.twin_bytes + reloaded_bytes
+        return self.plan.staging_bytes + reloaded_bytes
 
     def of(self, tensors: Tensors) -> PreparedSwitch:
         """Bind the copies to other tensors with the same content, by their stored names."""
         offered = {name: tensors[self.aliases.get(name, name)] for name in self.tensors}
-        return self._from(offered, self.plan.copies_of(offered))
+        return self._bound_to(offered, self.plan.copies_of(offered))
 
     def copied_into(self, memory: torch.Tensor, copy: CopyTensors) -> PreparedSwitch:
         """Copy all that it needs into flat bytes, with ``copy``, and bind the copies to these.
 
-        First twins of the parameters, then the published tensors that are reloaded.
+        First copies of the parameters, then the published tensors that are reloaded.
         """
-        parameters, reloaded = self.plan.parameters, self.reloaded
-        twins = _twins_in(memory, parameters)
-        kept = _twins_in(memory[self.plan.twin_bytes :], reloaded)
-        filling = [Copy(kept[name], tensor) for name, tensor in reloaded.items()]
-        for name, twin in twins.items():
-            filling += copies_into(twin, self.plan.trace.ops[name], self.tensors)
-        copy([target for target, _ in filling], [source for _, source in filling])
-        copies = {name: [Copy(parameters[name].detach(), twin)] for name, twin in twins.items()}
-        return self._from(kept, copies)
+        parameters = self.plan.parameters
+        staged = _laid_out(memory, parameters)
+        reloaded = _laid_out(memory[self.plan.staging_bytes :], self.reloaded)
+        copies = [(reloaded[name], tensor) for name, tensor in self.reloaded.items()]
+        for name, tensor in staged.items():
+            copies += self.plan.traced[name].bind(tensor, self.tensors)
+        copy([target for target, _ in copies], [source for _, source in copies])
+        bound = {name: [(parameters[name].detach(), staged[name])] for name in staged}
+        return self._bound_to(reloaded, bound)
 
-    def _from(self, tensors: Tensors, copies: Mapping[str, Sequence[Copy]]) -> PreparedSwitch:
-        # Copies among the patches read what is released now.
-        patches = None if self.patches is None or self.patches.copies else self.patches
-        return replace(self, tensors=tensors, copies=copies, patches=patches)
+    def _bound_to(self, tensors: Tensors, copies: Mapping[str, Sequence[Copy]]) -> PreparedSwitch:
+        # Unpatched copies read what is released now.
+        base = None if self.unpatched else self.base
+        return replace(self, tensors=tensors, copies=copies, base=base)
 
-    def apply(self, copy: CopyTensors, patch: ApplyPatches, holds: str | None) -> None:
+    def apply(self, copier: Copier, held: str | None) -> None:
         """Switch. A failure leaves a mix, to be repaired at once.
 
         Args:
-            copy: copies in main memory; on a device its own queue does.
-            patch: applies patches.
-            holds: identity of the version that the model is known to hold.
+            copier: its threads work in main memory; on a device its own queue does.
+            held: identity of the version that the model is known to hold.
         """
-        copies = self._patch(patch, holds)
+        copies = self._patch(copier) if self.base is not None and self.base == held else None
         if copies is None:
-            copies = [pair for of_one in self.copies.values() for pair in of_one]
+            copies = [copy for of_parameter in self.copies.values() for copy in of_parameter]
         # A tied tensor is in the images of two layers.
-        packed = {
-            target.data_ptr(): (target, source)
-            for image in self.images
-            for target, source in image.copies()
-        }
+        packed = {copy[0].data_ptr(): copy for image in self.images for copy in image.copies()}
         targets = [target for target, _ in (*copies, *packed.values())]
         sources = [source for _, source in (*copies, *packed.values())]
         if self.plan.is_in_main_memory:
-            copy(targets, sources)
+            copier.copy_tensors(targets, sources)
         else:
             if targets:
                 torch._foreach_copy_(targets, sources, non_blocking=True)
@@ -250,100 +256,128 @@ class PreparedSwitch:
         for image in self.images:
             image.hand_over()
 
-    def _patch(self, patch: ApplyPatches, holds: str | None) -> Sequence[Copy] | None:
+    def _patch(self, copier: Copier) -> Sequence[Copy] | None:
         """Patch what can be patched, and return the remaining copies; None: all of them."""
-        if self.patches is None or self.patches.base != holds:
-            return None
         try:
-            patch([each for pieces in self.patches.patches.values() for each in pieces])
+            apply_patches(self.patches, copier)
         # A device without room, say. Copying everything needs none, and overwrites the patches.
         except Exception as error:  # noqa: BLE001
             log_copied_whole(error)
             return None
-        return self.patches.copies
+        return self.unpatched
 
-    def mismatches(self) -> list[str]:
-        """Return the parameters and layers that differ from what this switch gives them."""
-        differing = [
-            name
-            for name, copies in self.copies.items()
+    def mismatches(self) -> dict[str, str]:
+        """Return the parameters and images that differ from what a switch gives, and their layers.
+
+        Parameters must have what they are copied, to the byte.
+        """
+        differing = {
+            name: layer_of(name)
+            for name, copies in sorted(self.copies.items())
             if not all(same_bytes(*copy) for copy in copies)
-        ]
-        return sorted(differing) + [image.of.name for image in self.images if not image.matches()]
+        }
+        return differing | {each.name: each.name for each in self.images if not each.matches()}
 
-    def patch_matches(self, name: str, patches: Patches) -> bool:
-        """Whether patches give a parameter what the whole switch would give it.
+    def patch_matches(self, name: str, patches: Sequence[Patch], copies: Sequence[Copy]) -> bool:
+        """Whether patches and copies give a parameter what the whole switch would give it.
 
         ``patches`` and what is compared are in main memory: a device may have no room.
         """
         parameter = self.plan.parameters[name].detach()
         patched = flat(parameter).to("cpu", copy=True)
-        for patch in patches.patches.get(name, ()):
+        for patch in patches:
             patch._replace(target=patched).apply()
         like = patched.view(parameter.dtype).as_strided(parameter.shape, parameter.stride())
-        copied = {target.data_ptr() for target, _ in patches.copies}
+        copied = {target.data_ptr() for target, _ in copies}
         return all(
-            copy.target.data_ptr() in copied or same_bytes(op.to.in_(like), copy.source)
-            for op, copy in zip(self.plan.trace.ops[name], self.copies[name], strict=True)
+            target.data_ptr() in copied or same_bytes(op.to.in_(like), source)
+            for op, (target, source) in zip(
+                self.plan.traced[name].ops, self.copies[name], strict=True
+            )
         )
 
 
 def plan_copies(
     model: torch.nn.Module,
     trace: LoadTrace,
+    check: ShapeCheck,
     *,
     unwrapped: Unwrapped,
     partial: bool = False,
     packing: Packing | None = None,
     left: Mapping[str, str] | None = None,
-    trace_part: TracePart | None = None,
 ) -> CopyPlan:
     """Bind a trace to the live parameters of a model.
 
     Args:
         model: the model, as it serves.
         trace: of its loaders, for such versions.
+        check: traces a part of the layout, that of the layers that are reloaded.
         unwrapped: leads from the live model's names to the trace's.
         partial: versions may hold a part of the model.
         packing: of layers that get images; None: no layer does.
         left: layers that stay with the reload, and why.
-        trace_part: traces a part of the layout; None: the engine cannot reload a part.
 
     Raises:
-        NotPlannableError: too little of the model is only copied.
+        UnsupportedError: too little of the model is only copied.
     """
-    left = left or {}
-    packed = packed_layers(model, packing, trace, unwrapped) if packing is not None else []
-    layers = [layer for layer in packed if layer.name not in left]
-    in_images = {name for layer in layers for name in layer.loaded.values()}
     live = {
         unwrapped(name): tensor
         for tensors in (model.named_parameters, model.named_buffers)
         for name, tensor in tensors(remove_duplicate=False)
     }
-    mismatches = _mismatches(live, trace, without=in_images)
-    copied, partial_reload = split_off_reload(trace, {**mismatches, **left}, trace_part)
-    if not in_images <= copied.ops.keys():  # of a layer tied to one that is reloaded
-        raise NotPlannableError(listed(list(partial_reload.layers.values()), "; "))
-    parameters = {name: live[name] for name in copied.ops if name not in in_images}
-    plan = CopyPlan(copied, parameters, layers, partial_reload)
+    left = left or {}
+    packed = packed_layers(model, packing, trace, unwrapped) if packing is not None else {}
+    packed = {name: each for name, each in packed.items() if name not in left}
+    in_images = {full for _, loaded in packed.values() for full in loaded.values()}
+    reloaded = {**_refused_layers(live, trace, without=in_images), **left}
+    traced = {n: each for n, each in trace.tensors.items() if layer_of(n) not in reloaded}
+    sources = _sources_to_reload(trace, reloaded, check) if reloaded else ()
+    if not in_images <= traced.keys():  # of a layer tied to one that is reloaded
+        raise UnsupportedError(listed(list(reloaded.values()), "; "))
+    parameters = {name: live[name] for name in traced if name not in in_images}
+    plan = CopyPlan(traced, parameters, packing, packed, reloaded, sources)
     if not partial:
         _require_all_parameters(model, plan, unwrapped)
     return plan
 
 
-def _mismatches(live: Tensors, trace: LoadTrace, *, without: Collection[str]) -> dict[str, str]:
+def _refused_layers(live: Tensors, trace: LoadTrace, *, without: Collection[str]) -> dict[str, str]:
     """Return the layers that copies cannot fill, and why."""
-    mismatches = dict(trace.refused)
-    for name, meta in trace.metas.items():
+    refused = trace.refused
+    for name, traced in trace.tensors.items():
         tensor = live.get(name)
-        if name in without:
+        if name in without or name in refused:
             continue
-        if tensor is None or TensorMeta.of(tensor) != meta:
-            mismatches[name] = "is stored in another form"
+        if tensor is None or form_of(tensor) != traced.form:
+            refused[name] = "is stored in another form"
         elif tensor.untyped_storage().nbytes() != tensor.nbytes:
-            mismatches[name] = "shares its memory with others"
-    return {layer_of(name): f"{name} {why}" for name, why in mismatches.items()}
+            refused[name] = "shares its memory with others"
+    return {layer_of(name): f"{name} {why}" for name, why in refused.items()}
+
+
+def _sources_to_reload(
+    trace: LoadTrace, layers: Mapping[str, str], check: ShapeCheck
+) -> Collection[str]:
+    """Return the published tensors that layers are loaded from, and no other layers are.
+
+    Raises:
+        UnsupportedError: there are no such tensors, or too little is left to be copied.
+    """
+    why = listed(list(dict.fromkeys(layers.values())), "; ")
+    reloaded = {name: each for name, each in trace.tensors.items() if layer_of(name) in layers}
+    copied = [each for name, each in trace.tensors.items() if name not in reloaded]
+    num_loaded = sum(each.num_loaded for each in trace.tensors.values())
+    if sum(each.num_loaded for each in copied) < MIN_COPIED * num_loaded:
+        raise UnsupportedError(why)
+    sources = trace.offered - {op.source for each in copied for op in each.ops}
+    try:
+        alone = check.of_part(sources)
+    except WeightsMismatchError as error:
+        raise UnsupportedError(f"{why}; not to be loaded alone: {error}") from error
+    if alone.tensors != reloaded or alone.offered != sources:
+        raise UnsupportedError(f"{why}; the tensors of these layers are those of others, too")
+    return sources
 
 
 def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan, unwrapped: Unwrapped) -> None:
@@ -353,9 +387,7 @@ def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan, unwrapped: U
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]  # some buffers are views
     loaded = {address_of(tensor) for tensor in plan.written} | {
-        address_of(tensor)
-        for name, tensor in tensors
-        if layer_of(unwrapped(name)) in plan.partial_reload.layers
+        address_of(tensor) for name, tensor in tensors if layer_of(unwrapped(name)) in plan.reloaded
     }
     left_out = [
         f"{name} was not published"
@@ -363,17 +395,22 @@ def _require_all_parameters(model: torch.nn.Module, plan: CopyPlan, unwrapped: U
         if parameter.nbytes and address_of(parameter) not in loaded
     ]
     if left_out:
-        raise NotPlannableError(listed(left_out, "; "))
+        raise UnsupportedError(listed(left_out, "; "))
 
 
-def _twins_in(memory: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]:
+def _laid_out(memory: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]:
     """Lay out tensors of the same form in flat bytes, one behind the other."""
-    twins, start = {}, 0
+    laid_out, start = {}, 0
     for name, tensor in tensors.items():
         elements = memory[start : start + tensor.nbytes].view(tensor.dtype)
-        twins[name] = elements.as_strided(tensor.shape, tensor.stride())
+        laid_out[name] = elements.as_strided(tensor.shape, tensor.stride())
         start = align(start + tensor.nbytes)
-    return twins
+    return laid_out
+
+
+def layer_of(parameter: str) -> str:
+    """Return the name of the layer that has a parameter of this name."""
+    return parameter.rpartition(".")[0]
 
 
 def log_copied_whole(error: Exception) -> None:
@@ -391,14 +428,3 @@ def digest_of(tensor: torch.Tensor) -> int:
 def address_of(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
-
-
-def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a target has the bytes that a copy of the source into it leaves."""
-    target, source = (each.reshape(each.shape or (1,)) for each in (target, source))
-    rows = max(1, len(target) * _BLOCK_BYTES // max(1, target.nbytes))
-    blocks = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
-    return all(
-        torch.equal(as_integers(mine), as_integers(other.to(device=mine.device, dtype=mine.dtype)))
-        for mine, other in blocks
-    )

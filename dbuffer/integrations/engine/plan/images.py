@@ -7,15 +7,26 @@ the switch copies the result, or puts it in the layer's place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace, TensorMeta, Unwrapped, tables_of
+from dbuffer.errors import UnsupportedError
+from dbuffer.integrations.engine.plan.load_trace import (
+    Copy,
+    LoadTrace,
+    Unwrapped,
+    form_of,
+    tables_of,
+)
+from dbuffer.integrations.engine.plan.patching import same_bytes
 
 _HOLDING_TENSORS = ("_parameters", "_buffers", "_modules")
+
+PackedLayer = tuple[torch.nn.Module, Mapping[str, str]]
+"""A live layer that packs its weights; and the names in the trace of its parameters that are
+loaded, by their names in the layer."""
 
 
 class Packing(Protocol):
@@ -34,117 +45,101 @@ class Packing(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLayer:
-    """A live layer that packs its weights, and how they are loaded before that."""
-
-    name: str
-    layer: torch.nn.Module
-    packing: Packing
-    trace: LoadTrace
-    loaded: Mapping[str, str]
-    """Names in the trace of the parameters that are loaded, by their names in the layer."""
-
-    def image(self, tensors: Mapping[str, torch.Tensor]) -> Image:
-        """Load published tensors into a shadow of the layer, and pack it."""
-        shadow: torch.nn.Module = object.__new__(type(self.layer))
-        shadow.__dict__.update(self.layer.__dict__)
-        for table in _HOLDING_TENSORS:
-            shadow.__dict__[table] = dict(self.layer.__dict__[table])
-        for own, name in self.loaded.items():
-            meta, device = self.trace.metas[name], self.layer.get_parameter(own).device
-            data = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
-            for op in self.trace.ops[name]:
-                op.to.in_(data).copy_(op.content(tensors, data.dtype))
-            shadow.__dict__["_parameters"][own] = torch.nn.Parameter(data, requires_grad=False)
-        self.packing.pack(shadow)
-        return Image(self, shadow)
-
-
 class Image:
-    """A packed shadow, whose tensors and attributes its layer takes over in a switch."""
+    """A packed shadow of a layer, whose tensors and attributes the layer takes over in a switch.
 
-    def __init__(self, of: PackedLayer, shadow: torch.nn.Module) -> None:
-        self.of = of
-        self.shadow = shadow
-        live = of.layer.__dict__
+    Args:
+        name: of the layer.
+        layer: the live layer.
+        packing: packs the shadow.
+        loaded: its parameters as they are loaded, by their names in the layer.
+
+    Raises:
+        UnsupportedError: the layer stores a tensor in another form than packing gives it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: torch.nn.Module,
+        packing: Packing,
+        loaded: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.name = name
+        self._layer = layer
+        self._packing = packing
+        self._shadow: torch.nn.Module = object.__new__(type(layer))
+        self._shadow.__dict__.update(layer.__dict__)
+        for table in _HOLDING_TENSORS:
+            self._shadow.__dict__[table] = dict(layer.__dict__[table])
+        for own, tensor in loaded.items():
+            parameter = torch.nn.Parameter(tensor, requires_grad=False)
+            self._shadow.__dict__["_parameters"][own] = parameter
+        packing.pack(self._shadow)
         self._attributes = {
             name: value
-            for name, value in shadow.__dict__.items()
-            if name not in _HOLDING_TENSORS and value is not live.get(name)
+            for name, value in self._shadow.__dict__.items()
+            if name not in _HOLDING_TENSORS and value is not layer.__dict__.get(name)
         }
+        self.copies()
 
     @property
-    def changes(self) -> set[tuple[int, str]]:
+    def replaced(self) -> set[tuple[int, str]]:
         """Attributes that it replaces: the layer's identity, and the name."""
-        return {(id(self.of.layer), name) for name in self._attributes}
+        return {(id(self._layer), name) for name in self._attributes}
 
-    @property
-    def mismatch(self) -> str | None:
-        """Reason why the layer cannot take it over; None: it can."""
-        for name, live, tensor in self._tensors():
-            if (
-                live is None
-                or TensorMeta.of(live) != TensorMeta.of(tensor)
-                or live.untyped_storage().nbytes() != live.nbytes
-            ):
-                return f"{self.of.name}.{name} is stored in another form than when it is packed"
-        return None
+    def copies(self) -> list[Copy]:
+        """Return the copies into the tensors that the layer does not share with the shadow."""
+        copies = []
+        parameters, buffers = tables_of(self._layer)
+        for table in tables_of(self._shadow):
+            for name, tensor in table.items():
+                live = parameters.get(name, buffers.get(name))
+                if tensor is None or tensor is live or not tensor.numel():
+                    continue
+                if (
+                    live is None
+                    or form_of(live) != form_of(tensor)
+                    or live.untyped_storage().nbytes() != live.nbytes
+                ):
+                    raise UnsupportedError(
+                        f"{self.name}.{name} is stored in another form than when it is packed"
+                    )
+                copies.append((live.detach(), tensor.detach()))
+        return copies
 
     def matches(self) -> bool:
         """Whether the layer has what it would take over, as far as can be observed."""
-        for _, live, tensor in self._tensors():
-            if live is None or not torch.equal(_bytes(live), _bytes(tensor)):
-                return False
+        if not all(same_bytes(*copy) for copy in self.copies()):
+            return False
         if not self._attributes:
             return True
-        packing = self.of.packing
-        mine, live = packing.computed(self.shadow), packing.computed(self.of.layer)
-        return mine is not None and live is not None and torch.equal(_bytes(mine), _bytes(live))
-
-    def copies(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the copies into the layer's tensors: the target, and the source."""
-        for _, live, tensor in self._tensors():
-            assert live is not None  # noqa: S101 - it has no mismatch
-            yield live.detach(), tensor.detach()
+        live, mine = (self._packing.computed(each) for each in (self._layer, self._shadow))
+        return live is not None and mine is not None and same_bytes(live, mine)
 
     def hand_over(self) -> None:
         """Give the layer the attributes; its old ones stay here, to be released later."""
-        live = self.of.layer.__dict__
+        live = self._layer.__dict__
         for name, value in self._attributes.items():
             live[name], self._attributes[name] = value, live.get(name)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor]]:
-        """Yield the tensors that the layer does not share: the name, the layer's, and its own."""
-        parameters, buffers = tables_of(self.of.layer)
-        for table in tables_of(self.shadow):
-            for name, tensor in table.items():
-                live = parameters.get(name, buffers.get(name))
-                if tensor is not None and tensor is not live and tensor.numel():
-                    yield name, live, tensor
 
 
 def packed_layers(
     model: torch.nn.Module, packing: Packing, trace: LoadTrace, unwrapped: Unwrapped
-) -> list[PackedLayer]:
-    """Return the layers of a model that pack parameters which the trace copies into."""
-    traced = {
-        id(tensor): unwrapped(name)
-        for name, tensor in model.named_parameters(remove_duplicate=False)
-        if unwrapped(name) in trace.ops
+) -> dict[str, PackedLayer]:
+    """Return the layers of a model that pack parameters which the trace copies, by name."""
+    names = {
+        id(parameter): unwrapped(name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if trace.is_copied(unwrapped(name))
     }
-    layers = []
+    layers: dict[str, PackedLayer] = {}
     for path, layer in filter(lambda each: packing.packs(each[1]), model.named_modules()):
         loaded = {}
         for own, parameter in layer.named_parameters(recurse=False, remove_duplicate=False):
             full = unwrapped(f"{path}.{own}" if path else own)
-            name = full if full in trace.ops else traced.get(id(parameter))
-            if name is not None:
-                loaded[own] = name
+            if id(parameter) in names:
+                loaded[own] = full if trace.is_copied(full) else names[id(parameter)]
         if loaded:
-            layers.append(PackedLayer(unwrapped(path), layer, packing, trace, loaded))
+            layers[unwrapped(path)] = layer, loaded
     return layers
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -8,13 +8,19 @@ written in any other way has no copies, and its trace says why.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Target and source of a copy, of the same shape."""
+
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, stride and dtype of a tensor."""
 
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
@@ -61,58 +67,75 @@ class CopyOp:
     part: View | None = None
     value: float = 0
 
-    def content(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the part of a version that is written, or the constant, in this dtype."""
+    def bind(self, parameter: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> Copy:
+        """Return the copy into a tensor of the parameter's form, from published tensors."""
+        target = self.to.in_(parameter.detach())
         if self.source is None or self.part is None:
-            return torch.tensor(self.value, dtype=dtype).expand(self.to.shape)
-        return self.part.in_(tensors[self.source])
+            return target, torch.tensor(self.value, dtype=target.dtype).expand(self.to.shape)
+        return target, self.part.in_(tensors[self.source])
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    """Return a tensor's form."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class TensorMeta:
-    """Shape, stride and dtype of a parameter or buffer; the live one must have the same."""
+class TracedTensor:
+    """Parameter or buffer of the model that loaders write, and how."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    form: Form
+    """Form of the copy without data; the live tensor must have the same."""
+    ops: tuple[CopyOp, ...]
+    """Copies that write each element once."""
+    refused: str | None
+    """Reason why there are no such copies: how it is written instead."""
+    num_loaded: int
+    """Number of elements that loaders gave it, in whatever way."""
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        """Return a tensor's own."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that copies of published tensors give it, in its own dtype."""
+        num_copied = sum(op.to.num_elements for op in self.ops if op.source is not None)
+        return num_copied * self.form[2].itemsize
+
+    def bind(self, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> list[Copy]:
+        """Return the copies into a tensor of this form, from published tensors."""
+        return [op.bind(tensor, tensors) for op in self.ops]
+
+    def filled(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Return a new tensor of this form, filled from published tensors."""
+        shape, stride, dtype = self.form
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        for target, source in self.bind(made, tensors):
+            target.copy_(source)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTrace:
     """Record of what loaders do with the tensors of one layout."""
 
-    ops: Mapping[str, tuple[CopyOp, ...]]
-    """Copies that write each element of a parameter once, by the parameter's name."""
-    metas: Mapping[str, TensorMeta]
-    """Form of each of these parameters."""
-    refused: Mapping[str, str]
-    """Parameters that are written in another way, and how."""
-    num_loaded: Mapping[str, int]
-    """Number of elements that loaders gave each parameter, in whatever way."""
+    tensors: Mapping[str, TracedTensor]
+    """Parameters and buffers that are written, by name."""
     offered: frozenset[str]
     """Names of all tensors that were offered to the loaders."""
-    unused: tuple[str, ...] = field(default=(), compare=False)
+    unused: tuple[str, ...] = ()
     """Tensors that no loader has read, and that make a difference, with dtypes and shapes."""
-    twins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    twins: Mapping[str, str] = field(default_factory=dict)
     """Tensor of the same dtype and shape in an embedding or a head, by the name of a tensor that
     no loader has read. If both are equal, the latter is redundant."""
-    embedded: frozenset[str] = field(default=frozenset(), compare=False)
+    embedded: frozenset[str] = frozenset()
     """Names of tensors that go into embeddings or heads."""
 
     @property
-    def loaded_bytes(self) -> int:
-        """Bytes that published tensors give parameters, in the parameters' dtypes."""
-        return sum(
-            op.to.num_elements * self.metas[name].dtype.itemsize
-            for name, ops in self.ops.items()
-            for op in ops
-            if op.source is not None
-        )
+    def refused(self) -> dict[str, str]:
+        """Tensors that copies cannot fill, and why."""
+        return {name: each.refused for name, each in self.tensors.items() if each.refused}
+
+    def is_copied(self, name: str) -> bool:
+        """Whether copies fill the parameter or buffer of this name."""
+        return name in self.tensors and self.tensors[name].refused is None
 
 
 Unwrapped = Callable[[str], str]
@@ -212,28 +235,18 @@ class LoadRecorder:
 
     def end(self, loaded: Iterable[tuple[torch.Tensor, int]]) -> LoadTrace:
         """Return the trace since :meth:`begin`; ``loaded`` counts the elements by tensor."""
-        by_name = dict(self._tensors.values())
-        ops = {}
-        for name, written in self._ops.items():
-            if name in self._refused:
-                continue
-            last = tuple({op.to: op for op in written}.values())
-            why = _not_once(last, by_name[name].numel())
-            if why is None:
-                ops[name] = last
-            else:
-                self._refused[name] = why
-        num_loaded: dict[str, int] = defaultdict(int)
+        num_loaded: Counter[str] = Counter()
         for tensor, count in loaded:
-            if count and storage_of(tensor) in self._tensors:
-                num_loaded[self._tensors[storage_of(tensor)][0]] += count
-        return LoadTrace(
-            ops,
-            metas={name: TensorMeta.of(by_name[name]) for name in ops},
-            refused=dict(self._refused),
-            num_loaded=dict(num_loaded),
-            offered=frozenset(name for name, _ in self._sources.values()),
-        )
+            name, _ = self._tensors.get(storage_of(tensor), ("", tensor))
+            num_loaded[name] += count
+        traced = {}
+        for name, whole in self._tensors.values():
+            ops = tuple({op.to: op for op in self._ops.get(name, ())}.values())
+            refused = self._refused.get(name) or _not_once(ops, whole.numel())
+            if ops or name in self._refused or num_loaded[name]:
+                kept = () if refused else ops
+                traced[name] = TracedTensor(form_of(whole), kept, refused, num_loaded[name])
+        return LoadTrace(traced, frozenset(name for name, _ in self._sources.values()))
 
     def _origin_of(self, tensor: torch.Tensor) -> str | None:
         """Return the name of the model's tensor that this is part of, or was computed from."""

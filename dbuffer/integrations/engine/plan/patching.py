@@ -1,4 +1,4 @@
-"""`Patches`: the part of a switch that is left where only some elements of some tensors changed.
+"""`Patch`: the part of a switch that is left where only some elements of a tensor changed.
 
 Positions in published tensors become positions in parameters while the engine serves, and are
 scattered in the pause. A tensor of which too much changed, or whose changes are unknown, is copied
@@ -8,14 +8,15 @@ whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dbuffer.format.delta import Integers
-from dbuffer.integrations.engine.plan.load_trace import CopyOp, View
+from dbuffer.integrations.engine.plan.load_trace import Copy, CopyOp, View
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import split_evenly
 
 Changed = Mapping[str, Integers | None]
 """Flat, ascending positions where published tensors may differ from those of an earlier version, by
@@ -29,14 +30,10 @@ one CPU)."""
 _PIECE = 1 << 16
 """Positions that one thread patches at a time; about a tenth of a millisecond."""
 
+_BLOCK_BYTES = 64 << 20
+"""Bytes compared at a time: a device may have little room."""
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Copy(NamedTuple):
-    """Copy of one tensor into another of the same shape."""
-
-    target: torch.Tensor
-    source: torch.Tensor
 
 
 class Patch(NamedTuple):
@@ -83,50 +80,38 @@ class Patch(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Patches:
-    """Difference between the version that a model holds and another one."""
+def apply_patches(patches: Sequence[Patch], copier: Copier) -> None:
+    """Write the values of all patches, in several threads."""
 
-    base: str
-    """Identity of the version that the model must hold."""
-    patches: Mapping[str, Sequence[Patch]]
-    """Patches of each parameter, by its name."""
-    copies: Sequence[Copy]
-    """Copies into parts that are not patched."""
+    def work(first: int, end: int) -> None:
+        for patch in patches[first:end]:
+            patch.apply()
 
-    def on_device(self) -> Patches:
-        """Move all patches to where their parameters are."""
-        patches = {name: [p.on_device() for p in each] for name, each in self.patches.items()}
-        return replace(self, patches=patches)
-
-
-def copies_into(
-    whole: torch.Tensor, ops: Sequence[CopyOp], tensors: Mapping[str, torch.Tensor]
-) -> list[Copy]:
-    """Bind copies to a tensor of the parameter's form, and to published tensors."""
-    whole = whole.detach()
-    return [Copy(op.to.in_(whole), op.content(tensors, whole.dtype)) for op in ops]
+    sizes = [patch.positions.numel() for patch in patches]
+    copier.in_parallel(work, split_evenly(sizes, copier.num_threads))
 
 
 def patch_or_copy(
-    parameter: torch.Tensor, op: CopyOp, source: torch.Tensor, changed: Integers | None
+    parameter: torch.Tensor, op: CopyOp, tensors: Mapping[str, torch.Tensor], changed: Changed
 ) -> Patch | Copy | None:
     """Bring the changed elements of a published tensor into their places in a parameter.
 
     Args:
         parameter: the live parameter.
-        op: the copy of a part of the published tensor into it.
-        source: the published tensor, contiguous.
-        changed: positions where it may differ from the parameter's content; None: anywhere.
+        op: the copy of a part of a published tensor into it.
+        tensors: published tensors, contiguous.
+        changed: where they may differ from the parameter's content.
 
     Returns:
         None: nothing in this part changed.
     """
-    assert op.part is not None  # noqa: S101 - a constant does not change
-    whole = Copy(op.to.in_(parameter.detach()), op.part.in_(source))
-    if changed is None or len(changed) > MAX_SHARE * source.numel() or not _is_nested(op.part):
+    if op.source not in changed or op.source is None or op.part is None:
+        return None
+    source, positions = tensors[op.source], changed[op.source]
+    whole = op.bind(parameter, tensors)
+    if positions is None or len(positions) > MAX_SHARE * source.numel() or not _is_nested(op.part):
         return whole
-    sources, targets = places_in(op.part, op.to, changed)
+    sources, targets = places_in(op.part, op.to, positions)
     if not len(sources):
         return None
     if len(sources) > MAX_SHARE * op.part.num_elements:
@@ -184,3 +169,14 @@ def flat(parameter: torch.Tensor) -> torch.Tensor:
 def as_integers(values: torch.Tensor) -> torch.Tensor:
     """View the bits as integers of the elements' size."""
     return values.view(_INTEGERS[values.itemsize])
+
+
+def same_bytes(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a target has the bytes that a copy of the source into it leaves."""
+    target, source = (each.reshape(each.shape or (1,)) for each in (target, source))
+    rows = max(1, len(target) * _BLOCK_BYTES // max(1, target.nbytes))
+    blocks = zip(torch.split(target, rows), torch.split(source, rows), strict=True)
+    return all(
+        torch.equal(as_integers(mine), as_integers(other.to(device=mine.device, dtype=mine.dtype)))
+        for mine, other in blocks
+    )

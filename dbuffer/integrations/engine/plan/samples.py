@@ -13,8 +13,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from dbuffer.integrations.engine.plan.load_trace import View
-from dbuffer.integrations.engine.plan.patching import Copy, Patch, Patches, flat, values_for
+from dbuffer.integrations.engine.plan.load_trace import Copy, View
+from dbuffer.integrations.engine.plan.patching import Patch, flat, values_for
 
 Sample = Mapping[str, Patch]
 """Elements of parameters, by the parameter's name."""
@@ -39,25 +39,28 @@ def draw_sample(
     """Choose elements that these copies put into every parameter."""
     sample = {}
     for name, each in copies.items():
-        filled = [copy for copy in each if copy.target.numel()]
-        chosen = [
-            _elements_of(copy, parameters[name], count, random)
-            for copy, count in _some(filled, len(copies), random)
-        ]
-        if chosen:
+        filled = [copy for copy in each if copy[0].numel()]
+        if filled:
+            chosen = [
+                _elements_of(copy, parameters[name], count, random)
+                for copy, count in _some(filled, len(copies), random)
+            ]
             sample[name] = _joined(chosen).on_device()
     return sample
 
 
-def with_patched(sample: Sample, patches: Patches, random: np.random.Generator) -> Sample:
+def with_patched(
+    sample: Sample, patches: Mapping[str, Sequence[Patch]], random: np.random.Generator
+) -> Sample:
     """Add elements that patches write, of every parameter that they write to."""
     more = {}
-    for name, pieces in patches.patches.items():
-        chosen = []
+    for name, pieces in patches.items():
+        chosen = [sample[name]]
         for piece, count in _some(pieces, len(sample), random):
             indices = torch.from_numpy(random.integers(len(piece.positions), size=count))
-            chosen.append(Patch(piece.target, piece.places[indices], piece.values[indices]))
-        more[name] = _joined([sample[name], *(each.on_device() for each in chosen)])
+            elements = Patch(piece.target, piece.places[indices], piece.values[indices])
+            chosen.append(elements.on_device())
+        more[name] = _joined(chosen)
     return {**sample, **more}
 
 

@@ -8,27 +8,23 @@ everything else that can be reached from the model must stay as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import torch
 
-from dbuffer.integrations.engine.plan.copy_plan import CopyPlan, PreparedSwitch, Tensors
+from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch, Tensors
 from dbuffer.integrations.engine.plan.fingerprint import ModelFingerprint
 from dbuffer.integrations.engine.plan.load_trace import Unwrapped
-from dbuffer.integrations.engine.plan.partial_reload import layer_of, layers_at
+
+Mismatch = Mapping[str, str]
+"""Layers that a reload does more with than a switch, by name, and what."""
 
 _RANGE = (0.25, 0.75)
 """Range of the values that stand in for weights: all of them have roots and inverses."""
 
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """Difference between what a switch and what a reload leaves in a model."""
-
-    layers: Mapping[str, str]
-    """Reasons, by the names of the layers that the reload does more with."""
+_MODULES = re.compile(r"(?:\._modules\['[^']*'\])*")
 
 
 def mismatch_of(
@@ -42,44 +38,52 @@ def mismatch_of(
         after: the model with the version.
         unwrapped: leads from the live model's names to the trace's.
     """
-    all_layers = switch.plan.all_layers
-    layers: dict[str, str] = {}
+    mismatch: dict[str, str] = {}
     for place in before.changes_to(after):
-        for layer in layers_at(place, all_layers, unwrapped):
-            layers.setdefault(layer, f"it changes {place or 'the model'} too")
-    for name in switch.mismatches():
-        layer = name if name in all_layers else layer_of(name)
-        layers.setdefault(layer, f"{name} is not what was published")
-    return Mismatch(layers) if layers else None
+        for layer in _layers_at(place, switch.plan.all_layers, unwrapped):
+            mismatch.setdefault(layer, f"it changes {place or 'the model'} too")
+    for name, layer in switch.mismatches().items():
+        mismatch.setdefault(layer, f"{name} is not what was published")
+    return mismatch or None
+
+
+def _layers_at(place: str, layers: Collection[str], unwrapped: Unwrapped) -> Collection[str]:
+    """Select the layers at a place of a :class:`ModelFingerprint`, or around it.
+
+    A value derived in a layer that is not loaded itself comes from the layers beside it.
+    """
+    matched = _MODULES.match(place)
+    path = re.findall(r"\['([^']*)'\]", matched[0]) if matched else []
+    for length in range(len(path), 0, -1):
+        above = unwrapped(".".join(path[:length]))
+        if near := [layer for layer in layers if f"{layer}.".startswith(f"{above}.")]:
+            return near
+    return layers
 
 
 def stand_ins_for(
-    tensors: Tensors, plan: CopyPlan, random: np.random.Generator
+    tensors: Tensors, reloaded: Collection[str], random: np.random.Generator
 ) -> dict[str, torch.Tensor]:
-    """Return tensors of the same form, without memory, whose elements are all another number."""
-    return {
-        name: _stand_in(tensor, random, is_copied=name not in plan.partial_reload.sources)
-        for name, tensor in tensors.items()
-    }
-
-
-def _stand_in(
-    tensor: torch.Tensor, random: np.random.Generator, *, is_copied: bool
-) -> torch.Tensor:
-    """Return a tensor of one number.
+    """Return tensors of the same form, without memory, whose elements are all another number.
 
     Integers may be indices or codes, so one of their own stands in for them. A value derived from
-    their order would not show, so nothing stands in where a copy could leave it behind.
+    their order would not show, so nothing stands in where a copy could leave it behind: for those
+    that are not ``reloaded`` with each switch.
     """
-    if not tensor.numel():
-        return tensor
-    first, last = tensor[(0,) * tensor.dim()], tensor[(-1,) * tensor.dim()]
-    if not _has_numbers(tensor):
-        return tensor if is_copied else last.expand(tensor.shape)
-    value = torch.tensor(random.uniform(*_RANGE)).to(tensor.dtype)
-    if first.float() == value.float():
-        value = (2 * value.float()).to(tensor.dtype)
-    return value.expand(tensor.shape)
+    stand_ins = {}
+    for name, tensor in tensors.items():
+        stand_ins[name] = tensor
+        if not tensor.numel():
+            continue
+        first, last = tensor[(0,) * tensor.dim()], tensor[(-1,) * tensor.dim()]
+        if _has_numbers(tensor):
+            value = torch.tensor(random.uniform(*_RANGE)).to(tensor.dtype)
+            if first.float() == value.float():
+                value = (2 * value.float()).to(tensor.dtype)
+            stand_ins[name] = value.expand(tensor.shape)
+        elif name in reloaded:
+            stand_ins[name] = last.expand(tensor.shape)
+    return stand_ins
 
 
 def has_varied(tensor: torch.Tensor, stand_in: torch.Tensor) -> bool:

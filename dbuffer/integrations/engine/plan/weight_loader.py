@@ -8,15 +8,15 @@ the whole model stays with the reload.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 import torch
 
+from dbuffer.errors import UnsupportedError
+from dbuffer.integrations.engine.engine_rank import ServingModel
 from dbuffer.integrations.engine.plan.copy_plan import (
     CopyPlan,
     PreparedSwitch,
@@ -29,8 +29,7 @@ from dbuffer.integrations.engine.plan.copy_plan import (
 from dbuffer.integrations.engine.plan.fingerprint import ModelFingerprint
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace, unwrapped_by
-from dbuffer.integrations.engine.plan.partial_reload import NotPlannableError
-from dbuffer.integrations.engine.plan.patching import Changed, Patch
+from dbuffer.integrations.engine.plan.patching import Changed, same_bytes
 from dbuffer.integrations.engine.plan.samples import Sample, draw_sample, is_held, with_patched
 from dbuffer.integrations.engine.plan.verification import (
     Mismatch,
@@ -40,10 +39,11 @@ from dbuffer.integrations.engine.plan.verification import (
 )
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import split_evenly
 from dbuffer.runtime.messages import listed
 
 logger = logging.getLogger(__name__)
+
+_UNKNOWN: tuple[str | None, Sample] = None, {}
 
 _MAX_VERIFICATIONS = 4
 """Verifications of a layout before it is set aside; each takes two reloads."""
@@ -58,83 +58,61 @@ _NOT_READ = frozenset({"weight_loader", "_weight_loader", "load_weights"})
 """Attributes that load, and that no computation reads."""
 
 
-class Reloadable(Protocol):
-    """A model that an engine can load again."""
-
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool) -> None:
-        """Reload these tensors; ``partial``: layers that get nothing keep all that they have."""
-
-
-class _Held(NamedTuple):
-    """The version that the model holds."""
-
-    identity: str | None
-    sample: Sample
-
-    @property
-    def base(self) -> str | None:
-        """Identity to patch upon; None: the model no longer holds it, or that is not known."""
-        return self.identity if self.sample and is_held(self.sample) else None
-
-
-_UNKNOWN = _Held(None, {})
-
-
 class WeightLoader:
     """Loads versions into a model: by copies where those are verified, else by a reload.
 
-    :meth:`prepare` runs in another thread than the rest, and never while that loads.
+    :meth:`prepare` runs in the stager's thread, and never while another method does.
 
     Args:
         model: the model, as it serves.
-        reloadable: reloads it.
+        serving: reloads it.
         copier: its threads copy in main memory.
-        check: traces parts of a layout, and asks loaders again. None: neither is done.
+        check: traces parts of a layout, and runs the model's loaders again.
         plans: copy at all; False: every version is reloaded.
         partial: versions may hold a part of the model.
-        reloads_parts: whether layers can be reloaded alone.
         caches: attributes in it that serving changes.
         packing: of layers that get images; None: no layer does.
-        wrapper: name of a layer in the one that wraps it; None: no layer is wrapped.
+        wrapper: name of a layer in the one that wraps it, for LoRA; None: no layer is wrapped.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
-        reloadable: Reloadable,
+        serving: ServingModel,
         copier: Copier,
-        check: ShapeCheck | None = None,
+        check: ShapeCheck,
         *,
         plans: bool = True,
         partial: bool = False,
-        reloads_parts: bool = True,
         caches: Collection[str] = (),
         packing: Packing | None = None,
         wrapper: str | None = None,
     ) -> None:
         self._model = model
-        self._reloadable = reloadable
+        self._serving = serving
         self._copier = copier
         self._check = check
         self._plans = plans
         self._partial = partial
-        self._reloads_parts = reloads_parts
         self._without = _NOT_READ | frozenset(caches)
         self._packing = packing
         self._unwrapped = unwrapped_by(wrapper)
         self._trace: LoadTrace | None = None
+        """Trace of the current layout."""
         self._plan: CopyPlan | None = None
-        """Plan of the trace; None: versions are reloaded."""
-        self._logged: CopyPlan | None = None
-        self._left: dict[str, str] = {}
-        """Layers that stay with the reload, and why."""
-        self._num_skipped: float = 0
-        """Versions to reload before the trace is planned."""
+        """Plan of this trace; None: versions are reloaded."""
+        self._left: Mapping[str, str] = {}
+        """Layers of this layout that stay with the reload, and why."""
         self._num_verifications = 0
+        """Verifications of this layout since it was last set aside."""
+        self._num_skipped: float = 0
+        """Versions of this layout to reload before it is planned again."""
         self._next_skipped = _MIN_SKIPPED
-        self._held = _UNKNOWN
+        self._logged: CopyPlan | None = None
+        self._held: tuple[str | None, Sample] = _UNKNOWN
+        """Identity of the version that the model holds, and elements by which that is known."""
         self._may_patch = True
-        self._asks_again = check is not None
+        self._rechecks_loaders = True
         # The engine's generators are seeded, and sample tokens.
         self._random = np.random.default_rng()
 
@@ -157,12 +135,13 @@ class WeightLoader:
         plan = self._plan_of(trace)
         if plan is None:
             return None
-        if plan.verified_for is not None and not self._loads_as_traced(plan, tensors):
+        if plan.verified_for is not None and (name := self._changed_loader(plan, tensors)):
+            changed = f"the loader of {name} does something else than when it was traced"
+            self._give_up(changed, logging.WARNING)
             return None
-        switch = plan.switch_to(tensors, aliases or {})
         try:
-            switch.images = plan.make_images(tensors)
-        except NotPlannableError as error:
+            switch = plan.prepare(tensors, aliases or {})
+        except UnsupportedError as error:
             self._give_up(str(error))
             return None
         # Anything may go wrong when a layer packs, and it does so in the reload as well.
@@ -183,49 +162,44 @@ class WeightLoader:
             return None
         if trace is not self._trace:
             self._drop_plan()
-            self._trace, self._left, self._num_verifications = trace, {}, 0
-            self._num_skipped = 0
+            self._trace, self._left = trace, {}
+            self._num_verifications, self._num_skipped = 0, 0
         elif self._plan is None and self._num_skipped:
             self._num_skipped -= 1
         if self._plan is None and not self._num_skipped:
-            check = self._check if self._reloads_parts else None
             try:
                 self._plan = plan_copies(
                     self._model,
                     trace,
+                    self._check,
                     unwrapped=self._unwrapped,
                     partial=self._partial,
                     packing=self._packing,
                     left=self._left,
-                    trace_part=None if check is None else check.of_part,
                 )
-            except NotPlannableError as error:
+            except UnsupportedError as error:
                 self._give_up(str(error))
         return self._plan
 
-    def _loads_as_traced(self, plan: CopyPlan, tensors: Tensors) -> bool:
-        """Ask the loader of one parameter again, a random one, what it does with this version."""
-        if self._check is None or not self._asks_again:
-            return True
-        name = self._random.choice(list(plan.trace.ops))
-        sources = {op.source for op in plan.trace.ops[name]}
+    def _changed_loader(self, plan: CopyPlan, tensors: Tensors) -> str | None:
+        """Load one parameter, a random one, and return its name if that is not as it was traced."""
+        if not self._rechecks_loaders or not plan.traced:
+            return None
+        name = str(self._random.choice(list(plan.traced)))
+        sources = {op.source for op in plan.traced[name].ops}
         try:
             loaded = self._check.loaded(name, {n: t for n, t in tensors.items() if n in sources})
         # Some models' loaders want all tensors, or none.
         except Exception as error:  # noqa: BLE001
-            self._asks_again = False
+            self._rechecks_loaders = False
             logger.info(
                 "the plan is not verified again: loaders refuse what %s is made of, alone: %s",
                 name,
                 _described(error),
             )
-            return True
-        if plan.loads_same(name, tensors, loaded):
-            return True
-        self._give_up(
-            f"the loader of {name} does something else than when it was traced", logging.WARNING
-        )
-        return False
+            return None
+        copies = plan.traced[name].bind(loaded, tensors)
+        return None if all(same_bytes(*copy) for copy in copies) else name
 
     def _add_patches(
         self, switch: PreparedSwitch, changed_since: Callable[[str], Changed | None]
@@ -233,13 +207,13 @@ class WeightLoader:
         """Give a switch patches, where it is known what changed since the version that is held."""
         if switch.plan.verified_for is None or not self._may_patch:
             return
-        base = self._held.base
+        base = self._known_base()
         changed = None if base is None else changed_since(base)
-        if base is None or changed is None:
+        if changed is None:
             return
-        patches = switch.plan.patches_to(switch.tensors, changed, base)
+        patches, copies = switch.plan.changes_to(switch.tensors, changed)
         name = self._random.choice(list(switch.copies))
-        if not switch.patch_matches(name, patches):
+        if not switch.patch_matches(name, patches.get(name, ()), copies):
             self._may_patch = False
             logger.warning(
                 "%s changed in other places than its delta says: versions are copied whole from "
@@ -247,11 +221,18 @@ class WeightLoader:
                 name,
             )
             return
-        switch.patches = patches.on_device()
-        if patches.patches or patches.copies:
+        switch.patches = [each.on_device() for pieces in patches.values() for each in pieces]
+        switch.unpatched = copies
+        switch.base = base
+        if patches or copies:
             switch.sample = with_patched(switch.sample, patches, self._random)
         else:  # elements that were patched last tell more
-            switch.sample = self._held.sample
+            switch.sample = self._held[1]
+
+    def _known_base(self) -> str | None:
+        """Return the identity of the version that the model holds; None: that is not known."""
+        identity, sample = self._held
+        return identity if sample and is_held(sample) else None
 
     @torch.no_grad()
     def apply(self, switch: PreparedSwitch, identity: str | None = None) -> None:
@@ -259,31 +240,23 @@ class WeightLoader:
 
         ``identity`` is the version's, to be asked for what changed since.
         """
-        base = None if switch.patches is None else self._held.base
+        base = None if switch.base is None else self._known_base()
         self._held = _UNKNOWN
         try:
-            switch.apply(self._copier.copy_tensors, self._patch, base)
+            switch.apply(self._copier, base)
             self._reload_part(switch)
         except BaseException:
             # The repair must not fail for the same reason: a reload, and a new verification.
             self._drop_plan()
             raise
-        self._held = _Held(identity, switch.sample)
-
-    def _patch(self, patches: Sequence[Patch]) -> None:
-        def work(first: int, end: int) -> None:
-            for patch in patches[first:end]:
-                patch.apply()
-
-        sizes = [patch.positions.numel() for patch in patches]
-        self._copier.in_parallel(work, split_evenly(sizes, self._copier.num_threads))
+        self._held = identity, switch.sample
 
     def _reload_part(self, switch: PreparedSwitch) -> None:
         if reloaded := switch.reloaded:
-            self._reloadable.load(reloaded.items(), partial=True)
+            self._serving.load(reloaded.items(), partial=True)
 
     def _reload(self, tensors: Tensors) -> None:
-        self._reloadable.load(tensors.items(), partial=self._partial)
+        self._serving.load(tensors.items(), partial=self._partial)
 
     def forget(self) -> None:
         """Treat the model's weights as unknown: the next version is not patched upon them."""
@@ -300,90 +273,88 @@ class WeightLoader:
 
         A failure leaves a mix, to be repaired at once. ``identity``: as in :meth:`apply`.
         """
-        self._held = _UNKNOWN
+        self.forget()
         if switch is None or switch.plan is not self._plan:
-            self.forget()
             self._reload(tensors)
             return
-        self._num_verifications += 1
-        if self._num_verifications > _MAX_VERIFICATIONS:
+        if self._num_verifications == _MAX_VERIFICATIONS:
             self._set_aside(
                 f"they were verified {_MAX_VERIFICATIONS} times, as integers change, parameters "
                 "move, or layers change more than they load"
             )
             self._reload(tensors)
             return
-        mismatch = self.verify(tensors, switch)
-        if mismatch is not None:
-            self._leave(mismatch, switch.plan)
-        elif switch.plan.verified_for is not None:
-            self._held = _Held(identity, switch.sample)
-
-    def verify(self, tensors: Tensors, switch: PreparedSwitch) -> Mismatch | None:
-        """Reload a version, and compare the model with what the switch would have made of it.
-
-        The plan is verified if there is no mismatch, and nothing failed.
-        """
         plan, started = switch.plan, time.monotonic()
         plan.verified_for = None
-        stand_ins = stand_ins_for(tensors, plan, self._random)
-        before = after = None
-        with self._setting_aside("values that stand in for a version cannot be loaded"):
+        self._num_verifications += 1
+        stand_ins = stand_ins_for(tensors, plan.reloaded_sources, self._random)
+        before = self._load_stand_ins(stand_ins, switch)
+        self._reload(tensors)
+        if before is None:
+            return
+        try:
+            mismatch = self.verify(switch, before)
+            unvaried = {n: t for n, t in tensors.items() if not has_varied(t, stand_ins[n])}
+            fixed = {name: digest_of(tensor) for name, tensor in unvaried.items()}
+        # Anything may be in a model, and a switch must not fail because it cannot be looked at.
+        except Exception as error:  # noqa: BLE001
+            self._set_aside("a reload cannot be compared with copies", error)
+        else:
+            if mismatch is None:
+                plan.verified_for = fixed
+                self._held = identity, switch.sample
+                self._log_verified(plan, time.monotonic() - started)
+                return
+            self._leave(mismatch, plan)
+        if switch.reloaded:  # and the part may have changed other layers
+            self._reload(tensors)
+
+    def _load_stand_ins(
+        self, stand_ins: Tensors, switch: PreparedSwitch
+    ) -> ModelFingerprint | None:
+        """Reload values that stand in for a version; None: that failed, and the plan is set aside.
+
+        Reloading the version from there on changes all that is derived from any of them.
+        """
+        try:
             self._reload(stand_ins)
             # If a whole reload changes something after one of a part, that must show.
-            with self._setting_aside("a part cannot be reloaded"):
-                self._reload_part(switch)
-                before = self._fingerprint(switch)
-        self._reload(tensors)
-        if before is not None:
-            after = self._fingerprint(switch)
-        if before is None or after is None:
-            return None
-        mismatch = mismatch_of(switch, before, after, self._unwrapped)
-        verified_s = time.monotonic() - started
-        if mismatch is not None or not self._part_spares_the_rest(switch, tensors):
-            return mismatch
-        plan.verified_for = {
-            name: digest_of(tensor)
-            for name, tensor in tensors.items()
-            if not has_varied(tensor, stand_ins[name])
-        }
-        if self._logged is not plan:
-            self._logged = plan
-            _log_verified(plan, verified_s)
-        return None
-
-    def _part_spares_the_rest(self, switch: PreparedSwitch, tensors: Tensors) -> bool:
-        """Whether reloading the part leaves what is copied as it is; else all is reloaded again."""
-        if not switch.reloaded:
-            return True
-        with self._setting_aside("a part cannot be reloaded"):
             self._reload_part(switch)
-            mismatches = switch.mismatches()
-            if not mismatches:
-                return True
-            self._give_up(f"reloading a part changes {listed(mismatches)} too")
-        self._reload(tensors)
-        return False
+            return self._fingerprint(switch)
+        except Exception as error:  # noqa: BLE001
+            self._set_aside("values that stand in for a version cannot be loaded", error)
+            return None
 
-    def _fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint | None:
-        # Anything may be in a model, and a switch must not fail because it cannot be looked at.
-        with self._setting_aside("the model cannot be looked at"):
-            return ModelFingerprint(
-                self._model,
-                without=self._without,
-                undigested={address_of(tensor) for tensor in switch.plan.written},
-                replaced={change for image in switch.images for change in image.changes},
-            )
-        return None
+    def verify(self, switch: PreparedSwitch, before: ModelFingerprint) -> Mismatch | None:
+        """Compare a model that was just reloaded with what a switch would have made of it.
+
+        Args:
+            switch: to the version that was reloaded.
+            before: the model with stand-ins.
+        """
+        mismatch = mismatch_of(switch, before, self._fingerprint(switch), self._unwrapped)
+        if mismatch is None and switch.reloaded:
+            self._reload_part(switch)
+            if changed := switch.mismatches():
+                why = f"reloading a part changes {listed(list(changed))} too"
+                return dict.fromkeys(switch.plan.reloaded, why)
+        return mismatch
+
+    def _fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
+        return ModelFingerprint(
+            self._model,
+            without=self._without,
+            undigested={address_of(tensor) for tensor in switch.plan.written},
+            replaced={attribute for image in switch.images for attribute in image.replaced},
+        )
 
     def _leave(self, mismatch: Mismatch, plan: CopyPlan) -> None:
         """Leave layers to the reload that it does more with than the plan."""
-        if mismatch.layers.keys() <= plan.partial_reload.layers.keys():
-            self._give_up(listed(sorted({*mismatch.layers.values()}), "; "))
+        if mismatch.keys() <= plan.reloaded.keys():
+            self._give_up(listed(sorted({*mismatch.values()}), "; "))
         else:
             self._drop_plan()
-            self._left = {**mismatch.layers, **plan.partial_reload.layers}
+            self._left = {**mismatch, **plan.reloaded}
 
     def _drop_plan(self) -> None:
         """Plan the trace again with the next version; switches of this plan are not enough."""
@@ -409,29 +380,23 @@ class WeightLoader:
             why if error is None else f"{why}: {_described(error)}",
         )
 
-    @contextlib.contextmanager
-    def _setting_aside(self, what: str) -> Iterator[None]:
-        """Set the plan aside if the block fails, however it does: the whole is reloaded now."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001
-            self._set_aside(what, error)
-
-
-def _log_verified(plan: CopyPlan, verified_s: float) -> None:
-    layers = plan.partial_reload.layers
-    logger.info(
-        "switches to %.3f GB are copies into %d parameters from now on, %d layers that are packed "
-        "while the engine serves, and a reload of %d others, as the reload of all was found to do "
-        "no more (verifying took %.0f ms)",
-        plan.loaded_bytes / 1e9,
-        len(plan.parameters),
-        len(plan.layers),
-        len(layers),
-        1e3 * verified_s,
-    )
-    for layer, why in layers.items():
-        logger.info("%s stays with the engine's reload: %s", layer, why)
+    def _log_verified(self, plan: CopyPlan, verified_s: float) -> None:
+        """Log once that a plan is verified."""
+        if plan is self._logged:
+            return
+        self._logged = plan
+        logger.info(
+            "switches to %.3f GB are copies into %d parameters from now on, %d layers that are "
+            "packed while the engine serves, and a reload of %d others, as the reload of all was "
+            "found to do no more (verifying took %.0f ms)",
+            plan.copied_bytes / 1e9,
+            len(plan.parameters),
+            len(plan.packed),
+            len(plan.reloaded),
+            1e3 * verified_s,
+        )
+        for layer, why in plan.reloaded.items():
+            logger.info("%s stays with the engine's reload: %s", layer, why)
 
 
 def _described(error: Exception) -> str:
