@@ -28,6 +28,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -49,6 +50,8 @@ MODULES = (
     "dbuffer.integrations.vllm.rank",
 )
 """And its plugins. An older vLLM may lack some."""
+
+REGISTRY = "vllm.model_executor.models.registry"
 
 MAX_MESSAGE_BYTES = 1 << 17
 MAX_DESCRIPTORS = 64
@@ -297,6 +300,25 @@ def _have_a_helper() -> None:
             return helper.fork(words[words.index("-c") :], dict(os.environ), at)
 
     multiprocessing.util.spawnv_passfds = spawnv_passfds
+    if (registry := sys.modules.get(REGISTRY)) is not None:
+        registry.subprocess = types.SimpleNamespace(run=_run_registry)  # type: ignore[attr-defined]
+
+
+def _run_registry(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """Run vLLM's registry of models as a program, by which vLLM learns what a model's class can do.
+
+    It is asked once for each class, unless the user's cache has the answer.
+    """
+    assert _the_helper is not None
+    with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as output:
+        question.write(options["input"])
+        question.seek(0)
+        at = {0: question.fileno(), 1: output.fileno(), 2: output.fileno()}
+        with _turns:
+            child = Forked(_the_helper.fork(command[1:], dict(os.environ), at))
+        status = child.wait()
+        output.seek(0)
+        return subprocess.CompletedProcess(command, status, b"", output.read())
 
 
 def run(arguments: list[str]) -> None:
