@@ -66,10 +66,11 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # the model that serves.
         for parameter in list(model.parameters()):
             if not parameter.is_meta:
-                _put_in_place(model, parameter, _twin(parameter, "meta"))
+                _put_in_place(model, parameter, _empty_like(parameter, "meta"))
         self.model = model
         self._tp_size = tp_size
         self._thread: int | None = None
+        self._of_thread = threading.local()
         self.recorder = LoadRecorder(dict(model.named_parameters()) | dict(model.named_buffers()))
         self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         """All names of its parameters, those of tied ones included."""
@@ -142,7 +143,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
         path, _, own = name.rpartition(".")
         tables = tables_of(self.model.get_submodule(path))
         without = next(table[own] for table in tables if own in table)
-        made = _twin(without, "cpu")
+        made = _empty_like(without, "cpu")
         made.data.zero_()
         _put_in_place(self.model, without, made)
         try:
@@ -211,10 +212,17 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for value in tree_leaves(args):
                 if isinstance(value, torch.Tensor):
                     self.note_read(value)
+        if func is torch.ops.aten.copy_.default:
+            self._of_thread.num_copied = self._num_copied + args[0].numel()
         self.recorder.note(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         self.recorder.note_result(args, kwargs or {}, result)
         return result
+
+    @property
+    def _num_copied(self) -> int:
+        """Number of elements that this thread has copied."""
+        return getattr(self._of_thread, "num_copied", 0)
 
     def _wrap_loader(self, tensor: Any, loader: Loader) -> None:
         signature = inspect.signature(loader)
@@ -230,23 +238,24 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise WeightsMismatchError(f"{loaded.dtype} does not convert to {param.dtype}")
             # Some models load in threads of their own, which have modes of their own too.
             is_here = threading.get_ident() == self._thread
-            copied = _CopiedElements(None if is_here else self.recorder)
             self._require_rows(param, loaded)
-            with copied:
+            before = self._num_copied
+            with contextlib.nullcontext() if is_here else self:
                 result = loader(*args, **kwargs)
+            count = self._num_copied - before
             # Each rank takes its share, or all of it, or nothing (another rank's expert).
             is_padded = id(param) in self._padded
-            if not is_padded and 0 < copied.count * self.num_shares(param) < loaded.numel():
-                raise WeightsMismatchError(f"only {copied.count} of {loaded.numel()} elements fit")
+            if not is_padded and 0 < count * self.num_shares(param) < loaded.numel():
+                raise WeightsMismatchError(f"only {count} of {loaded.numel()} elements fit")
             if is_padded and self.recorder.is_source(loaded):
                 self._embedded.add(storage_of(loaded))
-            self.note_loaded(param, copied.count, is_part=bool(which_part))
-            self._loaded[id(param)] = self.count_of(param) + copied.count
+            self.note_loaded(param, count, is_part=bool(which_part))
+            self._loaded[id(param)] = self.count_of(param) + count
             return result
 
         # Parameters of some quantisations have a property of that name, without a setter.
-        found = getattr(type(tensor), "weight_loader", None)
-        is_fixed = isinstance(found, property) and found.fset is None
+        declared = getattr(type(tensor), "weight_loader", None)
+        is_fixed = isinstance(declared, property) and declared.fset is None
         setattr(tensor, "_weight_loader" if is_fixed else "weight_loader", watched)
 
     def _require_rows(self, parameter: Any, loaded: torch.Tensor) -> None:
@@ -260,24 +269,6 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"publish {num_rows} rows, without those that a trainer pads it with, or start the "
             "engine from a checkpoint with this vocabulary"
         )
-
-
-class _CopiedElements(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of the elements that are copied while it is on, in this thread."""
-
-    def __init__(self, recorder: LoadRecorder | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self.count += args[0].numel()
-        if self._recorder is not None:
-            self._recorder.note(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str] = ()) -> Any:
@@ -306,7 +297,7 @@ def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str]
         for name, buffer in tables_of(module)[1].items():
             is_loaded = name not in module._non_persistent_buffers_set  # noqa: SLF001
             if buffer is not None and is_loaded and name not in keep and not buffer.is_meta:
-                _put_in_place(model, buffer, _twin(buffer, "meta"))
+                _put_in_place(model, buffer, _empty_like(buffer, "meta"))
     return model
 
 
@@ -340,7 +331,7 @@ def tie_as_serving(model: torch.nn.Module, serving: torch.nn.Module, unwrapped: 
             _put_in_place(model, own[name], own[first])
 
 
-def _twin(tensor: torch.Tensor, device: str) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """Return a tensor of the same kind, shape and attributes on another device."""
     data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     made = torch.Tensor._make_subclass(type(tensor), data, False)  # noqa: SLF001

@@ -80,45 +80,34 @@ class ModelFingerprint:
         self._without = frozenset(without)
         self._undigested = frozenset(undigested)
         self._replaced = frozenset(replaced)
-        self._seen: dict[str, Any] = {}
         self._digests: dict[int, str] = {}
+        self._seen: dict[str, Any] = {}
         # Alive as long as this: what comes later cannot have the identity of any of these.
         self._kept: dict[int, Any] = {}
-        self._walk(model)
-
-    def changes_to(self, later: ModelFingerprint) -> list[str]:
-        """Return the places where the two differ."""
-        before, after = self._seen, later._seen
-        names = [*before, *(name for name in after if name not in before)]
-        return [
-            name
-            for name in names
-            if name not in before or name not in after or before[name] != after[name]
-        ]
-
-    def _walk(self, model: torch.nn.Module) -> None:
         # In an order that a second walk takes too: a thing has the name by which it is met first.
         pending: collections.deque[tuple[str, Any]] = collections.deque([("", model)])
         while pending:
             name, thing = pending.popleft()
-            if isinstance(thing, _VALUES):
+            if isinstance(thing, (*_VALUES, *_TORCH_VALUES)):
                 self._seen[name] = repr(thing)
-            elif isinstance(thing, _TORCH_VALUES):
-                self._seen[name] = str(thing)
-            elif (
-                isinstance(thing, _NOT_LOOKED_INTO)
-                or id(thing) in self._kept
-                or type(thing).__module__.startswith(_COMPILED)
-            ):
-                continue
-            else:
+            elif id(thing) not in self._kept and not _is_code(thing):
                 self._kept[id(thing)] = thing
                 self._seen[name] = self._describe(thing)
                 pending.extend((f"{name}{step}", part) for step, part in self._parts(thing))
 
+    def changes_to(self, later: ModelFingerprint) -> list[str]:
+        """Return the places where the two differ."""
+        before, after = self._seen, later._seen
+        return [name for name in before | after if before.get(name) != after.get(name)]
+
     def _describe(self, thing: Any) -> Any:
+        """Return what is compared of a thing besides its parts."""
+        if isinstance(thing, torch.Tensor) and (thing.layout is not torch.strided or thing.is_meta):
+            return str(thing.layout), tuple(thing.shape), id(thing)
         if isinstance(thing, torch.Tensor):
-            return self._describe_tensor(thing)
+            place = thing.storage_offset(), tuple(thing.shape), thing.stride(), thing.dtype
+            # Made anew with the same bytes, it does not depend on what was loaded.
+            return self._digest(thing.untyped_storage()), place
         if isinstance(thing, types.FunctionType):
             return id(thing.__code__)  # made anew, it is the same; what it holds is looked at
         if isinstance(thing, (*_CONTAINERS, *_MAPPINGS, types.MethodType, functools.partial)):
@@ -127,15 +116,6 @@ class ModelFingerprint:
         if not has_parts or isinstance(thing, _CACHING):
             return object()  # equal to nothing: it may be another one inside, in the same place
         return type(thing).__name__, id(thing)
-
-    def _describe_tensor(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            return str(tensor.layout), tuple(tensor.shape), id(tensor)
-        storage = tensor.untyped_storage()
-        # Made anew with the same bytes, it does not depend on what was loaded.
-        known_by = self._digest(storage)
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        return known_by, tensor.storage_offset(), shape, stride, tensor.dtype
 
     def _digest(self, storage: torch.UntypedStorage) -> str | int:
         address = storage.data_ptr()
@@ -152,7 +132,8 @@ class ModelFingerprint:
     def _parts(self, thing: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(thing, _MAPPINGS):
             # What is put back in another order is met by the same name all the same.
-            yield from sorted(((f"[{k!r:.80}]", v) for k, v in thing.items()), key=_name_of)
+            items = [(f"[{key!r:.80}]", value) for key, value in thing.items()]
+            yield from sorted(items, key=lambda item: item[0])
         elif isinstance(thing, _CONTAINERS):
             yield from ((f"[{index}]", value) for index, value in enumerate(thing))
         elif isinstance(thing, types.FunctionType):
@@ -166,23 +147,21 @@ class ModelFingerprint:
             yield ".__func__", thing.__func__
         elif isinstance(thing, functools.partial):
             yield from ((".func", thing.func), (".args", thing.args), (".keywords", thing.keywords))
-        for name, value in sorted(self._attributes(thing), key=_name_of):
+        attributes = dict(getattr(thing, "__dict__", {}))
+        attributes |= {name: getattr(thing, name) for name in _slots_of(thing)}
+        for name in sorted(attributes):
             if name not in self._without and (id(thing), name) not in self._replaced:
-                yield f".{name}", value
+                yield f".{name}", attributes[name]
 
-    def _attributes(self, thing: Any) -> Iterator[tuple[str, Any]]:
-        yield from getattr(thing, "__dict__", {}).items()
-        for name in _slots_of(thing):
-            if hasattr(thing, name):
-                yield name, getattr(thing, name)
+
+def _is_code(thing: Any) -> bool:
+    """Whether a thing holds no weights: code, or what the whole process shares."""
+    return isinstance(thing, _NOT_LOOKED_INTO) or type(thing).__module__.startswith(_COMPILED)
 
 
 def _slots_of(thing: Any) -> Iterator[str]:
+    """Yield the names of a thing's slots that have a value."""
     for kind in type(thing).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots
-        yield from (name for name in names if not name.startswith("__"))
-
-
-def _name_of(part: tuple[str, Any]) -> str:
-    return part[0]
+        yield from (name for name in names if not name.startswith("__") and hasattr(thing, name))
