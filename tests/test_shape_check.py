@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -130,6 +131,24 @@ def test_aliases_are_offered_where_a_name_is_missing() -> None:
     trace = check_of(Model(is_tied=True))(stored, {EMBEDDING: HEAD})
     assert set(trace.tensors) == {EMBEDDING, LAYER}
     assert not trace.unused
+
+
+class Threaded(Model):
+    """Loads in threads of its own, as some models of engines do."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with ThreadPoolExecutor(3) as pool:
+            loads = [pool.submit(super(Threaded, self).load_weights, [pair]) for pair in weights]
+        for load in loads:
+            load.result()
+
+
+def test_loads_in_threads_are_counted_and_traced() -> None:
+    check, threaded = check_of(Model()), check_of(Model())
+    threaded._meta.model.__class__ = Threaded
+    assert threaded(UNTIED) == check(UNTIED)
+    with pytest.raises(WeightsMismatchError, match=r"only 0 of 16 elements of layer.weight"):
+        threaded(UNTIED[:2])
 
 
 def test_aliases_of_what_the_model_has_not_are_named() -> None:

@@ -6,6 +6,7 @@ that no loader has read are reported.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -68,10 +69,11 @@ class ShapeCheck:
         try:
             trace = self._trace(specs)
         except WeightsMismatchError:
-            with_others = self._trace_or_none([*specs, *others]) if others else None
-            if with_others is None:
+            if not others:
                 raise
-            return with_others
+            with contextlib.suppress(WeightsMismatchError):
+                return self._trace([*specs, *others])
+            raise
         surplus = [
             str(spec)
             for spec in others
@@ -89,12 +91,6 @@ class ShapeCheck:
         """
         self._load([spec for spec in self._specs if spec.name in names])
         return self._meta.end()
-
-    def _trace_or_none(self, specs: Sequence[TensorSpec]) -> LoadTrace | None:
-        try:
-            return self._trace(specs)
-        except WeightsMismatchError:
-            return None
 
     def _trace(self, specs: Sequence[TensorSpec]) -> LoadTrace:
         """Trace a load of these tensors, without those whose names the loaders refuse."""

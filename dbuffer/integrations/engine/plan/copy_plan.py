@@ -59,6 +59,8 @@ class CopyPlan:
     """Parameters and buffers that are copied, those of layers with images included."""
     parameters: Tensors
     """Live tensors that are copied into directly, by their names in the trace."""
+    addresses: Sequence[int]
+    """Addresses at which the copies are to find these."""
     packing: Packing | None
     packed: Mapping[str, PackedLayer]
     """Layers that have images, by name."""
@@ -69,18 +71,6 @@ class CopyPlan:
     verified_for: Mapping[str, int] | None = None
     """Digests of the published tensors that the verification could not vary: the plan is good for
     versions that leave these as they are. None: it is not verified."""
-    _addresses: Sequence[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._addresses = self._find_addresses()
-
-    def _find_addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.parameters.values()]
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the live tensors are where they were when it was made."""
-        return self._find_addresses() == self._addresses
 
     @cached_property
     def written(self) -> Sequence[torch.Tensor]:
@@ -187,7 +177,7 @@ class PreparedSwitch:
         return (
             verified_for is not None
             and all(self.fixed.get(name) == xxh3 for name, xxh3 in verified_for.items())
-            and self.plan.is_in_place
+            and addresses_of(self.plan.parameters) == self.plan.addresses
         )
 
     @cached_property
@@ -336,7 +326,8 @@ def plan_copies(
     if not in_images <= traced.keys():  # of a layer tied to one that is reloaded
         raise UnsupportedError(listed(list(reloaded.values()), "; "))
     parameters = {name: live[name] for name in traced if name not in in_images}
-    plan = CopyPlan(traced, parameters, packing, packed, reloaded, sources)
+    addresses = addresses_of(parameters)
+    plan = CopyPlan(traced, parameters, addresses, packing, packed, reloaded, sources)
     if not partial:
         _require_all_parameters(model, plan, unwrapped)
     return plan
@@ -406,6 +397,11 @@ def _laid_out(memory: torch.Tensor, tensors: Tensors) -> dict[str, torch.Tensor]
         laid_out[name] = elements.as_strided(tensor.shape, tensor.stride())
         start = align(start + tensor.nbytes)
     return laid_out
+
+
+def addresses_of(tensors: Tensors) -> list[int]:
+    """Return where the first element of each tensor is."""
+    return [tensor.data_ptr() for tensor in tensors.values()]
 
 
 def layer_of(parameter: str) -> str:

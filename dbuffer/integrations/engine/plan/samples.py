@@ -40,11 +40,11 @@ def draw_sample(
     sample = {}
     for name, each in copies.items():
         filled = [copy for copy in each if copy[0].numel()]
-        if filled:
-            chosen = [
-                _elements_of(copy, parameters[name], count, random)
-                for copy, count in _some(filled, len(copies), random)
-            ]
+        chosen = [
+            _elements_of(copy, parameters[name], count, random)
+            for copy, count in _some(filled, len(copies), random)
+        ]
+        if chosen:
             sample[name] = _joined(chosen).on_device()
     return sample
 

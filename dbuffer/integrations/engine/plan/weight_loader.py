@@ -108,7 +108,6 @@ class WeightLoader:
         self._num_skipped: float = 0
         """Versions of this layout to reload before it is planned again."""
         self._next_skipped = _MIN_SKIPPED
-        self._logged: CopyPlan | None = None
         self._held: tuple[str | None, Sample] = _UNKNOWN
         """Identity of the version that the model holds, and elements by which that is known."""
         self._may_patch = True
@@ -303,7 +302,7 @@ class WeightLoader:
             if mismatch is None:
                 plan.verified_for = fixed
                 self._held = identity, switch.sample
-                self._log_verified(plan, time.monotonic() - started)
+                _log_verified(plan, time.monotonic() - started)
                 return
             self._leave(mismatch, plan)
         if switch.reloaded:  # and the part may have changed other layers
@@ -380,23 +379,20 @@ class WeightLoader:
             why if error is None else f"{why}: {_described(error)}",
         )
 
-    def _log_verified(self, plan: CopyPlan, verified_s: float) -> None:
-        """Log once that a plan is verified."""
-        if plan is self._logged:
-            return
-        self._logged = plan
-        logger.info(
-            "switches to %.3f GB are copies into %d parameters from now on, %d layers that are "
-            "packed while the engine serves, and a reload of %d others, as the reload of all was "
-            "found to do no more (verifying took %.0f ms)",
-            plan.copied_bytes / 1e9,
-            len(plan.parameters),
-            len(plan.packed),
-            len(plan.reloaded),
-            1e3 * verified_s,
-        )
-        for layer, why in plan.reloaded.items():
-            logger.info("%s stays with the engine's reload: %s", layer, why)
+
+def _log_verified(plan: CopyPlan, verified_s: float) -> None:
+    logger.info(
+        "switches to %.3f GB are copies into %d parameters from now on, %d layers that are packed "
+        "while the engine serves, and a reload of %d others, as the reload of all was found to do "
+        "no more (verifying took %.0f ms)",
+        plan.copied_bytes / 1e9,
+        len(plan.parameters),
+        len(plan.packed),
+        len(plan.reloaded),
+        1e3 * verified_s,
+    )
+    for layer, why in plan.reloaded.items():
+        logger.info("%s stays with the engine's reload: %s", layer, why)
 
 
 def _described(error: Exception) -> str:
