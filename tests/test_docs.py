@@ -412,8 +412,8 @@ def rows_of(text: str) -> list[list[str]]:
     ("page", "results", "since", "until"),
     [
         ("benchmarks.md", "cpu.txt", "# Benchmarks", "## The pause"),
-        ("benchmarks.md", "pause.txt", "## The pause", "## Between two tokens"),
-        ("benchmarks.md", "latency.txt", "## Between two tokens", "## A step of TRL's trainer"),
+        ("benchmarks.md", "pause.txt", "## The pause", "## Inter-token latency"),
+        ("benchmarks.md", "latency.txt", "## Inter-token latency", "## A step of TRL's trainer"),
         ("benchmarks.md", "trl.txt", "## A step of TRL's trainer", "## GPUs"),
         ("sharded-trainers.md", "sharded.txt", "# ", None),
     ],
