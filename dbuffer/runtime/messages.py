@@ -1,16 +1,22 @@
-"""Formatting for messages: lists and bytes."""
+"""Formatting for messages: lists, errors and bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _MAX_LISTED = 8
+_MAX_MESSAGE = 300
 
 
 def listed(items: Sequence[object], separator: str = ", ") -> str:
     """The first few of them, for a message, and how many more there are."""
     more = len(items) - _MAX_LISTED
     return separator.join(map(str, items[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")
+
+
+def described(error: BaseException) -> str:
+    """Return the type and the message of an error, of which some list a whole model."""
+    return f"{type(error).__name__}: {error!s:.{_MAX_MESSAGE}}".rstrip(": ")
 
 
 def format_bytes(num_bytes: float) -> str:

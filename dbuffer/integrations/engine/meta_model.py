@@ -29,7 +29,7 @@ from dbuffer.integrations.engine.plan.load_trace import (
     tables_of,
     unwrapped_by,
 )
-from dbuffer.runtime.messages import listed
+from dbuffer.runtime.messages import described, listed
 
 Loader = Callable[..., Any]
 
@@ -253,7 +253,7 @@ class MetaModel(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._loaded[id(param)] = self.count_of(param) + count
             return result
 
-        # Parameters of some quantisations have a property of that name, without a setter.
+        # Parameters of some quantizations have a property of that name, without a setter.
         declared = getattr(type(tensor), "weight_loader", None)
         is_fixed = isinstance(declared, property) and declared.fset is None
         setattr(tensor, "_weight_loader" if is_fixed else "weight_loader", watched)
@@ -291,7 +291,7 @@ def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str]
         except Exception as error:
             raise UnsupportedError(
                 f"a {what} cannot be built without data, so nothing could be checked before it is "
-                f"loaded: {type(error).__name__} {error!s:.300}"
+                f"loaded: {described(error)}"
             ) from error
     for module in model.modules():
         for name, buffer in tables_of(module)[1].items():

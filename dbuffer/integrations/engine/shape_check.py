@@ -19,7 +19,7 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.meta_model import MetaModel
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.io.tensors import DTYPES
-from dbuffer.runtime.messages import listed
+from dbuffer.runtime.messages import described, listed
 from dbuffer.weights.names import NameMap, renamed
 
 _ALL = ""
@@ -158,8 +158,7 @@ class ShapeCheck:
         # A model's loaders refuse in their own ways: assert, KeyError, ValueError, RuntimeError.
         except Exception as error:
             is_ours = isinstance(error, WeightsMismatchError)
-            # Some list every parameter that there is.
-            reason = str(error) if is_ours else f"{type(error).__name__} {error!s:.300}".strip()
+            reason = str(error) if is_ours else described(error)
             current: object = "the last tensor" if _ALL in tensors else "no tensor at all"
             if tensors and _ALL not in tensors:
                 current = specs[len(tensors) - 1]

@@ -60,7 +60,7 @@ class SglangModel:
 
     def _load(self, weights: Pairs) -> None:
         with set_default_torch_dtype(dtype_of(self._model)):
-            # As SGLang loads a checkpoint into an engine that runs; quantised layers need both.
+            # As SGLang loads a checkpoint into an engine that runs; quantized layers need both.
             DefaultModelLoader.restore_weights_before_loading(self._model, self._device)
             DefaultModelLoader.load_weights_and_postprocess(self._model, weights, self._device)
         # The next step reads what was copied, and staging may write anew where it was copied from.
@@ -103,7 +103,7 @@ def sglang_shape_check(model: Any, names: NameMap | None, *, tp_size: int) -> Sh
 def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
     """Refuse a model that serves in another form than it is loaded in.
 
-    SGLang quantises, transposes or packs layers once they are loaded, and undoes that for very few.
+    SGLang quantizes, transposes or packs layers once they are loaded, and undoes that for very few.
     It would load into the others as they are: that fails halfway, or gives other weights.
     """
     served = dict(serving.named_parameters())
@@ -116,7 +116,7 @@ def require_as_loaded(copy: torch.nn.Module, serving: torch.nn.Module) -> None:
                 raise UnsupportedError(
                     f"{name} was loaded as {loaded.dtype} {tuple(loaded.shape)} and has been made "
                     f"something else of since ({type(method).__name__}), into which SGLang cannot "
-                    "load another version: this engine, quantised or packed so, cannot be followed"
+                    "load another version: this engine, quantized or packed so, cannot be followed"
                 )
 
 

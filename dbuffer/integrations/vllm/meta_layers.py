@@ -52,7 +52,7 @@ def vllm_shape_check(
     _require_views(model, serving)
     tie_as_serving(model, serving, unwrapped_by(WRAPPER))
     for tensor in (*model.parameters(), *model.buffers()):
-        _load_without_quantising(tensor)
+        _unwrap_online_quantization(tensor)
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     meta = VllmMetaModel(model, serving, tp_size=tp_size, partial=partial)
     text_config = vllm_config.model_config.hf_text_config
@@ -125,11 +125,11 @@ def _expert_maps_with_data() -> Iterator[None]:
         ExpertMapManager.__init__ = make
 
 
-def _load_without_quantising(tensor: Any) -> None:
-    """Unwrap the loader of a tensor whose layer quantises online.
+def _unwrap_online_quantization(tensor: Any) -> None:
+    """Unwrap the loader of a tensor whose layer quantizes online.
 
     Such a layer's loaders are wrapped from the start, as reload wraps all: they keep tensors until
-    all have come, quantise them, and take the wrapping off, which a watched loader would hide.
+    all have come, quantize them, and take the wrapping off, which a watched loader would hide.
     """
     loader = getattr(tensor, "weight_loader", None)
     while getattr(loader, "__name__", None) == _DEFERRING:
@@ -195,14 +195,14 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
     def require_complete(self) -> None:
         """Raise :class:`WeightsMismatchError` if a tensor, or part of a layer, is missing."""
         self.require_late_parameters(partial=self._partial)
-        self._refuse_what_reload_would_lose()
+        self._refuse_loads_past_loaders()
         if not self._partial:
             for name, parameter in self.model.named_parameters():
                 if id(parameter) not in self._optional:
                     self.require_whole(name, parameter, _count_loadable(parameter))
         self._require_whole_layers()
 
-    def _refuse_what_reload_would_lose(self) -> None:
+    def _refuse_loads_past_loaders(self) -> None:
         """Refuse loads past a tensor's loader: reload has other tensors there, and misses them."""
         for name, origin in self.recorder.written_from.items():
             raise WeightsMismatchError(
@@ -220,7 +220,7 @@ class VllmMetaModel(MetaModel):  # type: ignore[no-untyped-call]
                 )
 
     def _require_whole_layers(self) -> None:
-        """Refuse a layer that was loaded in part: vLLM leaves its missing parts uninitialised."""
+        """Refuse a layer that was loaded in part: vLLM leaves its missing parts uninitialized."""
         num_loaded = 0
         for prefix, module in self.model.named_modules():
             own = {name: tensor for table in tables_of(module) for name, tensor in table.items()}

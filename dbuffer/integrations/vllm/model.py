@@ -1,6 +1,6 @@
 """`VllmModel`: one rank's model, which loads weights, and refuses to serve when that failed.
 
-Weights go through vLLM's layerwise reload, which serves packed, quantised and plain layers alike.
+Weights go through vLLM's layerwise reload, which serves packed, quantized and plain layers alike.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class VllmModel:
         self._device = device
         self._model = model
         self._hook: Any = None
-        self._places = self._find_places()
+        self._places = self._addresses()
 
     def load(self, weights: _Weights, *, partial: bool = False) -> None:
         """Swap in the weights of one version. A failure leaves a mix, to be repaired at once.
@@ -71,23 +71,23 @@ class VllmModel:
                 # Tensors are handed over where they lie, in main memory; a layer's are kept as
                 # views until it is whole, so their order costs no memory.
                 with _Registrations(before) as registrations:
-                    self._model.load_weights(registrations.settled_after_each(weights))
+                    self._model.load_weights(registrations.settling(weights))
                 loaded = [module for module in self._model.modules() if _has_loaded(module)]
                 if not partial:
                     _finish_caches_without_scales(self._model)
-                complete = [m for m, _ in before] if partial else _lacking_nothing(before, loaded)
-                with _no_warning_of(complete):
+                complete = [m for m, _ in before] if partial else _complete_layers(before, loaded)
+                with _without_warnings_of(complete):
                     finalize_layerwise_reload(self._model, config.model_config)
             except BaseException:
-                _put_back(before)
+                _restore_tensors(before)
                 raise
-            _register_nothing_again(before)
+            _restore_absent_names(before)
             _repack_tied(self._model, loaded)
             _repack_cpu_experts(loaded)
         # The next step reads what was copied, and staging may write anew where it was copied from.
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        if self._find_places() != self._places:
+        if self._addresses() != self._places:
             raise EngineBrokenError("parameters were left at other places in memory")
 
     def load_checkpoint(self) -> None:
@@ -99,7 +99,7 @@ class VllmModel:
             )
         self.load(loader.get_all_weights(config.model_config, self._model))
 
-    def _find_places(self) -> dict[str, int]:
+    def _addresses(self) -> dict[str, int]:
         """Return each parameter's address in memory: captured graphs read only there."""
         return {name: tensor.data_ptr() for name, tensor in self._model.named_parameters()}
 
@@ -125,7 +125,7 @@ def _own_tensors(module: Any) -> list[dict[str, Any]]:
     return [dict(table) for table in tables_of(module)]
 
 
-def _put_back(before: list[_Tensors]) -> None:
+def _restore_tensors(before: list[_Tensors]) -> None:
     """Give each layer its own tensors again, after a load that failed; their content is a mix.
 
     The next load would complete half a layer with tensors of another version; and a layer that
@@ -158,8 +158,8 @@ class _Registrations:
         for module, _own in self._modules:
             module.__dict__.pop("register_parameter", None)
 
-    def settled_after_each(self, weights: _Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights, and settle the parameters that each was made."""
+    def settling(self, weights: _Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield weights, and settle the parameters that loaders make of each."""
         for name, tensor in weights:
             yield name, tensor
             for module, own_name, old in self._new:
@@ -176,7 +176,7 @@ class _Registrations:
             self._new.append((module, name, old))
 
 
-def _register_nothing_again(before: list[_Tensors]) -> None:
+def _restore_absent_names(before: list[_Tensors]) -> None:
     """Restore the names with None, of weights that a kernel keeps: reload drops them."""
     for module, tensors in before:
         for table, own in zip(tables_of(module), tensors, strict=True):
@@ -185,9 +185,9 @@ def _register_nothing_again(before: list[_Tensors]) -> None:
                     table.setdefault(name, None)
 
 
-def _lacking_nothing(before: list[_Tensors], loaded: list[torch.nn.Module]) -> list[Any]:
-    """Return the layers whose parameters have all come, tied ones with another layer."""
-    have_come = {
+def _complete_layers(before: list[_Tensors], loaded: list[torch.nn.Module]) -> list[Any]:
+    """Return the layers whose parameters were all loaded, tied ones with another layer."""
+    loaded_ids = {
         id(parameter)
         for module, (parameters, _) in before
         if module in loaded
@@ -196,12 +196,14 @@ def _lacking_nothing(before: list[_Tensors], loaded: list[torch.nn.Module]) -> l
     return [
         module
         for module, (parameters, _) in before
-        if all(parameter is None or id(parameter) in have_come for parameter in parameters.values())
+        if all(
+            parameter is None or id(parameter) in loaded_ids for parameter in parameters.values()
+        )
     ]
 
 
 @contextlib.contextmanager
-def _no_warning_of(complete: list[torch.nn.Module]) -> Iterator[None]:
+def _without_warnings_of(complete: list[torch.nn.Module]) -> Iterator[None]:
     """Suppress warnings that reload found nothing for layers that need nothing.
 
     vLLM warns of each, by the name of its class: of rotary embeddings, tied heads, layers that a

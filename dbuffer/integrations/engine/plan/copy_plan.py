@@ -37,7 +37,7 @@ from dbuffer.integrations.engine.plan.patching import (
 from dbuffer.integrations.engine.plan.samples import Sample
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
-from dbuffer.runtime.messages import listed
+from dbuffer.runtime.messages import described, listed
 from dbuffer.runtime.trouble import log_once
 
 logger = logging.getLogger(__name__)
@@ -412,7 +412,7 @@ def layer_of(parameter: str) -> str:
 def log_copied_whole(error: Exception) -> None:
     """Log that what changed could not be patched this time."""
     message = "a version is copied whole, as patching what changed failed: %s"
-    log_once(logger, message, f"{type(error).__name__} {error!s:.100}")
+    log_once(logger, message, described(error))
 
 
 def digest_of(tensor: torch.Tensor) -> int:

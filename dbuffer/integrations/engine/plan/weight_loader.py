@@ -39,7 +39,7 @@ from dbuffer.integrations.engine.plan.verification import (
 )
 from dbuffer.integrations.engine.shape_check import ShapeCheck
 from dbuffer.io.copier import Copier
-from dbuffer.runtime.messages import listed
+from dbuffer.runtime.messages import described, listed
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class WeightLoader:
             logger.info(
                 "the plan is not verified again: loaders refuse what %s is made of, alone: %s",
                 name,
-                _described(error),
+                described(error),
             )
             return None
         copies = plan.traced[name].bind(loaded, tensors)
@@ -376,7 +376,7 @@ class WeightLoader:
         logger.warning(
             "switches go through the engine's reload for %d versions, and not by copies alone: %s",
             self._num_skipped,
-            why if error is None else f"{why}: {_described(error)}",
+            why if error is None else f"{why}: {described(error)}",
         )
 
 
@@ -393,7 +393,3 @@ def _log_verified(plan: CopyPlan, verified_s: float) -> None:
     )
     for layer, why in plan.reloaded.items():
         logger.info("%s stays with the engine's reload: %s", layer, why)
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__} {error!s:.300}"
