@@ -18,9 +18,9 @@ from dbuffer.format.manifest import Manifest
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
-from dbuffer.store.local import LocalMedium
-from dbuffer.store.media import MEDIA
-from dbuffer.store.medium import Medium, Records, WeightsFiles
+from dbuffer.store.medium import MEDIA, LocalMedium, Medium
+from dbuffer.store.weights_files import WeightsFiles
+from dbuffer.store.writer import FILES
 
 failing: set[str] = set()
 """Names of the methods of `_UnlinkedFiles` that fail."""
@@ -42,7 +42,6 @@ def _fail_if_told(method: str) -> None:
 
 class CheckedMedium(Medium):
     name = "checked"
-    maps_files = True
     reaches_other_hosts = False
 
     @property
@@ -71,9 +70,6 @@ class CheckedMedium(Medium):
         local = LocalMedium(self.root, self.filesystem)
         return local.publish_file(path, data, durable=durable, shows_life=shows_life, before=before)
 
-    def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
-        return _UnlinkedFiles(records, reader_timeout_s)
-
 
 class _UnlinkedFiles(WeightsFiles):
     access = os.O_RDWR
@@ -81,16 +77,16 @@ class _UnlinkedFiles(WeightsFiles):
     def reuse(
         self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
     ) -> Descriptor | None:
-        pointer = DoubleBuffer(self.records.root).pointer()
+        pointer = DoubleBuffer(self.store.root).pointer()
         assert pointer is None or pointer.buffer != buffer, "the newest version is never touched"
         _fail_if_told("reuse")
         return None
 
     def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
-        marked = DoubleBuffer(self.records.root).manifest(buffer)
+        marked = DoubleBuffer(self.store.root).manifest(buffer)
         assert marked is not None
         assert marked.state == "writing", "the mark comes first"
-        assert self.records.root / buffer / marked.file in keep
+        assert self.store.root / buffer / marked.file in keep
         _fail_if_told("retire")
         self.sweep(buffer, keep=keep)
 
@@ -114,3 +110,4 @@ class _UnlinkedFiles(WeightsFiles):
 
 
 MEDIA[CheckedMedium.name] = CheckedMedium
+FILES[CheckedMedium.name] = _UnlinkedFiles

@@ -201,13 +201,13 @@ def damaged(template: Path, store: Path) -> Path:
 @pytest.fixture
 def settle_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody take a store for damaged, and look again, without being noticed."""
-    monkeypatch.setattr("dbuffer.store.buffer._SETTLE_S", 60.0)
+    monkeypatch.setattr("dbuffer.store.hold._SETTLE_S", 60.0)
 
 
 @pytest.fixture
 def settle_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not wait two seconds to see whether a damaged store is only being written."""
-    monkeypatch.setattr("dbuffer.store.buffer._SETTLE_S", 0.01)
+    monkeypatch.setattr("dbuffer.store.hold._SETTLE_S", 0.01)
 
 
 @pytest.fixture

@@ -50,8 +50,10 @@ from support import (
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.publish import delta_chain
-from dbuffer.store import buffer, retirement
-from dbuffer.store.media import medium_of
+from dbuffer.store import hold as store_hold
+from dbuffer.store import network_files
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.medium import medium_of
 
 pytestmark = [pytest.mark.usefixtures("settle_slowly"), pytest.mark.soak]
 
@@ -216,7 +218,7 @@ def noting(number: int) -> Iterator[None]:
 
 def settle_slowly() -> None:
     """As the fixture of this name does in the test's own process."""
-    buffer._SETTLE_S = 60.0
+    store_hold._SETTLE_S = 60.0
 
 
 def kill_at_every_moment(
@@ -505,7 +507,7 @@ def assert_recovers_across_a_network(
             held_version=10**6,
             updated_at=time.time(),
         )
-        path = buffer.DoubleBuffer(store).record_path(record.receiver, record.token)
+        path = DoubleBuffer(store).record_path(record.receiver, record.token)
         path.write_bytes(encode(record))
         for version in range((expected or 0) + 2, (expected or 0) + 5):
             assert unnamed <= version_files(store), "another host may read it still"
@@ -530,7 +532,7 @@ def kill_at_every_moment_across_a_network(
     connection: Connection, directory: Path, situation: str
 ) -> None:
     os.environ["DBUFFER_MOUNT"] = "network"
-    retirement.time = clock = Clock()  # type: ignore[attr-defined]
+    network_files.time = clock = Clock()  # type: ignore[attr-defined]
     check = functools.partial(assert_recovers_across_a_network, clock=clock)
     kill_at_every_moment(connection, directory, situation, check)
 

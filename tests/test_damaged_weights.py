@@ -27,7 +27,7 @@ from support import SMALL, SPARSE, Child, is_soak, newest
 
 import dbuffer
 from dbuffer.format.layout import digest
-from dbuffer.store import buffer as buffer_module
+from dbuffer.store import hold
 
 pytestmark = pytest.mark.usefixtures("settle_quickly")
 
@@ -188,7 +188,7 @@ def test_layout_that_lies_out_of_place_is_refused_and_the_file_named(damaged: Pa
 
 def use_truncated_files(connection: Connection, template: Path, copy: Path) -> None:
     """Cut each weights file short, and read and publish; send what came of it."""
-    buffer_module._SETTLE_S = 0.01
+    hold._SETTLE_S = 0.01
     for buffer in ("A", "B"):
         path, manifest = weights_file(template, buffer)
         sizes = {0, 1, 4096, manifest["checksums_offset"], manifest["file_bytes"] - 1}

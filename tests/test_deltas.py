@@ -30,7 +30,7 @@ from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.publish import delta_chain
 from dbuffer.receive import receiver as receiver_module
 from dbuffer.receive.stager import Stager
-from dbuffer.store import retirement
+from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 from dbuffer.store.writer import BufferWriter
 from dbuffer.tools.verification import verify_store
@@ -52,7 +52,7 @@ def short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def files_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retirement, "KEEP_AT_LEAST_S", 0.0)
+    monkeypatch.setattr(network_files, "KEEP_AT_LEAST_S", 0.0)
 
 
 def make_sender(store: Path, **options: bool) -> dbuffer.WeightSender:
@@ -620,12 +620,12 @@ def test_a_reader_without_end_is_waited_for_only_so_long(
     store: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 0.0
-    monkeypatch.setattr(retirement.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(network_files.time, "monotonic", lambda: now_s)
     with make_sender(store) as sender, reader_of(store, "slow") as slow:
         publish(sender, 1, 2, 3)
         needed = named_files(store)
         slow.wait_for_version()
-        with slow.hold_seen(), caplog.at_level(logging.WARNING, "dbuffer.store.retirement"):
+        with slow.hold_seen(), caplog.at_level(logging.WARNING, "dbuffer.store.network_files"):
             publish(sender, *range(4, 12))
             assert needed <= version_files(store)
             now_s += READER_TIMEOUT_S
@@ -647,17 +647,17 @@ def test_what_a_dead_sender_left_is_removed_in_time(
     alien.write_text("of somebody else")
     first._writer._lock.close()
     now_s = 0.0
-    monkeypatch.setattr(retirement.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(network_files.time, "monotonic", lambda: now_s)
     with make_sender(store) as second:
         named = named_files(store)
         assert opened(reader_of(store)) == 3
-        now_s += 2 * retirement.KEEP_AT_LEAST_S + READER_TIMEOUT_S
+        now_s += 2 * network_files.KEEP_AT_LEAST_S + READER_TIMEOUT_S
         publish(second, 4, 5)
         assert not orphan.exists()
         assert alien.exists()
         assert named <= version_files(store)  # what came since stands on these
         publish(second, 21, 22)
-        now_s += 2 * retirement.KEEP_AT_LEAST_S + READER_TIMEOUT_S
+        now_s += 2 * network_files.KEEP_AT_LEAST_S + READER_TIMEOUT_S
         publish(second, 23, 24)
         assert not named & version_files(store)
 

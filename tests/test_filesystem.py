@@ -23,7 +23,7 @@ from dbuffer.errors import (
     StoreNotFoundError,
 )
 from dbuffer.store import filesystem, mounts
-from dbuffer.store.media import medium_of
+from dbuffer.store.medium import medium_of
 from dbuffer.store.mounts import Mount
 
 

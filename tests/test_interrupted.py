@@ -39,7 +39,7 @@ from test_crash import (
 
 import dbuffer
 from dbuffer.publish import delta_chain
-from dbuffer.store.media import medium_of
+from dbuffer.store.medium import medium_of
 
 
 def interrupt() -> None:

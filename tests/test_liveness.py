@@ -24,9 +24,10 @@ from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
 from dbuffer.mirror.mirror import Mirror
 from dbuffer.mirror.relay import AcknowledgementRelay
-from dbuffer.store import filesystem, retirement
-from dbuffer.store.buffer import DoubleBuffer, _state_of
+from dbuffer.store import filesystem, network_files
+from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import Descriptor
+from dbuffer.store.listing import _file_state
 from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S, Process, owner_fields
 from dbuffer.store.records import RecordFile
 from dbuffer.tools.status import read_status
@@ -134,7 +135,7 @@ def make_old(path: Path) -> None:
 def test_what_another_container_reads_is_kept(
     store: Path, mount: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retirement, "KEEP_AT_LEAST_S", 0.0)
+    monkeypatch.setattr(network_files, "KEEP_AT_LEAST_S", 0.0)
     with dbuffer.WeightSender(store, reader_timeout_s=600) as sender:
         publish(sender, 1)
         [file] = weights_files(store)["B"] + weights_files(store)["A"]
@@ -476,7 +477,7 @@ def test_listing_reads_what_has_changed(store: Path, monkeypatch: pytest.MonkeyP
 def test_what_changes_twice_within_a_tick_is_seen(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dbuffer.store.buffer._state_of", state_in_whole_seconds)
+    monkeypatch.setattr("dbuffer.store.listing._file_state", state_in_whole_seconds)
     dbuffer.WeightSender(store).close()
     view = DoubleBuffer(store)
     for version in range(100, 400):  # in place: the same inode, the same length
@@ -489,7 +490,7 @@ def state_in_whole_seconds(found: os.stat_result, now: float) -> tuple[int, ...]
     times = {name: int(getattr(found, name)) for name in ("st_mtime", "st_ctime")}
     times |= {f"{name}_ns": value * 10**9 for name, value in times.items()}
     coarse = {"st_ino": found.st_ino, "st_size": found.st_size}
-    return _state_of(SimpleNamespace(**times | coarse), now)  # type: ignore[arg-type]
+    return _file_state(SimpleNamespace(**times | coarse), now)  # type: ignore[arg-type]
 
 
 def test_dead_receivers_with_made_up_names_go_while_the_sender_lives(

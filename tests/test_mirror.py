@@ -433,7 +433,7 @@ def test_a_damaged_remote_delta(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it needs is read whole where that is there, or with the next version."""
-    monkeypatch.setattr("dbuffer.store.buffer._SETTLE_S", 0.05)
+    monkeypatch.setattr("dbuffer.store.hold._SETTLE_S", 0.05)
     may_go_on = threading.Event()
 
     def on_copied(copied: Publication) -> None:

@@ -40,7 +40,8 @@ import dbuffer
 from dbuffer.receive.stager import Stager
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.store.media import medium_of
+from dbuffer.store.hold import hold_version
+from dbuffer.store.medium import medium_of
 from dbuffer.tools import cli
 
 pytestmark = pytest.mark.usefixtures("network")
@@ -529,7 +530,7 @@ def come_round(store: Path, number: int, how: str, times: int) -> bool:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that keeps nothing just for a moment: what no record holds, it removes."""
-    monkeypatch.setattr("dbuffer.store.retirement.KEEP_AT_LEAST_S", 0.0)
+    monkeypatch.setattr("dbuffer.store.network_files.KEEP_AT_LEAST_S", 0.0)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -600,7 +601,7 @@ def hold_older_at(number: int, store: Path) -> bool | None:
 
     def take_hold() -> None:
         history = sender._writer.record.history
-        held.append(receiver._store.hold_version(1, history, receiver._announce))
+        held.append(hold_version(receiver._store, 1, history, receiver._announce))
 
     with (
         dbuffer.WeightSender(store, num_threads=1) as sender,
@@ -625,7 +626,7 @@ def hold_older_at(number: int, store: Path) -> bool | None:
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("how", ["open", "load", "function"])
 @pytest.mark.parametrize(
-    "step", [Step("return", "DoubleBuffer.hold_newest"), Step("call", "read_tensors")], ids=str
+    "step", [Step("return", "hold_newest"), Step("call", "read_tensors")], ids=str
 )
 def test_a_file_that_goes_under_a_reader_is_another_try(
     store: Path, monkeypatch: pytest.MonkeyPatch, how: str, step: Step

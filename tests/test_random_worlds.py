@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 from worlds import Failure, World
 
 import dbuffer
-from dbuffer.store import filesystem, retirement
+from dbuffer.store import filesystem, network_files
 
 VERSIONS = 20_000 if is_soak() else 500
 """Published, and compared, in a run."""
@@ -438,7 +438,7 @@ def live(rank: int, plan: Plan, address: str) -> tuple[list[Attempt], int]:
     if rank >= plan.size:
         return [], 0
     random.seed(plan.seed)
-    retirement.KEEP_AT_LEAST_S = 0.0
+    network_files.KEEP_AT_LEAST_S = 0.0
     os.environ[filesystem.MOUNT_VARIABLE] = plan.mount
     with contextlib.ExitStack() as stack:
         checker = None

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ from support import OTHER, SMALL, Child, newest, publish, weights_files
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord, encode
-from dbuffer.store import retirement
+from dbuffer.store import network_files
 from dbuffer.store.contents import Contents
 from dbuffer.store.liveness import owner_fields
-from dbuffer.store.retirement import KEEP_AT_LEAST_S, RetiredFiles
+from dbuffer.store.network_files import KEEP_AT_LEAST_S, NetworkFiles
 
 pytestmark = pytest.mark.usefixtures("network")
 
@@ -42,7 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(retirement, "time", clock)
+    monkeypatch.setattr(network_files, "time", clock)
     return clock
 
 
@@ -94,10 +95,11 @@ class Retiring:
         self.let_go: list[Path] = []
         self._path, self._clock = path, clock
         self._start_s = clock.now_s
-        self._files = RetiredFiles(
-            lambda: self.records, READER_TIMEOUT_S, self._note, lambda: named
-        )
-        self._files.add(path, None if version is None else range(version, version + 1))
+        store = SimpleNamespace(root=path.parent, readers=lambda: self.records)
+        self._files: Any = NetworkFiles(store, READER_TIMEOUT_S)  # type: ignore[arg-type]
+        self._files.close_at = self._note
+        self._files._named_versions = lambda: set(named)
+        self._files._retire(path, None if version is None else range(version, version + 1))
 
     def _note(self, path: Path) -> None:
         assert path.exists(), "a file is let go of before it is removed"
@@ -105,7 +107,7 @@ class Retiring:
 
     def is_there_at(self, age_s: float) -> bool:
         self._clock.now_s = self._start_s + age_s
-        self._files.remove_unneeded()
+        self._files._remove_unneeded()
         return self._path.exists()
 
 
@@ -143,8 +145,8 @@ def test_a_file_that_served_many_versions_stays_while_one_of_them_is_read(
     old_file: Path, clock: Clock
 ) -> None:
     retiring = Retiring(old_file, None, clock)
-    retiring._files._files.clear()
-    retiring._files.add(old_file, range(4, 8))
+    retiring._files._retired.clear()
+    retiring._files._retire(old_file, range(4, 8))
     retiring.records = [record_of(3, "before"), record_of(5, "one"), record_of(8, "after")]
     assert retiring.is_there_at(KEEP_AT_LEAST_S)
     retiring.records = [record_of(3, "before"), record_of(8, "after")]
@@ -177,7 +179,7 @@ def test_a_file_is_as_old_as_its_first_retirement(old_file: Path, clock: Clock) 
     retiring = Retiring(old_file, 7, clock)
     for age_s in (0.5, 1.0, 1.5):
         assert retiring.is_there_at(age_s)
-        retiring._files.add(old_file, range(7, 8))
+        retiring._files._retire(old_file, range(7, 8))
     assert not retiring.is_there_at(KEEP_AT_LEAST_S)
 
 
@@ -200,7 +202,7 @@ def test_a_file_that_cannot_be_removed_is_no_error(
 def test_a_file_that_is_gone_already_is_no_error(old_file: Path, clock: Clock) -> None:
     retiring = Retiring(old_file, 7, clock)
     old_file.unlink()
-    retiring._files._close_file = lambda path: None
+    retiring._files.close_at = lambda path: None
     assert not retiring.is_there_at(KEEP_AT_LEAST_S)
 
 

@@ -50,7 +50,7 @@ from dbuffer.format.places import is_part_of
 from dbuffer.publish.shard_writer import SharedFileWriter
 from dbuffer.publish.shards import Box, assign_writes
 from dbuffer.ranks import agreement
-from dbuffer.store import filesystem, retirement
+from dbuffer.store import filesystem, network_files
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.verification import verify_store
 
@@ -378,7 +378,7 @@ def test_large_plain_tensors_are_spread_over_the_ranks():
 
 def send_parts(rank: int, store: Path, versions: list[int], keep_s: float = 0.0) -> None:
     """As to a network mount, where old files go as soon as nobody reads them."""
-    retirement.KEEP_AT_LEAST_S = keep_s
+    network_files.KEEP_AT_LEAST_S = keep_s
     with mounted("network"), ShardedWeightSender(store) as sender:
         for version in versions:
             sender.send(pattern_of(version, distributed.get_world_size()), version=version)
@@ -801,7 +801,7 @@ WHOLE = Way()
 
 
 def open_and_send(rank: int, store: Path, version: int, way: Way = WHOLE) -> None:
-    retirement.KEEP_AT_LEAST_S = 0.0
+    network_files.KEEP_AT_LEAST_S = 0.0
     with mounted(way.mount), way.open(store) as sender:
         sender.send(way.weights(version), version=version)
 

@@ -37,7 +37,8 @@ from dbuffer.io.transfer import part_path
 from dbuffer.publish import delta_chain
 from dbuffer.publish.shard_writer import PartFileWriter, SharedFileWriter
 from dbuffer.ranks import agreement
-from dbuffer.store.buffer import DoubleBuffer, Held
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import Held, hold_buffer, hold_newest
 from dbuffer.store.writer import BufferWriter
 
 MOUNTS = ["local", "network"]
@@ -227,10 +228,10 @@ def fail_to_read(*_: Any) -> None:
     raise dbuffer.StoreAccessError("it went up in smoke")
 
 
-def hold_the_one_before(self: DoubleBuffer, version: int, history: str | None) -> Held | None:
+def hold_the_one_before(buffers: DoubleBuffer, version: int, history: str | None) -> Held | None:
     """As who is late to see what was published, or early to see what comes after it."""
-    idle = next(buffer for buffer in "AB" if self.manifest(buffer).version < version)
-    return self.hold_buffer(idle)
+    idle = next(buffer for buffer in "AB" if buffers.manifest(buffer).version < version)
+    return hold_buffer(buffers, idle)
 
 
 @contextlib.contextmanager
@@ -247,7 +248,7 @@ def warnings_logged() -> Iterator[list[str]]:
 
 def damage_base(store: Path, mount: str) -> None:
     """A bit of what one rank has written and was published; on a network mount, of the anchor."""
-    held = DoubleBuffer(store).hold_newest(newer_than=None)
+    held = hold_newest(DoubleBuffer(store), newer_than=None)
     with held:
         path = held.path if mount == "local" else part_path(held.path, 2)
     flip_bit(path, 8 * (path.stat().st_size // 2))
@@ -263,7 +264,7 @@ def lose_delta(store: Path, mount: str) -> None:
 
 
 def lose_base(store: Path, mount: str) -> None:
-    with DoubleBuffer(store).hold_newest(newer_than=None) as held:
+    with hold_newest(DoubleBuffer(store), newer_than=None) as held:
         path = held.path if mount == "local" else part_path(held.path, 1)
     path.unlink()
 
@@ -287,7 +288,7 @@ def test_one_rank_that_cannot_read_lets_all_begin_with_a_whole_version(
     world, store, failing, mount, why
 ):
     world.run(go_on, fsdp, store, mount, range(1, 4))
-    hindrance = (failing, DoubleBuffer, "hold_version", hold_the_one_before)
+    hindrance = (failing, "dbuffer.publish.publisher.hold_version", hold_the_one_before)
     if "smoke" in why:
         output = SharedFileWriter if mount == "local" else PartFileWriter
         hindrance = (failing, output, "read_back", fail_to_read)

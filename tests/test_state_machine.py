@@ -49,7 +49,7 @@ from support import (
 
 import dbuffer
 from dbuffer.publish import delta_chain
-from dbuffer.store import buffer, retirement
+from dbuffer.store import hold, network_files
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
 
 preload("hypothesis.stateful", "dbuffer.publish.sender", "dbuffer.receive.receiver")
@@ -163,7 +163,7 @@ def publish_changes_and_die(
 
 
 def set_short_limits() -> None:
-    retirement.KEEP_AT_LEAST_S = 0.0
+    network_files.KEEP_AT_LEAST_S = 0.0
     # The weights are small, and deltas soon as large; chains are to end, and not with each version.
     delta_chain.MAX_CHAIN, delta_chain.MAX_CHAIN_SHARE = 3, 100.0
 
@@ -210,7 +210,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.patches = contextlib.ExitStack()
         self.patches.enter_context(mock.patch.dict(os.environ, DBUFFER_MOUNT=self.mount))
         for module, name in (
-            (retirement, "KEEP_AT_LEAST_S"),
+            (network_files, "KEEP_AT_LEAST_S"),
             (delta_chain, "MAX_CHAIN"),
             (delta_chain, "MAX_CHAIN_SHARE"),
         ):
@@ -632,7 +632,7 @@ class NetworkStoreMachine(StoreMachine):
             os.truncate(file, size // 2 if damage == "cut short" else 0)
         verify = self.options["checksum"]
         with (
-            mock.patch.object(buffer, "_SETTLE_S", 0.01),
+            mock.patch.object(hold, "_SETTLE_S", 0.01),
             dbuffer.WeightReceiver(
                 self.store, receiver_id="check", verify=verify, num_threads=1
             ) as receiver,

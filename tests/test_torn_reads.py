@@ -43,8 +43,8 @@ from dbuffer.format import layout
 from dbuffer.io.copier import Copier
 from dbuffer.publish import delta_chain
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.store import filesystem, retirement
-from dbuffer.store.buffer import Held
+from dbuffer.store import filesystem, network_files
+from dbuffer.store.hold import Held
 
 NUM_PUBLISHES = 20_000 if is_soak() else 800
 NUM_PUBLISHES_ACROSS_A_NETWORK = 6_000 if is_soak() else 300
@@ -109,7 +109,7 @@ def switch_off_what_is_not_in(layers: Layers) -> None:
     if layers.is_network:
         os.environ["DBUFFER_MOUNT"] = "network"
         layout.SPAN_BYTES = 32 * 1024  # so that a reader is in the middle of a file for long
-        retirement.KEEP_AT_LEAST_S = 0.0
+        network_files.KEEP_AT_LEAST_S = 0.0
         os.pread, os.preadv = stale_if_removed(os.pread), stale_if_removed(os.preadv)
     if layers.announces is False:
         WeightReceiver._announce = lambda self, version: None

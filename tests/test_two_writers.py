@@ -20,7 +20,7 @@ import torch
 from support import OTHER, SMALL, Child, Step, at_step, newest, stop
 
 import dbuffer
-from dbuffer.store import filesystem, retirement
+from dbuffer.store import filesystem, network_files
 from dbuffer.store.buffer import DoubleBuffer
 
 SOON_S = 5.0
@@ -119,7 +119,7 @@ def test_sender_superseded_while_it_waits_for_readers_touches_nothing(store: Pat
             senders.enter_context(second).send(SMALL.weights(5), version=5)
             before.update(contents(store))
 
-        at_step(Step("return", "_RewrittenFiles.reuse"), take_over)
+        at_step(Step("return", "LocalFiles.reuse"), take_over)
         try:
             with pytest.raises(dbuffer.WriterSupersededError):
                 first.send(SMALL.weights(3))
@@ -293,7 +293,7 @@ def test_a_version_published_while_another_takes_over_keeps_its_file(
 ) -> None:
     """Where locks hold nobody back, the old sender may publish until it sees the new one."""
     monkeypatch.setenv("DBUFFER_MOUNT", "network")
-    monkeypatch.setattr(retirement, "KEEP_AT_LEAST_S", 0.0)
+    monkeypatch.setattr(network_files, "KEEP_AT_LEAST_S", 0.0)
     monkeypatch.setattr(filesystem, "try_lock", lambda *_, **__: True)
     monkeypatch.setattr(filesystem, "lock_within", lambda *_, **__: True)
     put, late = filesystem.replace_file, [3]

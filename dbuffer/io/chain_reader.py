@@ -31,8 +31,8 @@ from dbuffer.io.tensors import FileTensors, unpack_checksums
 from dbuffer.io.transfer import OnBytes, read_tensors
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import Held
 from dbuffer.store.filesystem import Descriptor, os_errors
+from dbuffer.store.hold import Held
 
 
 class _Opened(NamedTuple):

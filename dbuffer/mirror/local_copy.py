@@ -20,7 +20,8 @@ from dbuffer.publish.draft import Draft, Drafts, Progress, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.closing import Closing
-from dbuffer.store.buffer import DoubleBuffer, Held
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import Held
 from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)

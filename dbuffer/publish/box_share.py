@@ -23,7 +23,7 @@ from dbuffer.publish.shard_writer import ShardWriter, join_shares
 from dbuffer.publish.shards import Box, WriteAssignment
 from dbuffer.publish.shares import ClaimInfo, Share, apply_detached
 from dbuffer.ranks.world import Arrays, World
-from dbuffer.store.buffer import Held
+from dbuffer.store.hold import Held
 from dbuffer.weights.sources import Source
 
 Positions: TypeAlias = npt.NDArray[np.integer[Any]]

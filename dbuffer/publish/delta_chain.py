@@ -22,7 +22,7 @@ from dbuffer.io.delta import encode_delta
 from dbuffer.io.footer import Footer
 from dbuffer.publish.draft import Draft, Drafts
 from dbuffer.runtime.trouble import log_once
-from dbuffer.store.buffer import Held
+from dbuffer.store.hold import Held, hold_newest
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class DeltaChain:
         self.head = None
         store = self.drafts.writer.store
         try:
-            held = store.hold_newest(newer_than=None)
+            held = hold_newest(store, newer_than=None)
             if held is None:
                 return None
             with held:

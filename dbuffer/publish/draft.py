@@ -26,7 +26,7 @@ from dbuffer.io.tensors import (
 )
 from dbuffer.io.transfer import OnBytes, part_path, read_tensors, write_tensor, write_tensors
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import Held
+from dbuffer.store.hold import Held
 from dbuffer.store.writer import BufferWriter, Claim
 
 Progress = Callable[[int, int], None]

@@ -28,6 +28,7 @@ from dbuffer.publish.shares import ClaimInfo, Share
 from dbuffer.ranks.world import World
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import hold_version
 from dbuffer.weights.sources import Source
 
 EARLIER_SENDER = 0
@@ -333,7 +334,7 @@ class Publisher(Closing, ProcessBound, ABC):
     def _read_back(self, manifest: Manifest, share: Share) -> str | None:
         """Read this rank's part of a version; return what hinders that, if anything does."""
         try:
-            held = self._buffers.hold_version(manifest.version, manifest.history)
+            held = hold_version(self._buffers, manifest.version, manifest.history)
             if held is not None:
                 with held:
                     if held.manifest == manifest:

@@ -32,7 +32,7 @@ from dbuffer.publish.publisher import Published, Publisher
 from dbuffer.publish.shares import WholeShare
 from dbuffer.ranks.world import Solo
 from dbuffer.runtime import options
-from dbuffer.store.media import medium_of
+from dbuffer.store.medium import medium_of
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, is_same_memory, own_tensors

@@ -32,8 +32,8 @@ from dbuffer.publish.shards import Box, WriteAssignment, layout_in_parts
 from dbuffer.publish.shares import ClaimInfo
 from dbuffer.ranks.world import World
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import Held
 from dbuffer.store.filesystem import Descriptor
+from dbuffer.store.hold import Held
 
 PASS_BYTES = 32 << 20
 """Copied from a device in one go: what is cast there takes as much of its memory."""

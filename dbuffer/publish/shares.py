@@ -27,7 +27,7 @@ from dbuffer.io.tensors import FileTensors, MappedTensors
 from dbuffer.publish.delta_chain import ChainHead, DeltaChain
 from dbuffer.publish.draft import Draft, Progress, counter
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import Held
+from dbuffer.store.hold import Held
 from dbuffer.weights.sources import Source, fetch
 
 logger = logging.getLogger(__name__)

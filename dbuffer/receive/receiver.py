@@ -34,7 +34,8 @@ from dbuffer.receive.snapshot import (
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
 from dbuffer.runtime.messages import listed
-from dbuffer.store.buffer import DoubleBuffer, Held, Patience, pointer_to
+from dbuffer.store.buffer import DoubleBuffer, pointer_to
+from dbuffer.store.hold import Held, Patience, hold_newest, hold_version
 from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher
 from dbuffer.weights.targets import LoadedNames, Matcher, refuse_adapter
@@ -480,8 +481,12 @@ class WeightReceiver(Closing, ProcessBound):
 
     def _hold(self, newer_than: int | None, known: Pointer | None = None) -> Held | None:
         with self._cleared_on_error():
-            held = self._store.hold_newest(
-                newer_than=newer_than, seen=self._seen, known=known, announce=self._announce
+            held = hold_newest(
+                self._store,
+                newer_than=newer_than,
+                seen=self._seen,
+                reread=known is None,
+                announce=self._announce,
             )
         if held is not None:
             self._seen = pointer_to(held.buffer, held.manifest)
@@ -513,7 +518,7 @@ class WeightReceiver(Closing, ProcessBound):
         # Not held: what may be wrong with the newest one says nothing of this one.
         self._wait_until_published(version - 1, timeout_s, deadline)
         with self._cleared_on_error():
-            held = self._store.hold_version(version, self.history, self._announce)
+            held = hold_version(self._store, version, self.history, self._announce)
             if held is None:
                 raise errors.VersionError(
                     f"version {version} is no longer in {self.store}: version "

@@ -30,8 +30,8 @@ from dbuffer.io.tensors import (
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import listed
 from dbuffer.store import filesystem
-from dbuffer.store.buffer import Held
 from dbuffer.store.filesystem import os_errors
+from dbuffer.store.hold import Held
 from dbuffer.weights.targets import Match
 
 logger = logging.getLogger(__name__)

@@ -1,35 +1,43 @@
-"""`Medium`: the contract of what a store's directory lies on, and all that rests on it.
+"""`Medium`: how a store's filesystem is used, and all that rests on it.
 
 Whether a file can be rewritten under its readers, whether locks hold, what other hosts see and
-when: a mount decides it, and a medium is the one place that knows. `media` chooses it, once for a
-store; nothing else asks what kind of mount there is. A new medium is a module with a subclass of
-each of the three classes here, or of an existing medium's, and a row in `media`.
+when: a mount decides it, and a medium is the one place that knows. :func:`medium_of` chooses it,
+once for a store; nothing else asks what kind of mount there is. A new medium is a subclass of
+`Medium`, or of one of the two here, with a row in :data:`MEDIA`; its writer's files are a subclass
+of `WeightsFiles`, with a row in :data:`~dbuffer.store.writer.FILES`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
+from dbuffer.errors import OptionError
 from dbuffer.format import places
-from dbuffer.format.manifest import Manifest, ReceiverRecord
-from dbuffer.store import filesystem
-from dbuffer.store.filesystem import Descriptor
+from dbuffer.store import filesystem, mounts
+from dbuffer.store.filesystem import MOUNT_VARIABLE, Descriptor
+from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S
 
+REWRITABLE_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "overlay", "ramfs", "tmpfs", "xfs"})
+"""Filesystems on which allocated space stays allocated when it is written again.
 
-class Records(Protocol):
-    """Records of a store that tell which of its files are still needed."""
+A copy-on-write filesystem (btrfs, zfs) needs new space for old pages, and a mapped page for
+which there is none is a SIGBUS. There each version gets a new file.
+"""
 
-    root: Path
-    owner_only: bool
+LOCAL_FILESYSTEMS = REWRITABLE_FILESYSTEMS | frozenset(
+    {"bcachefs", "btrfs", "ecryptfs", "exfat", "f2fs", "hugetlbfs", "jfs", "nilfs2", "ntfs3"}
+    | {"reiserfs", "rootfs", "ubifs", "vfat", "zfs"}
+)
+"""Filesystems that only this host writes. All others count as network mounts: what works between
+hosts also works on one, and not the other way round."""
 
-    def undamaged_manifest(self, buffer: str) -> Manifest | None:
-        """Read the manifest of a buffer; None if there is none, or it is damaged."""
-
-    def readers(self) -> list[ReceiverRecord]:
-        """Read the records of receivers that hold a version, and may live."""
+_CLOCK_S = 60.0
+"""Interval at which a server's clock is compared with this host's."""
 
 
 class Medium(ABC):
@@ -37,12 +45,6 @@ class Medium(ABC):
 
     name: ClassVar[str]
     """Name in logs and in ``DBUFFER_MOUNT``."""
-    maps_files: ClassVar[bool]
-    """Whether writers and readers map weights files, each of which holds a version whole.
-
-    Else bytes go through pwrite and pread, because a mapped file that goes away is a SIGBUS, and a
-    version may be the file of an earlier one and the deltas since.
-    """
     reaches_other_hosts: ClassVar[bool]
     """Whether processes of other hosts may use the store.
 
@@ -54,6 +56,15 @@ class Medium(ABC):
         self.root = root
         self.filesystem = filesystem_name
         """The kernel's name of the type: ``tmpfs``, ``ext4``, ``nfs4`` ..."""
+
+    @property
+    def maps_files(self) -> bool:
+        """Whether writers and readers map weights files, each of which holds a version whole.
+
+        Else bytes go through pwrite and pread, because a mapped file that goes away is a SIGBUS,
+        and a version may be the file of an earlier one and the deltas since.
+        """
+        return not self.reaches_other_hosts
 
     @property
     @abstractmethod
@@ -91,113 +102,121 @@ class Medium(ABC):
             ends; None: it need not be.
         """
 
-    @abstractmethod
-    def weights_files(self, records: Records, reader_timeout_s: float) -> WeightsFiles:
-        """Return the weights files of the store's one writer."""
 
+class LocalMedium(Medium):
+    """A disk, or memory, of this host alone.
 
-class WeightsFiles(ABC):
-    """The weights files of a store's writer, which holds each open that it may write again."""
+    Locks hold: the kernel drops one when its process dies. Readers map files; changes are seen at
+    once, and inotify tells of them.
+    """
 
-    access: ClassVar[int]
-    """Flag of `os.open` for a new file."""
+    name = "local"
+    reaches_other_hosts = False
 
-    def __init__(self, records: Records, reader_timeout_s: float) -> None:
-        self.records = records
-        self.reader_timeout_s = reader_timeout_s
-        self.open: dict[Path, Descriptor] = {}
-        self.made_for: dict[Path, int] = {}
+    @property
+    def can_rewrite_in_place(self) -> bool:
+        return self.filesystem in REWRITABLE_FILESYSTEMS
 
-    def reuse(
+    def now(self) -> float:
+        return time.time()
+
+    def shows_life(self, record: Path) -> bool:
+        """Whether the record is locked."""
+        return filesystem.is_locked(record)
+
+    def lock_to_read(self, file: Descriptor) -> bool:
+        return filesystem.try_lock(file.number, exclusive=False)
+
+    def publish_file(
         self,
-        buffer: str,  # noqa: ARG002
-        old: Manifest | None,  # noqa: ARG002
-        layout_xxh3: str | None,  # noqa: ARG002
-        file_bytes: int,  # noqa: ARG002
+        path: Path,
+        data: bytes,
+        *,
+        durable: bool = False,
+        shows_life: bool = False,
+        before: Descriptor | None = None,
     ) -> Descriptor | None:
-        """Lock the idle buffer's own file, if it is fit to be written again; None: make a new one.
-
-        Waits for those who read it, for as long as the writer is to wait.
-        """
+        """Lock a record: the kernel drops the lock when its owner dies, in whatever container."""
+        scratch = self.root / places.SCRATCH_DIRECTORY
+        file = filesystem.replace_file(
+            path, data, scratch=scratch, durable=durable, lock=shows_life
+        )
+        if before is not None:  # its own lock showed life until now
+            before.close()
+        if shows_life:
+            return file
+        file.close()
         return None
 
-    @abstractmethod
-    def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
-        """Remove the files that ``old`` named, now or later, and sweep the buffer.
 
-        Files to ``keep`` stay.
-        """
+class NetworkMedium(Medium):
+    """A mount that other hosts may write to and read from.
 
-    def make(self, path: Path, num_bytes: int) -> Descriptor:
-        """Make a weights file, with room for ``num_bytes`` where that can be reserved.
+    No lock there can be trusted by all, and caches are late. So records are touched now and then,
+    and who looks for a version opens the directory first, and polls.
+    """
 
-        Raises:
-            StoreFullError: there is no room.
-            StoreAccessError: it cannot be made.
-        """
-        file = filesystem.make_file(path, self.access)
-        try:
-            self._make_room(file, path, num_bytes)
-        except BaseException:
-            file.close()
-            path.unlink(missing_ok=True)
-            raise
-        self.open[path] = file
-        return file
+    name = "network"
+    reaches_other_hosts = True
 
-    @abstractmethod
-    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
-        """Reserve room for a file, or refuse it for lack of room."""
+    def __init__(self, root: Path, filesystem_name: str) -> None:
+        super().__init__(root, filesystem_name)
+        self._ahead_s = 0.0
+        self._measured_at: float | None = None
 
-    @abstractmethod
-    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
-        """Remove, now or later, files of a buffer or deltas that no manifest names."""
+    @property
+    def can_rewrite_in_place(self) -> bool:
+        """Another host would read half of the old bytes and half of the new."""
+        return False
 
-    @abstractmethod
-    def note_published(self, read_back: Callable[[], None]) -> None:
-        """Follow up on a publish; ``read_back`` compares the store with what was written."""
+    def now(self) -> float:
+        now = time.monotonic()
+        if self._measured_at is None or now - self._measured_at > _CLOCK_S:
+            self._measured_at = now
+            # Who may not write there takes the clocks for the same.
+            with contextlib.suppress(OSError):
+                self._ahead_s = filesystem.clock_ahead_s(self.root / places.SCRATCH_DIRECTORY)
+        return time.time() + self._ahead_s
 
-    def note_version(self, path: Path, version: int) -> None:
-        """Remember for which version a file is made; it may serve later ones, too."""
-        self.made_for[path] = version
+    def shows_life(self, record: Path) -> bool:
+        return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
 
-    def forget(self, file: Descriptor) -> None:
-        self.open = {path: known for path, known in self.open.items() if known is not file}
-        file.close()
+    def lock_to_read(self, file: Descriptor) -> bool:  # noqa: ARG002
+        """Locks may hold nobody back, and no file is written a second time."""
+        return True
 
-    def close_at(self, path: Path) -> None:
-        """Close what is at ``path``, just before it is removed; see `replace_file`."""
-        self.made_for.pop(path, None)
-        if (file := self.open.get(path)) is not None:
-            self.forget(file)
-
-    def close(self) -> None:
-        for file in self.open.values():
-            file.close()
-        self.open.clear()
-
-    def all_in(self, directory: str) -> list[Path]:
-        """The files that a writer may have made there; what else lies there is not ours."""
-        is_ours = (
-            places.is_delta_file if directory == places.DELTAS_DIRECTORY else places.is_weights_file
+    def publish_file(
+        self,
+        path: Path,
+        data: bytes,
+        *,
+        durable: bool = False,
+        shows_life: bool = False,  # noqa: ARG002
+        before: Descriptor | None = None,
+    ) -> Descriptor | None:
+        """Flush the file, which others see no sooner, and keep it open; its time shows life."""
+        scratch = self.root / places.SCRATCH_DIRECTORY
+        return filesystem.replace_file(
+            path, data, scratch=scratch, flush=True, durable=durable, before=before
         )
-        return [
-            path
-            for path in filesystem.list_matching(self.records.root / directory, "*")
-            if is_ours(path.name) and (path.is_symlink() or not path.is_dir())
-        ]
 
-    def named_by(self, buffer: str, manifest: Manifest) -> list[Path]:
-        """All files that a buffer's manifest names: weights, parts of them, deltas."""
-        deltas = self.records.root / places.DELTAS_DIRECTORY
-        return [
-            *self.parts_of(manifest.anchor_buffer or buffer, manifest.file),
-            *(deltas / places.delta_file(identity) for identity in manifest.chain[1:]),
-        ]
 
-    def parts_of(self, buffer: str, file: str) -> list[Path]:
-        """The weights file of this name, and its parts."""
-        directory = self.records.root / buffer
-        files = filesystem.list_matching(directory, "weights-*.td")
-        parts = [path for path in files if places.is_part_of(path.name, file)]
-        return [directory / file, *parts]
+MEDIA: dict[str, type[Medium]] = {medium.name: medium for medium in (LocalMedium, NetworkMedium)}
+"""All media, by their name in ``DBUFFER_MOUNT``."""
+
+
+def medium_of(path: Path) -> Medium:
+    """Choose the medium of ``path``, which need not exist yet.
+
+    Raises:
+        OptionError: ``DBUFFER_MOUNT`` names no medium.
+        StoreAccessError: the path leads into a loop of links.
+    """
+    mounted = mounts.mount_of(path).filesystem
+    name = os.environ.get(MOUNT_VARIABLE, "auto")
+    if name == "auto":
+        name = (LocalMedium if mounted in LOCAL_FILESYSTEMS else NetworkMedium).name
+    if name not in MEDIA:
+        names = ", ".join(map(repr, MEDIA))
+        raise OptionError(f"invalid {MOUNT_VARIABLE} {name!r:.80}: use {names} or 'auto'")
+    return MEDIA[name](path, mounted)

@@ -25,7 +25,7 @@ from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
 from dbuffer.runtime.trouble import log_once
-from dbuffer.store import media
+from dbuffer.store.medium import medium_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Watcher:
 
     def _start(self) -> bool:
         directory = self._file.parent
-        medium = media.medium_of(directory)
+        medium = medium_of(directory)
         if medium.reaches_other_hosts:
             logger.info("%s is on %s: polling, no inotify", directory, medium.filesystem)
             self._watch_from = math.inf

@@ -40,8 +40,17 @@ from dbuffer.store.contents import Contents
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.foreign import require_no_other_weights
 from dbuffer.store.liveness import owner_fields
+from dbuffer.store.medium import LocalMedium, NetworkMedium
+from dbuffer.store.network_files import NetworkFiles
+from dbuffer.store.weights_files import LocalFiles, WeightsFiles
 
 logger = logging.getLogger(__name__)
+
+FILES: dict[str, type[WeightsFiles]] = {
+    LocalMedium.name: LocalFiles,
+    NetworkMedium.name: NetworkFiles,
+}
+"""Weights files of a writer, by the name of its store's medium."""
 
 FORGET_RECEIVERS_AFTER_S = 7 * 24 * 3600.0
 """Time for which the last record of an id that the user gave is kept after its receiver ended."""
@@ -104,7 +113,7 @@ class BufferWriter:
     ) -> None:
         self.store = DoubleBuffer(root, allow_shared_store=allow_shared_store)
         self.root = self.store.root
-        self._reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
+        reader_timeout_s = options.seconds("reader_timeout_s", reader_timeout_s)
         options.flag("durable", durable)
         options.flag("move_torchrl_aside", move_torchrl_aside)
         filesystem.make_directory(self.root, parents=True, durable=durable)
@@ -114,7 +123,7 @@ class BufferWriter:
         self.medium = self.store.medium
         self._sync = durable or self.medium.reaches_other_hosts
         self._published: dict[Path, Descriptor | None] = {}
-        self._files = self.medium.weights_files(self.store, self._reader_timeout_s)
+        self._files = FILES[self.medium.name](self.store, reader_timeout_s)
         self._generation = 0
         self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
         self._forgot_at = time.monotonic()

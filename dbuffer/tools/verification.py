@@ -9,7 +9,8 @@ from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
 from dbuffer.receive.snapshot import map_privately, read_whole, wrong_tensors
-from dbuffer.store.buffer import DoubleBuffer, Held, Patience
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import Held, Patience, hold_buffer, hold_newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ def _verify_once(
     """Check a buffer; None if its file was removed meanwhile, for a newer version on a network."""
     version, has_checksums, problems = newest, False, []
     try:
-        held = store.hold_newest(newer_than=None) if newest else store.hold_buffer(buffer)
+        held = hold_newest(store, newer_than=None) if newest else hold_buffer(store, buffer)
         if held is not None:
             version = held.manifest.version
             has_checksums = held.manifest.checksums_xxh3 is not None

@@ -18,7 +18,7 @@ from scenarios_store import read_with_delays, require_no_mix_at_full_speed
 from support import TIMEOUT_S, Sparse, is_soak, newest
 
 import dbuffer
-from dbuffer.store import retirement
+from dbuffer.store import network_files
 
 MB = 1 << 20
 SMALL_CHANGES = Sparse(num_tensors=12, numel=16_384)
@@ -40,7 +40,7 @@ def test_publishing_deltas_at_full_speed_nobody_reads_a_mix(guest: Guest) -> Non
 
 def publish_to_the_last(connection: Connection, path: Path, last: int) -> None:
     """Go on from the version that is there; send whether each is a delta."""
-    retirement.KEEP_AT_LEAST_S = 2.0
+    network_files.KEEP_AT_LEAST_S = 2.0
     with dbuffer.WeightSender(path / "store", num_threads=1, delta=True) as sender:
         for version in range(sender._writer.next_version(None), last + 1):
             published = sender.send(SMALL_CHANGES.weights(version))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import dbuffer
 from dbuffer.format.places import BUFFERS, part_name
-from dbuffer.store import retirement
+from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
@@ -50,7 +50,7 @@ def publish(
     on_last: tuple[Step, Callable[[], None]] | None,
     pattern: Pattern = WEIGHTS,
 ) -> None:
-    retirement.KEEP_AT_LEAST_S = 0.5
+    network_files.KEEP_AT_LEAST_S = 0.5
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the trainer's own network, which is no NFS
     distributed.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=len(HOSTS)

@@ -27,10 +27,10 @@ from support import TIMEOUT_S, Child, Pattern, Step, at_step, in_soaks_alone, is
 import dbuffer
 from dbuffer.receive import receiver
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.store import retirement
-from dbuffer.store.buffer import Held
-from dbuffer.store.media import medium_of
-from dbuffer.store.retirement import KEEP_AT_LEAST_S
+from dbuffer.store import network_files
+from dbuffer.store.hold import Held
+from dbuffer.store.medium import medium_of
+from dbuffer.store.network_files import KEEP_AT_LEAST_S
 
 WEIGHTS = Pattern(num_tensors=12, numel=16_384)
 WEIGHTS_BYTES = 12 * 16_384 * 8  # 1.5 MiB
@@ -151,7 +151,7 @@ def require_no_mix_at_full_speed(guest: Guest, last: int, pattern: Pattern, *, d
 
 def publish_until_told(connection: Connection, path: Path, name: str) -> None:
     """Publish at full speed, and keep old files for those alone who say that they read them."""
-    retirement.KEEP_AT_LEAST_S = 0.0
+    network_files.KEEP_AT_LEAST_S = 0.0
     with dbuffer.WeightSender(path / name, num_threads=1) as sender:
         for version in itertools.count(1):
             sender.send(WEIGHTS.weights(version))

@@ -12,6 +12,7 @@ import typer
 from dbuffer.errors import WaitTimeoutError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import hold_newest
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import comparison_table, layout_table
 from dbuffer.weights.comparison import Comparison, compare
@@ -37,7 +38,7 @@ def ls(
     if names is not None and against is None:
         raise typer.BadParameter("only together with --against", param_hint="--names")
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
-    held = view.hold_newest(newer_than=None)
+    held = hold_newest(view, newer_than=None)
     if held is None:
         raise WaitTimeoutError(
             f"nothing was published in {store} yet{view.state_without_version()}"

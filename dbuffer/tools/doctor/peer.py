@@ -26,7 +26,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import MOUNT_VARIABLE, TICK_S
 from dbuffer.store.liveness import Process
-from dbuffer.store.media import medium_of
+from dbuffer.store.medium import medium_of
 from dbuffer.tools.doctor.findings import (
     POLLING,
     Finding,

@@ -20,8 +20,7 @@ from dbuffer.format.places import POINTER_FILE, WRITER_FILE
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store import filesystem, mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
-from dbuffer.store.media import medium_of
-from dbuffer.store.medium import Medium
+from dbuffer.store.medium import Medium, medium_of
 from dbuffer.store.watcher import Watcher
 from dbuffer.tools.doctor.findings import POLLING, Finding, OnStep, adapted, broken, good, unknown
 from dbuffer.tools.doctor.process import OtherProcess

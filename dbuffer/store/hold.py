@@ -1,0 +1,311 @@
+"""`Held`: a version held for reading, and how a reader comes to hold one.
+
+A read is: pointer, weights file, shared lock on that file, manifest. The manifest read *under
+the lock* decides. If it still is the one that the pointer names, no writer has begun to rewrite
+the file, and none that respects the lock will while it is held. Every weights file is its own
+lock, so a file that is replaced needs no lock taken over: the old one goes with the old file.
+
+A reader that cannot trust locks compares generations: :meth:`Held.is_unchanged` after
+the last byte was read tells whether a writer has begun since.
+
+On a network mount there are no locks that all can trust, and each version has a file of its own,
+which is never written again. There a reader says in its record what it is about to read, and then
+looks at the manifest once more; a writer takes the manifest away, and then looks at the records
+before it removes a file. Whichever is first, one of them sees the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, Self
+
+from dbuffer import errors
+from dbuffer.format import places
+from dbuffer.format.layout import Layout, digest
+from dbuffer.format.manifest import UNDECODABLE, Manifest, Pointer
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer, pointer_to
+from dbuffer.store.filesystem import Descriptor, os_errors
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_S = 2.0
+"""Longest time for which pointer and manifest may disagree. A writer is between the two for
+microseconds; a disagreement that lasts, while the pointer stands still, is damage."""
+
+_RETRY_S = 0.0005
+
+Announce = Callable[[int], None]
+"""Function that announces in the store which version is about to be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version held for reading, until it is released or its ``with`` block is left."""
+
+    store: DoubleBuffer
+    buffer: str
+    manifest: Manifest
+    path: Path
+    file: Descriptor
+    """The open weights file."""
+
+    def release(self) -> None:
+        self.file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def is_unchanged(self) -> bool:
+        """Whether no writer has begun to rewrite the bytes that were held."""
+        return self.manifest.is_final or self.is_still_named()
+
+    def must_verify(self, verify: bool | Literal["auto"]) -> bool:
+        """Whether a reader with this option compares checksums."""
+        manifest = self.manifest
+        if not self.store.medium.reaches_other_hosts:
+            return verify is True  # locks and generations are enough
+        if not manifest.is_final:
+            return True  # nothing else shows whether it was rewritten meanwhile
+        return manifest.checksums_xxh3 is not None if verify == "auto" else verify
+
+    def is_still_named(self) -> bool:
+        found = self.store.manifest(self.buffer)
+        return found is not None and (
+            (found.run, found.generation) == (self.manifest.run, self.manifest.generation)
+        )
+
+    def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> None:
+        """Wait a moment after a file of this version was removed while it was read.
+
+        Raises:
+            StoreCorruptError: the manifest names that file, and has for long enough.
+        """
+        logger.warning("version %d was removed while it was read: %s", self.manifest.version, error)
+        if not patience.wait(self.manifest.identity):
+            self.require_overtaken(error)
+
+    def require_overtaken(self, error: errors.StoreNotFoundError) -> None:
+        """Return if a file of it went because there are newer versions.
+
+        Raises:
+            StoreCorruptError: its manifest still names that file.
+        """
+        if self.is_still_named():
+            raise errors.StoreCorruptError(f"{error}; publish again to repair the store") from error
+
+    def read_layout(self) -> Layout:
+        """The layout at the end of the file, whose bytes are read and checked each time."""
+        manifest = self.manifest
+        data = self._read_at(manifest.layout_offset, manifest.layout_bytes)
+        data_xxh3 = digest(data)
+        if data_xxh3 != manifest.layout_xxh3:
+            raise errors.StoreCorruptError(
+                f"{self.path}: its layout was damaged after it was published"
+            )
+        try:
+            layout = self.store.layouts.decode(data, data_xxh3, manifest.checksums_offset)
+        except UNDECODABLE as error:
+            raise type(error)(f"{self.path}: {error}") from None
+        if len(layout.specs) != manifest.num_tensors:
+            raise errors.StoreCorruptError(f"{self.path}: its layout and its manifest disagree")
+        return layout
+
+    def read_checksums(self) -> bytes:
+        """The table of checksums, not yet compared with the manifest's digest of it."""
+        return self._read_at(self.manifest.checksums_offset, 8 * self.manifest.num_tensors)
+
+    def open_delta(self, identity: str) -> tuple[Path, Descriptor]:
+        """The delta that leads to the version of this identity, one of its chain.
+
+        Raises:
+            StoreNotFoundError: it was removed meanwhile.
+            StoreCorruptError, StoreAccessError: it cannot be read.
+        """
+        path = self.store.delta_path(identity)
+        with os_errors("read", path):
+            filesystem.refresh(path.parent)
+            file = filesystem.open_regular(path, os.O_RDONLY, owner_only=self.store.owner_only)
+        return path, file
+
+    def _read_at(self, offset: int, num_bytes: int) -> bytes:
+        with os_errors("read", self.path):
+            return filesystem.read_at(self.file.number, offset, num_bytes)
+
+
+def hold_newest(
+    store: DoubleBuffer,
+    *,
+    newer_than: int | None,
+    seen: Pointer | None = None,
+    reread: bool = True,
+    announce: Announce | None = None,
+) -> Held | None:
+    """Hold the newest version for reading; None if there is none above ``newer_than``.
+
+    The caller must release what is returned.
+
+    Args:
+        store: the store.
+        newer_than: only a version above this one. None: any.
+        seen: the pointer that the reader has seen last.
+        reread: False: ``seen`` was read just now, and is read again only if it is out of date.
+        announce: called with the version before its file is opened. On a network mount, a reader
+            that does not announce the version in its record may lose the file while reading it.
+
+    Raises:
+        StoreNotFoundError, StoreAccessError: see :meth:`DoubleBuffer.check`.
+        StoreCorruptError: pointer, manifest and file do not agree.
+        VersionRegressedError: see :meth:`DoubleBuffer.newest_pointer`.
+    """
+    store.check()
+    patience = Patience()
+    while True:
+        pointer = store.newest_pointer(seen) if reread or seen is None else seen
+        reread = True
+        if pointer is None or (newer_than is not None and pointer.version <= newer_than):
+            return None
+        held = _try_hold(store, pointer, announce)
+        if isinstance(held, Held):
+            return held
+        if not patience.wait(pointer):
+            raise errors.StoreCorruptError(
+                f"{store.root}: {places.POINTER_FILE} names version {pointer.version} in buffer "
+                f"{pointer.buffer}, but {held.reason}; publish again to repair the store"
+            )
+
+
+def hold_buffer(store: DoubleBuffer, buffer: str, announce: Announce | None = None) -> Held | None:
+    """Hold one of the buffers for reading, newest or not; None if it is being written."""
+    manifest = store.manifest(buffer)
+    if manifest is None or manifest.state != "complete":
+        return None
+    held = _try_hold(store, pointer_to(buffer, manifest), announce)
+    if isinstance(held, Held):
+        return held
+    # A writer locks a file before it marks its buffer: locked is as good as being written.
+    if not held.is_locked and store.manifest(buffer) == manifest:
+        raise errors.StoreCorruptError(f"{store.root}: {held.reason}")
+    return None
+
+
+def hold_version(
+    store: DoubleBuffer, version: int, history: str | None, announce: Announce | None = None
+) -> Held | None:
+    """Hold this version for reading; None if neither buffer holds it (any more, or yet).
+
+    With history None, that of a reader that has seen no version yet, any history's counts.
+    """
+    store.check()
+
+    def is_it(manifest: Manifest | None) -> bool:
+        return (
+            manifest is not None
+            and manifest.version == version
+            and history in (None, manifest.history)
+        )
+
+    for buffer in places.BUFFERS:
+        if is_it(store.manifest(buffer)):
+            held = hold_buffer(store, buffer, announce)
+            if held is not None and is_it(held.manifest):
+                return held
+            if held is not None:
+                held.release()
+    return None
+
+
+def _try_hold(
+    store: DoubleBuffer, pointer: Pointer, announce: Announce | None
+) -> Held | _Hindrance:
+    manifest = store.manifest(pointer.buffer)
+    if manifest is None or not _names(pointer, manifest):
+        return _Hindrance(f"buffer {pointer.buffer} does not hold version {pointer.version}")
+    _require_readable(store, manifest)
+    if announce is not None:
+        announce(pointer.version)
+    path = store.weights_path(pointer.buffer, manifest)
+    try:
+        with os_errors("read", path):
+            filesystem.refresh(path.parent)
+            file = filesystem.open_regular(path, os.O_RDONLY, owner_only=store.owner_only)
+    except errors.StoreNotFoundError:
+        return _Hindrance(f"{path} is not there")
+    hindrance = _reason_not_to_read(store, file, path, pointer.buffer, manifest)
+    if hindrance is not None:
+        file.close()
+        return hindrance
+    return Held(store, pointer.buffer, manifest, path, file)
+
+
+def _require_readable(store: DoubleBuffer, manifest: Manifest) -> None:
+    """Refuse bytes that could be a mix of two versions without anything to show it."""
+    may_be_mixed = not manifest.is_final and manifest.checksums_xxh3 is None
+    if may_be_mixed and store.medium.reaches_other_hosts:
+        raise errors.StoreAccessError(
+            f"version {manifest.version} in {store.root} was published for one host only: there "
+            "the store is a local disk, and here a network mount "
+            f"({store.medium.filesystem}); set {filesystem.MOUNT_VARIABLE}=network in the "
+            "sender's environment"
+        )
+
+
+def _reason_not_to_read(
+    store: DoubleBuffer, file: Descriptor, path: Path, buffer: str, manifest: Manifest
+) -> _Hindrance | None:
+    if not store.medium.lock_to_read(file):
+        return _Hindrance(f"{path} is locked by a writer", is_locked=True)
+    # Read again, now that it is locked or announced: a writer marks the manifest only after
+    # it has locked the file, and removes the file only after it has marked the manifest and
+    # then found nobody who announced it.
+    if store.manifest(buffer) != manifest:
+        return _Hindrance(f"buffer {buffer} was rewritten")
+    try:
+        with os_errors("read", path):
+            size = os.fstat(file.number).st_size
+    except errors.StoreNotFoundError:
+        return _Hindrance(f"{path} is not there")
+    if size == manifest.file_bytes:
+        return None
+    return _Hindrance(f"{path} has {size} bytes, and was published with {manifest.file_bytes}")
+
+
+class _Hindrance(NamedTuple):
+    """Why a buffer cannot be held just now."""
+
+    reason: str
+    is_locked: bool = False
+    """A writer has its file."""
+
+
+class Patience:
+    """Tells what passes by itself, a race with a writer, from what stays as it is: damage."""
+
+    def __init__(self) -> None:
+        self._about: object = None
+        self._since = 0.0
+
+    def wait(self, about: object) -> bool:
+        """Wait a moment; False, if it has been about the same thing for long enough."""
+        now = time.monotonic()
+        if about != self._about:
+            self._about, self._since = about, now
+        elif now - self._since > _SETTLE_S:
+            return False
+        time.sleep(_RETRY_S)
+        return True
+
+
+def _names(pointer: Pointer, manifest: Manifest) -> bool:
+    return manifest.state == "complete" and (
+        (manifest.version, manifest.generation, manifest.run)
+        == (pointer.version, pointer.generation, pointer.run)
+    )

@@ -1,0 +1,200 @@
+"""`NetworkFiles`: a writer's files on a network mount, each made for a version and never rewritten.
+
+A file that is rewritten in place would be read torn on another host, and one that is removed under
+a reader there is an error in the middle of its read. So each version is a new file, flushed and
+read back. A reader says in its record what it is about to read; a file that no manifest names any
+more is retired: it stays until no record says that it is being read; and at least for a moment, for
+readers that cannot write a record; and at most for as long as readers are waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from dbuffer.errors import DBufferError
+from dbuffer.format import places
+from dbuffer.format.manifest import Manifest
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import Descriptor, os_errors
+from dbuffer.store.weights_files import WeightsFiles
+
+logger = logging.getLogger(__name__)
+
+KEEP_AT_LEAST_S = 2.0
+"""Readers that write no record (a read-only mount, `dbuffer verify`) have this long to finish."""
+
+
+class _Retired(NamedTuple):
+    versions: range | None
+    """Versions that it was needed for. None: the file of a dead writer, of which only the age is
+    known."""
+    since: float
+    """Time from which it was no longer named."""
+    superseded_at: float
+    """Time from which there was a newer version, with which new readers begin."""
+
+
+class NetworkFiles(WeightsFiles):
+    """New files, and retired ones, which are removed once no reader may need them.
+
+    Ages are counted on this process's own clock, from when a file was no longer named; clocks of
+    hosts are not compared. A reader of a version that is in no named file may read any file whose
+    version is not known.
+    """
+
+    access = os.O_WRONLY
+    """Over NFS, a page that is written in part is read first if it may be read at all."""
+
+    def __init__(self, store: DoubleBuffer, reader_timeout_s: float) -> None:
+        super().__init__(store, reader_timeout_s)
+        self._retired: dict[Path, _Retired] = {}
+        self._newest_since: float | None = None
+        self._is_store_shown = False
+
+    def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
+        if old is not None:
+            for path in self.named_by(buffer, old):
+                if path in keep:
+                    continue
+                if _was_never_published(old):
+                    self.close_at(path)
+                    path.unlink(missing_ok=True)
+                else:
+                    self._retire(path, self._versions_of(path, old))
+        # And what a publish left that failed between its mark and this.
+        self.sweep(buffer, keep=keep)
+        self._remove_unneeded()
+
+    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
+        files = self.all_in(directory)
+        unnamed = [path for path in files if path not in keep and path not in self._retired]
+        if unnamed:
+            # With deltas a file may have been named from the other buffer, until just now.
+            has_deltas = bool(self.all_in(places.DELTAS_DIRECTORY))
+            ages_s = {} if has_deltas else self._ages_s(directory, files)
+            for path in unnamed:
+                self._retire(path, None, age_s=ages_s.get(places.version_file(path.name), 0.0))
+
+    def note_published(self, read_back: Callable[[], None]) -> None:
+        self._newest_since = time.monotonic()
+        read_back()
+        if not self._is_store_shown:  # it may be new; from now on no name is that others look for
+            filesystem.show_new_names(self.store.root, self.store.root.parent)
+            self._is_store_shown = True
+        self._remove_unneeded()
+
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:  # noqa: ARG002
+        # It has no size yet: what is allocated over a network may not be there.
+        filesystem.check_room(path, num_bytes)
+
+    def _versions_of(self, path: Path, old: Manifest) -> range | None:
+        """Versions that a file was needed for, up to the one of a manifest that named it."""
+        is_its_own = not old.chain
+        first = self.made_for.get(path, old.version if is_its_own else None)
+        return None if first is None else range(first, old.version + 1)
+
+    def _retire(self, path: Path, versions: range | None, *, age_s: float = 0.0) -> None:
+        """Retire a file that no manifest has named for ``age_s``, for :meth:`_remove_unneeded`.
+
+        Readers of ``versions`` may need it; None: readers of any version that is not named.
+        """
+        since = time.monotonic() - age_s
+        superseded_at = since
+        if versions is not None and self._newest_since is not None:
+            superseded_at = self._newest_since
+        self._retired.setdefault(path, _Retired(versions, since, superseded_at))
+
+    def _remove_unneeded(self) -> None:
+        """Remove what nobody needs. Call it after the manifest was replaced, never before."""
+        if not self._retired:
+            return
+        try:
+            readers = {
+                record.held_version: record.receiver
+                for record in self.store.readers()
+                if record.held_version is not None
+            }
+            unnamed = readers.keys() - (self._named_versions() if readers else set())
+        except (DBufferError, OSError) as error:
+            # What is published is published, and room is not worth a publish that fails.
+            logger.warning("cannot see who reads old versions, keeping them: %s", error)
+            return
+        for path, retired in list(self._retired.items()):
+            versions = unnamed if retired.versions is None else retired.versions
+            reader = next((readers[held] for held in sorted(readers) if held in versions), None)
+            if not self._is_needed(path, retired, reader):
+                self.close_at(path)
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:  # it takes room, and does no harm
+                    logger.warning("cannot remove the old version %s: %s", path, error)
+                del self._retired[path]
+
+    def _is_needed(self, path: Path, retired: _Retired, reader: str | None) -> bool:
+        age_s = time.monotonic() - retired.since
+        if age_s < self.reader_timeout_s:
+            is_fresh = time.monotonic() - retired.superseded_at < KEEP_AT_LEAST_S
+            return reader is not None or is_fresh
+        if reader is not None:
+            logger.warning(
+                "removing %s of %s, which %s has read for more than %g s",
+                path,
+                _name_of(retired.versions),
+                reader,
+                self.reader_timeout_s,
+            )
+        return False
+
+    def _ages_s(self, buffer: str, files: list[Path]) -> dict[str, float]:
+        """Minimum time for which each file of a buffer has not been named, by its name.
+
+        It is its own, however often writers die: on the filesystem's clock, and no host's. A
+        buffer's manifest lets go of one file before the next is made.
+        """
+        root = self.store.root
+        directory = root / buffer
+        with os_errors("look at old versions", directory):
+            filesystem.refresh(directory)
+            marked_at = _changed_at(directory / places.MANIFEST_FILE)
+            # Whichever this writer has just written.
+            now = max(marked_at, _changed_at(root / places.WRITER_FILE))
+            written: dict[str, float] = {}
+            for path in files:
+                name = places.version_file(path.name)
+                written[name] = max(written.get(name, 0.0), _changed_at(path))
+        ages = {}
+        for name, written_at in written.items():
+            later = [at for at in (*written.values(), marked_at) if at > written_at]
+            ages[name] = now - min(later, default=now)
+        return ages
+
+    def _named_versions(self) -> set[int]:
+        manifests = map(self.store.undamaged_manifest, places.BUFFERS)
+        return {manifest.version for manifest in manifests if manifest is not None}
+
+
+def _changed_at(path: Path) -> float:
+    """Time of a file's last write on the filesystem's clock; 0 if it is not there."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _was_never_published(manifest: Manifest) -> bool:
+    """Whether the file that a manifest names was made for a version that did not come about."""
+    own = f"weights-{manifest.run}-{manifest.generation}.td"
+    return manifest.state == "writing" and manifest.file == own
+
+
+def _name_of(versions: range | None) -> str:
+    if versions is None:
+        return "an unknown version"
+    first, last = versions[0], versions[-1]
+    return f"version {last}" if first == last else f"versions {first} to {last}"

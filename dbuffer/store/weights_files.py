@@ -1,0 +1,235 @@
+"""`WeightsFiles`: the files that a store's writer makes, writes again and removes; `LocalFiles`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import ClassVar
+
+from dbuffer.errors import StoreCorruptError
+from dbuffer.format import places
+from dbuffer.format.manifest import Manifest
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.filesystem import Descriptor
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsFiles(ABC):
+    """The weights files of a store's writer, which holds each open that it may write again."""
+
+    access: ClassVar[int]
+    """Flag of `os.open` for a new file."""
+
+    def __init__(self, store: DoubleBuffer, reader_timeout_s: float) -> None:
+        self.store = store
+        self.reader_timeout_s = reader_timeout_s
+        self.open: dict[Path, Descriptor] = {}
+        self.made_for: dict[Path, int] = {}
+
+    def reuse(
+        self,
+        buffer: str,  # noqa: ARG002
+        old: Manifest | None,  # noqa: ARG002
+        layout_xxh3: str | None,  # noqa: ARG002
+        file_bytes: int,  # noqa: ARG002
+    ) -> Descriptor | None:
+        """Lock the idle buffer's own file, if it is fit to be written again; None: make a new one.
+
+        Waits for those who read it, for as long as the writer is to wait.
+        """
+        return None
+
+    @abstractmethod
+    def retire(self, buffer: str, old: Manifest | None, *, keep: Collection[Path]) -> None:
+        """Remove the files that ``old`` named, now or later, and sweep the buffer.
+
+        Files to ``keep`` stay.
+        """
+
+    def make(self, path: Path, num_bytes: int) -> Descriptor:
+        """Make a weights file, with room for ``num_bytes`` where that can be reserved.
+
+        Raises:
+            StoreFullError: there is no room.
+            StoreAccessError: it cannot be made.
+        """
+        file = filesystem.make_file(path, self.access)
+        try:
+            self._make_room(file, path, num_bytes)
+        except BaseException:
+            file.close()
+            path.unlink(missing_ok=True)
+            raise
+        self.open[path] = file
+        return file
+
+    @abstractmethod
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
+        """Reserve room for a file, or refuse it for lack of room."""
+
+    @abstractmethod
+    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
+        """Remove, now or later, files of a buffer or deltas that no manifest names."""
+
+    @abstractmethod
+    def note_published(self, read_back: Callable[[], None]) -> None:
+        """Follow up on a publish; ``read_back`` compares the store with what was written."""
+
+    def note_version(self, path: Path, version: int) -> None:
+        """Remember for which version a file is made; it may serve later ones, too."""
+        self.made_for[path] = version
+
+    def forget(self, file: Descriptor) -> None:
+        self.open = {path: known for path, known in self.open.items() if known is not file}
+        file.close()
+
+    def close_at(self, path: Path) -> None:
+        """Close what is at ``path``, just before it is removed; see `replace_file`."""
+        self.made_for.pop(path, None)
+        if (file := self.open.get(path)) is not None:
+            self.forget(file)
+
+    def close(self) -> None:
+        for file in self.open.values():
+            file.close()
+        self.open.clear()
+
+    def all_in(self, directory: str) -> list[Path]:
+        """The files that a writer may have made there; what else lies there is not ours."""
+        is_ours = (
+            places.is_delta_file if directory == places.DELTAS_DIRECTORY else places.is_weights_file
+        )
+        return [
+            path
+            for path in filesystem.list_matching(self.store.root / directory, "*")
+            if is_ours(path.name) and (path.is_symlink() or not path.is_dir())
+        ]
+
+    def named_by(self, buffer: str, manifest: Manifest) -> list[Path]:
+        """All files that a buffer's manifest names: weights, parts of them, deltas."""
+        deltas = self.store.root / places.DELTAS_DIRECTORY
+        return [
+            *self.parts_of(manifest.anchor_buffer or buffer, manifest.file),
+            *(deltas / places.delta_file(identity) for identity in manifest.chain[1:]),
+        ]
+
+    def parts_of(self, buffer: str, file: str) -> list[Path]:
+        """The weights file of this name, and its parts."""
+        directory = self.store.root / buffer
+        files = filesystem.list_matching(directory, "weights-*.td")
+        parts = [path for path in files if places.is_part_of(path.name, file)]
+        return [directory / file, *parts]
+
+
+class LocalFiles(WeightsFiles):
+    """Each buffer has one file, which is written again unless its layout changes.
+
+    It is written under an exclusive lock, which waits for those who read it.
+    """
+
+    access = os.O_RDWR
+
+    def reuse(
+        self, buffer: str, old: Manifest | None, layout_xxh3: str | None, file_bytes: int
+    ) -> Descriptor | None:
+        if old is None or (file := self._lock_existing(buffer, old)) is None:
+            return None
+        if self._is_fit(file, old, layout_xxh3, file_bytes):
+            return file
+        self.forget(file)
+        return None
+
+    def _is_fit(
+        self, file: Descriptor, old: Manifest, layout_xxh3: str | None, file_bytes: int
+    ) -> bool:
+        return (
+            self.store.medium.can_rewrite_in_place
+            # Readers of a network mount take no lock, and rely on it that it stays as it is.
+            and not old.is_final
+            and old.state == "complete"
+            and old.layout_xxh3 == layout_xxh3
+            and old.file_bytes == file_bytes
+            # A file that someone cut short would be a SIGBUS.
+            and os.fstat(file.number).st_size == file_bytes
+        )
+
+    def _lock_existing(self, buffer: str, manifest: Manifest) -> Descriptor | None:
+        """The buffer's file, locked against readers; None if there is none, or readers hold on.
+
+        A reader that outlasts the time-out keeps the bytes it maps: the buffer moves to a new
+        file. It is told that it was evicted when it compares generations.
+        """
+        file = self._open_again(self.store.root / buffer / manifest.file)
+        if file is None:
+            return None
+        if not filesystem.lock_within(file.number, self.reader_timeout_s):
+            logger.warning(
+                "evicting %s from buffer %s of %s (version %d): held for more than %g s",
+                self._holders(manifest.version) or "a reader",
+                buffer,
+                self.store.root,
+                manifest.version,
+                self.reader_timeout_s,
+            )
+            self.forget(file)
+            return None
+        return file
+
+    def _open_again(self, path: Path) -> Descriptor | None:
+        known = self.open.get(path)
+        try:
+            if known is not None and os.path.samestat(os.fstat(known.number), path.stat()):
+                return known
+            if known is not None:
+                self.forget(known)
+            owner_only = self.store.owner_only
+            file = filesystem.open_regular(path, os.O_RDWR, owner_only=owner_only)
+        except FileNotFoundError:
+            return None
+        except StoreCorruptError as error:
+            logger.warning("making a new weights file: %s", error)
+            return None
+        self.open[path] = file
+        return file
+
+    def _holders(self, version: int) -> str:
+        return ", ".join(
+            f"receiver {record.receiver} (pid {record.pid}, {record.host})"
+            for record in self.store.readers()
+            if record.held_version == version
+        )
+
+    def retire(
+        self,
+        buffer: str,
+        old: Manifest | None,  # noqa: ARG002
+        *,
+        keep: Collection[Path],
+    ) -> None:
+        """Unlink the files; processes that map them keep the bytes."""
+        self.sweep(buffer, keep=keep)
+
+    def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
+        # Locked before anybody knows its name.
+        filesystem.try_lock(file.number, exclusive=True)
+        if num_bytes:
+            filesystem.allocate(file.number, num_bytes, path)
+
+    def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
+        """Remove the files: no reader looks for a file that no manifest names."""
+        # What somebody else has removed is held open, and with it its room.
+        opened = [path for path in self.open if path.parent == self.store.root / directory]
+        for path in {*self.all_in(directory), *opened}:
+            if path not in keep:
+                self.close_at(path)
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+
+    def note_published(self, read_back: Callable[[], None]) -> None:
+        """Do nothing: readers see what was written."""
