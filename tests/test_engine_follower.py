@@ -51,13 +51,10 @@ from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.follower import UNKNOWN_VERSION, Follower
 from dbuffer.integrations.engine.messages import (
-    BeginRequest,
     RankAnswer,
     RankRequest,
     decode_answer,
-    decode_request,
     encode_answer,
-    encode_request,
 )
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
@@ -170,9 +167,9 @@ class LightEngine(Engine):
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         self._call()
-        request = decode_request(json.loads(json.dumps(encode_request(request))))
+        request = RankRequest.parse(json.loads(json.dumps(request.as_json())))
         answer = capture_answer(lambda: self.endpoint.do(request, self.make_rank))
-        if isinstance(request, UpdateRequest) and self.lost_answer is not None:
+        if request.call == "update" and self.lost_answer is not None:
             error, self.lost_answer = self.lost_answer, None
             raise error
         return [decode_answer(json.loads(json.dumps(encode_answer(answer))))]
@@ -665,7 +662,7 @@ def test_version_above_the_newest_is_refused_at_once(
     with serving_version_1(sender, store) as (engine, _):
         started = time.monotonic()
         with pytest.raises(EngineUpdateError, match=r"version 99 was not published .* newest is 1"):
-            engine.do(UpdateRequest(version=99))
+            engine.do(RankRequest("update", update=UpdateRequest(version=99)))
         assert time.monotonic() - started < 2
         assert (engine.version, engine.label) == (1, "1")
 
@@ -691,7 +688,7 @@ def test_switch_by_another_process_is_learned(sender: dbuffer.WeightSender, stor
     """A server may have two followers that do not know of each other."""
     with about_to_switch(sender, store) as (engine, follower):
         until("it is ready", follower.is_ready)
-        engine.do(UpdateRequest(at_least=2))
+        engine.do(RankRequest("update", update=UpdateRequest(at_least=2)))
         assert follower.sync() is None
         assert (follower.applied, engine.label) == (2, "2")
 
@@ -1304,7 +1301,7 @@ class MeetsInSteps(LightEngine):
         return replace(super().facts(), begins_paused=True)
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
-        if isinstance(request, BeginRequest):
+        if request.call == "begin":
             self.began_paused.append(self.paused)
         return super().call(request)
 

@@ -25,16 +25,11 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.messages import (
-    BeginRequest,
-    CheckRequest,
-    EndRequest,
     RankAnswer,
     RankRequest,
     as_answer,
     decode_answer,
-    decode_request,
     encode_answer,
-    encode_request,
     worst_of,
 )
 from dbuffer.integrations.engine.rank_channel import RankChannel
@@ -42,18 +37,22 @@ from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.store.buffer import DoubleBuffer
 
 OPTIONS = EngineOptions(store="/s", engine_id="e", instance_id="i", timeout_s=5)
-REQUESTS: list[RankRequest] = [
-    BeginRequest(options=OPTIONS),
-    BeginRequest(options=OPTIONS, if_idle=True),
-    UpdateRequest(at_least=3, history="0" * 16, attempt="1" * 16),
-    CheckRequest(tensors=(TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "int8", ()))),
-    EndRequest(),
+REQUESTS = [
+    RankRequest("begin", options=OPTIONS),
+    RankRequest("begin", options=OPTIONS, if_idle=True),
+    RankRequest("update", update=UpdateRequest(at_least=3, history="0" * 16, attempt="1" * 16)),
+    RankRequest(
+        "check", tensors=(TensorSpec("a", "bfloat16", (2, 3)), TensorSpec("b", "int8", ()))
+    ),
+    RankRequest("forget"),
+    RankRequest("awake"),
+    RankRequest("end"),
 ]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: request.call)
 def test_requests_survive_json(request_: RankRequest) -> None:
-    assert decode_request(json.loads(json.dumps(encode_request(request_)))) == request_
+    assert RankRequest.parse(json.loads(json.dumps(request_.as_json()))) == request_
 
 
 @pytest.mark.parametrize(
@@ -64,17 +63,19 @@ def test_requests_survive_json(request_: RankRequest) -> None:
         "begin",
         {},
         {"call": "begin"},
-        {"call": "begin", "arguments": {}},
-        {"call": "end", "arguments": {"more": 1}},
-        {"call": "another", "arguments": {}},
-        {"call": "update", "arguments": {"at_least": 0}},
-        {"call": "begin", "arguments": {"options": {}, "if_idle": False}},
+        {"call": "begin", "options": None, "if_idle": False},
+        {"call": "end", "more": 1},
+        {"call": "another"},
+        {"call": ["end"]},
+        {"call": "update", "update": None},
+        {"call": "update", "update": {"at_least": 0}},
+        {"call": "begin", "options": {}, "if_idle": False},
     ],
     ids=repr,
 )
 def test_what_is_no_request_is_refused(values: Any) -> None:
     with pytest.raises(OptionError):
-        decode_request(values)
+        RankRequest.parse(values)
 
 
 ERRORS = [
@@ -131,7 +132,7 @@ class OneRank:
         return capture_answer(lambda: self.endpoint.do(request, lambda: Rank(self.model)))
 
     def begin(self, **more: Any) -> RankReceiver:
-        assert self.ask(BeginRequest(options=self.options, **more)) is None
+        assert self.ask(RankRequest("begin", options=self.options, **more)) is None
         assert self.endpoint.receiver is not None
         return self.endpoint.receiver
 
@@ -163,11 +164,11 @@ def test_a_rank_that_follows_already_begins_again_only_where_it_must(rank: OneRa
 
 
 def test_an_update_before_the_beginning_is_refused(rank: OneRank) -> None:
-    assert isinstance(rank.ask(UpdateRequest()), UnsupportedError)
+    assert isinstance(rank.ask(RankRequest("update", update=UpdateRequest())), UnsupportedError)
     rank.begin()
-    assert rank.ask(EndRequest()) is None
-    assert rank.ask(EndRequest()) is None
-    assert isinstance(rank.ask(UpdateRequest()), UnsupportedError)
+    assert rank.ask(RankRequest("end")) is None
+    assert rank.ask(RankRequest("end")) is None
+    assert isinstance(rank.ask(RankRequest("update", update=UpdateRequest())), UnsupportedError)
 
 
 @pytest.mark.parametrize(
@@ -182,15 +183,15 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
     rank: OneRank, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
 ) -> None:
     rank.begin()
-    assert rank.ask(UpdateRequest(at_least=1)) is None
-    rank.ask(EndRequest())
+    assert rank.ask(RankRequest("update", update=UpdateRequest(at_least=1))) is None
+    rank.ask(RankRequest("end"))
 
     def fail(*_: object, **__: object) -> Any:
         raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(Rank, "make_check", fail)
-        answer = rank.ask(BeginRequest(options=rank.options))
+        answer = rank.ask(RankRequest("begin", options=rank.options))
     assert (type(answer), rank.endpoint.receiver) == (kind, None)
     assert str(error) in str(answer)
     rank.begin()
@@ -201,8 +202,8 @@ def test_what_the_model_has_outlives_an_end_and_a_beginning_that_fails(
 
 def test_tensors_that_do_not_fit_are_told_and_nothing_else_is(rank: OneRank) -> None:
     fitting = tuple(TensorSpec(name, "float32", (1,)) for name in SMALL.names)
-    assert rank.ask(CheckRequest(tensors=fitting)) is None
-    answer = rank.ask(CheckRequest(tensors=(TensorSpec("another", "float32", (1,)),)))
+    assert rank.ask(RankRequest("check", tensors=fitting)) is None
+    answer = rank.ask(RankRequest("check", tensors=(TensorSpec("another", "float32", (1,)),)))
     assert isinstance(answer, dbuffer.WeightsMismatchError)
     assert "another" in str(answer)
 
@@ -211,7 +212,9 @@ def test_a_bug_on_one_rank_is_an_answer(rank: OneRank) -> None:
     def fail() -> Any:
         raise ZeroDivisionError("a bug")
 
-    answer = capture_answer(lambda: rank.endpoint.do(BeginRequest(options=rank.options), fail))
+    answer = capture_answer(
+        lambda: rank.endpoint.do(RankRequest("begin", options=rank.options), fail)
+    )
     assert isinstance(answer, EngineUpdateError)
     assert str(answer) == "ZeroDivisionError: a bug"
 

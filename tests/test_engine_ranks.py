@@ -25,7 +25,7 @@ from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.engine.messages import BeginRequest, RankAnswer, RankRequest
+from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_channel import RankChannel
@@ -221,7 +221,7 @@ def start(rank: int, store: Path) -> None:
     mine = Rank(ranks(), "instance")
     options = EngineOptions(store=str(store), engine_id=NAME, timeout_s=SOON_S, plan=False)
     endpoint = RankEndpoint()
-    endpoint.begin(lambda: mine, BeginRequest(options=options))  # type: ignore[arg-type,return-value]
+    endpoint.begin(lambda: mine, options)  # type: ignore[arg-type,return-value]
     receiver = endpoint.receiver
     assert receiver is not None
     receiver.ranks.timeout_s = TIMEOUT_S

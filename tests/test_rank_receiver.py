@@ -17,7 +17,6 @@ from worlds import Coordinator, World
 import dbuffer
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.messages import BeginRequest
 from dbuffer.integrations.engine.meta_model import MetaModel
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.rank_channel import RankChannel
@@ -126,7 +125,7 @@ def start(rank: int, store: Path, staging: str) -> None:
     mine = Rank(RankChannel.of(Coordinator()), Model(rank))
     options = EngineOptions(store=str(store), engine_id="engine", staging=staging)  # type: ignore[arg-type]
     endpoint = RankEndpoint()
-    endpoint.begin(lambda: mine, BeginRequest(options=options))
+    endpoint.begin(lambda: mine, options)
     assert endpoint.receiver is not None
     _engine.append((mine, endpoint.receiver))
 

@@ -23,7 +23,7 @@ from sglang_engines import PYTHON, WHOLE
 import dbuffer
 from dbuffer import NameMap
 from dbuffer.integrations.engine.engine_options import UpdateRequest
-from dbuffer.integrations.engine.messages import BeginRequest, RankRequest, decode_request
+from dbuffer.integrations.engine.messages import RankRequest
 from dbuffer.integrations.sglang import LOADER, EngineOptions, OfflineEngine, ServerEngine, follow
 from dbuffer.integrations.sglang.commands import Command
 
@@ -150,10 +150,10 @@ def test_server_is_switched_in_calls_that_are_on_record(
     assert engine.facts().num_ranks == 2
     assert not engine.is_paused()
     options = EngineOptions(store=str(tmp_path / "store"), engine_id="engine")
-    engine.do(BeginRequest(options=options))
+    engine.do(RankRequest("begin", options=options))
     server.asked.clear()
     engine.pause("keep")
-    engine.do(UpdateRequest(at_least=1))
+    engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
     engine.set_weight_version("1")
     engine.resume()
     assert engine.weight_version() == "1"
@@ -171,20 +171,23 @@ def test_nothing_is_loaded_before_the_caches_were_flushed(
     server: Recorded, engine: ServerEngine
 ) -> None:
     engine.pause("keep")
-    engine.do(UpdateRequest(at_least=1))
+    engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
     updates = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
     assert [body["flush_cache"] for body in updates] == [True, False]
-    assert [request_in(body) for body in updates] == [None, UpdateRequest(at_least=1)]
+    assert [request_in(body) for body in updates] == [
+        None,
+        RankRequest("update", update=UpdateRequest(at_least=1)),
+    ]
 
 
 def test_every_rank_is_told_and_no_weights_travel(server: Recorded, engine: ServerEngine) -> None:
     engine.facts()
-    engine.do(UpdateRequest(at_least=7))
+    engine.do(RankRequest("update", update=UpdateRequest(at_least=7)))
     [body] = [body for path, body in server.asked if path == "/update_weights_from_tensor"]
     assert len(body["serialized_named_tensors"]) == 2
     assert len(body["serialized_named_tensors"][0]) < 2000
     command = command_in(body)
-    assert request_in(body) == UpdateRequest(at_least=7)
+    assert request_in(body) == RankRequest("update", update=UpdateRequest(at_least=7))
     assert command.names("a.x") == "b.x"
 
 
@@ -198,9 +201,9 @@ def test_offline_engine_is_switched_in_calls_that_are_on_record(tmp_path: Path) 
     engine = OfflineEngine(recorded)
     assert engine.facts().num_ranks == 2
     options = EngineOptions(store=str(tmp_path / "s"), engine_id="engine")
-    engine.do(BeginRequest(options=options))
+    engine.do(RankRequest("begin", options=options))
     engine.pause("keep")
-    engine.do(UpdateRequest(at_least=1))
+    engine.do(RankRequest("update", update=UpdateRequest(at_least=1)))
     assert engine.weight_version() == "default"
     updates = [a for name, a in recorded.asked if name == "update_weights_from_tensor"]
     assert [update["load_format"] for update in updates] == [LOADER] * 3
@@ -261,7 +264,7 @@ def test_options_are_refused_before_anything_is_asked(tmp_path: Path) -> None:
 
 def request_in(body: dict[str, Any]) -> RankRequest | None:
     request = command_in(body).request
-    return None if request is None else decode_request(request)
+    return None if request is None else RankRequest.parse(request)
 
 
 def command_in(body: dict[str, Any]) -> Command:

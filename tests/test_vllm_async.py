@@ -39,11 +39,8 @@ from vllm_engines import (
 import dbuffer
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.messages import (
-    BeginRequest,
-    EndRequest,
     RankRequest,
     decode_answer,
-    encode_request,
 )
 from dbuffer.integrations.vllm.config import CALL
 from dbuffer.store.buffer import DoubleBuffer
@@ -738,7 +735,7 @@ def process_id(_: Any) -> int:
 
 
 async def ask(program: Program, request: RankRequest) -> None:
-    for reply in await program.engine.collective_rpc(CALL, args=(encode_request(request),)):
+    for reply in await program.engine.collective_rpc(CALL, args=(request.as_json(),)):
         assert decode_answer(reply) is None
 
 
@@ -759,9 +756,9 @@ async def measure_staging(program: Program) -> dict[str, Any]:
             records = [DoubleBuffer(program.store).receiver(rank) for rank in ranks]
             return [record and record.staged_version for record in records]
 
-        await ask(program, EndRequest())
+        await ask(program, RankRequest("end"))
         seen[staging] = [[memory_of(worker) for worker in workers]]
-        await ask(program, BeginRequest(options=EngineOptions(**options)))
+        await ask(program, RankRequest("begin", options=EngineOptions(**options)))
         for _ in range(3):
             version = await program.trainer.publish("reveal")
             await until(lambda version=version, staged=staged: staged() == [version] * 2)

@@ -205,21 +205,22 @@ def digests(rank: int) -> dict[str, str]:
 
 def follow(rank: int, store: Path) -> str:
     from dbuffer.integrations.engine.engine_options import EngineOptions
-    from dbuffer.integrations.engine.messages import BeginRequest
+    from dbuffer.integrations.engine.messages import RankRequest
 
-    return ask(BeginRequest(options=EngineOptions.parse({"store": str(store)})))
+    return ask(RankRequest("begin", options=EngineOptions.parse({"store": str(store)})))
 
 
 def update(rank: int) -> str:
     from dbuffer.integrations.engine.engine_options import UpdateRequest
+    from dbuffer.integrations.engine.messages import RankRequest
 
-    return ask(UpdateRequest())
+    return ask(RankRequest("update", update=UpdateRequest()))
 
 
 def end(rank: int) -> str:
-    from dbuffer.integrations.engine.messages import EndRequest
+    from dbuffer.integrations.engine.messages import RankRequest
 
-    return ask(EndRequest())
+    return ask(RankRequest("end"))
 
 
 def follow_with_balancing(rank: int, store: Path) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from dbuffer import errors
+from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ModelState
@@ -98,42 +99,46 @@ class RankEndpoint:
 
     def do(self, request: messages.RankRequest, make_rank: Callable[[], EngineRank]) -> None:
         """Serve a request, or raise; ``make_rank`` is called where the request needs the rank."""
-        match request:
-            case messages.BeginRequest():
-                self.begin(make_rank, request)
-            case UpdateRequest():
-                self.update(request)
-            case messages.CheckRequest():
-                self._check(make_rank(), request)
-            case messages.ForgetRequest():
+        match request.call:
+            case "begin":
+                assert request.options is not None  # noqa: S101 - parsed
+                self.begin(make_rank, request.options, if_idle=request.if_idle)
+            case "update":
+                assert request.update is not None  # noqa: S101 - parsed
+                self.update(request.update)
+            case "check":
+                self._check(make_rank(), request.tensors)
+            case "forget":
                 self._following()
                 self.note_foreign_load("a request to load it again")
-            case messages.AwakeRequest():
+            case "awake":
                 self.state.require_awake()
-            case messages.EndRequest():
+            case "end":
                 self.end()
 
-    def begin(self, make_rank: Callable[[], EngineRank], request: messages.BeginRequest) -> None:
-        """Follow a store, on all ranks or on none.
+    def begin(
+        self, make_rank: Callable[[], EngineRank], options: EngineOptions, *, if_idle: bool = False
+    ) -> None:
+        """Follow a store, on all ranks or on none; ``if_idle``: unless all of them do already.
 
         Raises:
             UnsupportedError: some rank cannot, whatever becomes of the store.
             EngineUpdateError: some rank cannot now.
         """
         rank = make_rank()
-        if request.if_idle:
+        if if_idle:
             # Together: a rank that began alone would wait for those that need not.
             try:
-                is_following = self._is_following(rank, request.options)
+                is_following = self._is_following(rank, options)
                 if all(rank.ranks.gather(is_following, begins=True)):
                     return
             except errors.RankFailedError as failure:
                 raise errors.EngineUpdateError(
-                    f"the engine cannot follow {request.options.store}: {failure}"
+                    f"the engine cannot follow {options.store}: {failure}"
                 ) from failure
-        engine_id = rank.engine_id(request.options)
+        engine_id = rank.engine_id(options)
         self.end()
-        self.receiver = self._start_on_all_ranks(rank, request.options, engine_id)
+        self.receiver = self._start_on_all_ranks(rank, options, engine_id)
 
     def _start_on_all_ranks(
         self, rank: EngineRank, options: EngineOptions, engine_id: str
@@ -181,8 +186,8 @@ class RankEndpoint:
             )
         return self.receiver
 
-    def _check(self, rank: EngineRank, request: messages.CheckRequest) -> None:
-        trace = rank.make_check(partial=False)(request.tensors)
+    def _check(self, rank: EngineRank, tensors: Sequence[TensorSpec]) -> None:
+        trace = rank.make_check(partial=False)(tensors)
         may_leave_out = self.receiver is not None and self.receiver.options.unused_tensors == "warn"
         if trace.unused and not rank.is_stage and not may_leave_out:
             raise errors.WeightsMismatchError(no_places(trace.unused))

@@ -14,39 +14,24 @@ from typing import Any, Literal, Self
 
 from dbuffer.errors import OptionError
 from dbuffer.format.layout import digest
-from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, ReceiverRecord, is_history, is_receiver_id
+from dbuffer.format.manifest import ATTEMPT, MAX_INTEGER, is_history, is_receiver_id
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.receive.follow_loop import NEW_HISTORIES, NewHistory
 from dbuffer.runtime import options as checks
-from dbuffer.store.buffer import DoubleBuffer
 
 
-@dataclass(frozen=True, slots=True)
-class EngineNames:
-    """Ids of an engine and of its ranks among a store's receivers, and the token of their records.
+def rank_id(engine_id: str, rank: int) -> str:
+    """Return the id of an engine's rank among a store's receivers."""
+    return f"{engine_id}.rank-{rank}"
 
-    Replicas from one command line share their ids: the token tells this start of an engine from all
-    others.
+
+def record_token(instance_id: str) -> str:
+    """Return the token of the records of an engine and its ranks.
+
+    Replicas from one command line share their ids: the token tells this start of an engine, whose
+    ``instance_id`` it has, from all others.
     """
-
-    engine_id: str
-    instance_id: str
-    """As in :class:`~dbuffer.integrations.engine.protocol.EngineFacts`."""
-
-    @property
-    def token(self) -> str:
-        return digest(self.instance_id.encode())
-
-    def of_rank(self, rank: int) -> str:
-        return f"{self.engine_id}.rank-{rank}"
-
-    def record(self, store: DoubleBuffer, receiver_id: str) -> ReceiverRecord | None:
-        """Return the record of this very engine or rank; None if it has written none."""
-        return store.record(receiver_id, self.token)
-
-
-_ID_CHARACTERS = 118
-"""Longest name of an engine; the names of its ranks are a little longer."""
+    return digest(instance_id.encode())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,7 @@ from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.engine_rank import AppliedVersion
-from dbuffer.integrations.engine.messages import (
-    AwakeRequest,
-    BeginRequest,
-    EndRequest,
-    ForgetRequest,
-    specs_of,
-)
+from dbuffer.integrations.engine.messages import RankRequest, specs_of, worst_of
 from dbuffer.integrations.engine.protocol import (
     UNKNOWN_VERSION,
     Engine,
@@ -164,7 +158,7 @@ class Follower(Closing):
     def _is_awake(self) -> bool:
         """Whether a resume would not let the engine compute with weights that are asleep."""
         try:
-            self._engine.do(AwakeRequest())
+            self._engine.do(RankRequest("awake"))
         except errors.EngineBusyError:
             return False
         return True
@@ -190,7 +184,7 @@ class Follower(Closing):
         shared = view.engine_id.removesuffix(view.facts.replica)
         options = replace(view.options, engine_id=shared, instance_id=view.facts.instance_id)
         with self._raising_ours("follow the store"):
-            self._engine.do(BeginRequest(options=options, if_idle=if_idle))
+            self._engine.do(RankRequest("begin", options=options, if_idle=if_idle))
 
     @contextlib.contextmanager
     def _paused_if(self, must_pause: bool) -> Iterator[None]:
@@ -279,7 +273,7 @@ class Follower(Closing):
                     self._label_and_resume()
             if force and view.newer_than(None) is not None:
                 with self._raising_ours("forget its weights"):
-                    self._engine.do(ForgetRequest())
+                    self._engine.do(RankRequest("forget"))
                 self._note_foreign_loads(view)
             goal = view.newer_than(self._applied, at_least)
             if goal is not None:
@@ -357,11 +351,11 @@ class Follower(Closing):
                 this attempt, and it may have anything.
         """
         attempt = secrets.token_hex(8)
-        request = UpdateRequest(at_least=goal.version, history=goal.history, attempt=attempt)
+        update = UpdateRequest(at_least=goal.version, history=goal.history, attempt=attempt)
         self._is_known = False  # until the record says what came of the attempt
         started = time.monotonic()
         try:
-            self._engine.do(request)
+            self._engine.do(RankRequest("update", update=update))
         except Exception as error:
             record = self._outcome_of(view, attempt)
             if record is None or not record.has_applied(*goal):
@@ -429,7 +423,11 @@ class Follower(Closing):
             tensors: name, dtype (``"bfloat16"``) and shape of each.
         """
         with self._raising_ours("check the tensors"):
-            return self._engine.mismatches(specs_of(tensors))
+            answers = self._engine.call(RankRequest("check", tensors=specs_of(tensors)))
+            worst = worst_of(answers)
+        if worst is not None and not isinstance(worst, errors.WeightsMismatchError):
+            raise worst
+        return [str(answer) for answer in answers if answer is not None]
 
     def apply_once(self, store: str) -> None:
         """Load the newest version of another store, then follow this one again.
@@ -498,7 +496,7 @@ class Follower(Closing):
         """Let the engine's ranks look at the store no more. The engine keeps its weights."""
         if self._view is not None:
             with self._raising_ours("stop following"):
-                self._engine.do(EndRequest())
+                self._engine.do(RankRequest("end"))
         self._is_known = False  # a later sync must start again
 
     def close(self) -> None:

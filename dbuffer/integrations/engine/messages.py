@@ -6,61 +6,59 @@ The outcome of an update is in the engine's record in the store; its answer says
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
+from typing import Any, Literal, Self
 
 from dbuffer import errors
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginRequest:
-    """Follow a store, in place of the one that was followed before."""
+@dataclass(frozen=True, slots=True)
+class RankRequest:
+    """Request to all ranks of an engine.
 
-    options: EngineOptions
+    * ``begin``: follow a store, in place of the one that was followed before;
+    * ``update``: switch to a version;
+    * ``check``: answer whether the model has places for these tensors;
+    * ``forget``: treat the model's weights as unknown, so that the next update reloads all of them;
+    * ``awake``: answer whether the weights are awake;
+    * ``end``: stop following; the model keeps its weights.
+    """
+
+    call: Literal["begin", "update", "check", "forget", "awake", "end"]
+    _: KW_ONLY
+    options: EngineOptions | None = None
+    """Options to begin with."""
     if_idle: bool = False
-    """Nothing is done where a rank follows this store already, with the same options."""
+    """Whether to begin only if some rank does not follow this store yet, with these options."""
+    update: UpdateRequest | None = None
+    tensors: tuple[TensorSpec, ...] = ()
+    """Tensors to check."""
 
+    def as_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        return {"call": self.call} | {name: values[name] for name in _ARGUMENTS[self.call]}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRequest:
-    """Tell whether the model has places for such tensors."""
+    @classmethod
+    def parse(cls, values: Any) -> Self:
+        """Decode a request.
 
-    tensors: tuple[TensorSpec, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetRequest:
-    """Treat the model's weights as unknown: the next update reloads all of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AwakeRequest:
-    """Do nothing, or answer that the weights are asleep."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndRequest:
-    """Stop following; the model keeps its weights."""
-
-
-RankRequest = (
-    BeginRequest | UpdateRequest | CheckRequest | ForgetRequest | AwakeRequest | EndRequest
-)
-
-RankAnswer = errors.DBufferError | None
-"""Answer of one rank: its error, or None where the request was done."""
-
-_CALLS = {
-    BeginRequest: "begin",
-    UpdateRequest: "update",
-    CheckRequest: "check",
-    ForgetRequest: "forget",
-    AwakeRequest: "awake",
-    EndRequest: "end",
-}
+        Raises:
+            OptionError: (a ``ValueError``) it is none, or has a value that it cannot have.
+        """
+        try:
+            parsers = _ARGUMENTS[values["call"]]
+            if values.keys() != {"call", *parsers}:
+                raise KeyError(*values)
+            arguments = {name: parse(values[name]) for name, parse in parsers.items()}
+            return cls(values["call"], **arguments)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise errors.OptionError(
+                f"{values!r:.300} is no request of this version of dbuffer ({error!r:.100}): use "
+                "the same version in the engine and in its follower"
+            ) from None
 
 
 def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec, ...]:
@@ -68,38 +66,18 @@ def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec,
     return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in tensors)
 
 
-def encode_request(request: RankRequest) -> dict[str, Any]:
-    """Encode a request as JSON."""
-    return {"call": _CALLS[type(request)], "arguments": asdict(request)}
+_ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "begin": {"options": EngineOptions.parse, "if_idle": bool},
+    "update": {"update": UpdateRequest.parse},
+    "check": {"tensors": specs_of},
+    "forget": {},
+    "awake": {},
+    "end": {},
+}
+"""Arguments of each call, with the functions that parse them."""
 
-
-def decode_request(values: Any) -> RankRequest:
-    """Decode a request.
-
-    Raises:
-        OptionError: (a ``ValueError``) it is none, or has a value that it cannot have.
-    """
-    try:
-        match values["call"], values["arguments"]:
-            case "begin", {"options": options, "if_idle": bool(unless)}:
-                return BeginRequest(options=EngineOptions.parse(options), if_idle=unless)
-            case "update", arguments:
-                return UpdateRequest.parse(arguments)
-            case "check", {"tensors": tensors}:
-                return CheckRequest(tensors=specs_of(tensors))
-            case "forget", {}:
-                return ForgetRequest(**values["arguments"])
-            case "awake", {}:
-                return AwakeRequest(**values["arguments"])
-            case "end", {}:
-                return EndRequest(**values["arguments"])
-        raise KeyError(values["call"])
-    except (KeyError, TypeError) as error:
-        raise errors.OptionError(
-            f"{values!r:.300} is no request of this version of dbuffer ({error!r:.100}): use the "
-            "same version in the engine and in its follower"
-        ) from None
-
+RankAnswer = errors.DBufferError | None
+"""Answer of one rank: its error, or None where the request was done."""
 
 _ANSWERS: tuple[type[errors.DBufferError], ...] = (
     errors.WeightsMismatchError,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from dbuffer.errors import WeightsMismatchError
-from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.engine_options import EngineOptions
 
@@ -71,14 +69,6 @@ class Engine:
         worst = messages.worst_of(self.call(request))
         if worst is not None:
             raise worst
-
-    def mismatches(self, tensors: Sequence[TensorSpec]) -> list[str]:
-        """Return why such tensors do not fit, for each rank on which they do not."""
-        answers = self.call(messages.CheckRequest(tensors=tuple(tensors)))
-        worst = messages.worst_of(answers)
-        if worst is not None and not isinstance(worst, WeightsMismatchError):
-            raise worst
-        return [str(answer) for answer in answers if answer is not None]
 
     def is_paused(self) -> bool:
         """Whether it is paused, by this follower or by another process."""

@@ -30,7 +30,12 @@ from dbuffer.errors import (
     WeightsMismatchError,
 )
 from dbuffer.format.layout import Layout
-from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions, UpdateRequest
+from dbuffer.integrations.engine.engine_options import (
+    EngineOptions,
+    UpdateRequest,
+    rank_id,
+    record_token,
+)
 from dbuffer.integrations.engine.engine_rank import AppliedVersion, EngineRank, ModelState
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
@@ -104,19 +109,18 @@ class RankReceiver:
         )
         self.engine_id = engine_id
         self.instance_id = options.instance_id or rank.instance_id
-        names = EngineNames(engine_id, self.instance_id)
-        name = names.of_rank(self.ranks.rank)
+        token = record_token(self.instance_id)
         # Before anything is read: it retires what an earlier run may have left there.
         self._mirror = options.start_mirror()
         receiver = WeightReceiver(
             options.read_store,
-            receiver_id=name,
+            receiver_id=rank_id(engine_id, self.ranks.rank),
             poll_interval_s=options.poll_interval_s,
             verify=options.verify,
             num_threads=options.num_threads,
             allow_shared_store=options.allow_shared_store,
         )
-        receiver.record.set(part_of=self.engine_id, token=names.token, is_ephemeral=True)
+        receiver.record.set(part_of=self.engine_id, token=token, is_ephemeral=True)
         self._stager = Stager(
             receiver,
             check=self._check,
@@ -128,7 +132,7 @@ class RankReceiver:
         self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id)
-        self._record.set(token=names.token, is_ephemeral=self.instance_id in engine_id)
+        self._record.set(token=token, is_ephemeral=self.instance_id in engine_id)
         self._record_engine()
 
     # Loads that are not dbuffer's

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import BUFFERS
-from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions
+from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id, record_token
 from dbuffer.integrations.engine.engine_rank import AppliedVersion
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.reporting import FollowerReport
@@ -40,7 +40,7 @@ class StoreView:
         self.options = options
         self.report = report
         self.engine_id = engine_id
-        self._names = EngineNames(engine_id, facts.instance_id)
+        self._token = record_token(facts.instance_id)
         self._mirror = options.start_mirror()
         is_trusted = options.allow_shared_store
         self._store = DoubleBuffer(options.read_store, allow_shared_store=is_trusted)
@@ -52,7 +52,7 @@ class StoreView:
             poll_interval_s=options.poll_interval_s,
             allow_shared_store=is_trusted,
         )
-        self._rank_ids = [self._names.of_rank(rank) for rank in range(facts.num_ranks)]
+        self._rank_ids = [rank_id(engine_id, rank) for rank in range(facts.num_ranks)]
         self._seen: set[str] = set()
         self._logged_history: str | None = None
 
@@ -78,7 +78,7 @@ class StoreView:
         return None
 
     def _record(self, receiver_id: str) -> ReceiverRecord | None:
-        return self._names.record(self._store, receiver_id)
+        return self._store.record(receiver_id, self._token)
 
     # Versions
 

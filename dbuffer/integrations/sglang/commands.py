@@ -23,7 +23,7 @@ class Command:
     """Request to all ranks, and the names that they load by."""
 
     request: dict[str, Any] | None
-    """See :func:`~dbuffer.integrations.engine.messages.encode_request`; None: do nothing."""
+    """A :class:`~dbuffer.integrations.engine.messages.RankRequest`; None: do nothing."""
     rename: dict[str, Any] | None = None
     """Map from the store's names to the engine's; see :meth:`NameMap.as_json`."""
 

@@ -15,9 +15,9 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from dbuffer.errors import DBufferError, OptionError
-from dbuffer.integrations.engine import messages
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.integrations.engine.engine_options import EngineNames, EngineOptions
+from dbuffer.integrations.engine.engine_options import EngineOptions, record_token
+from dbuffer.integrations.engine.messages import RankRequest
 from dbuffer.integrations.sglang.commands import Command
 from dbuffer.integrations.sglang.rank import SchedulerRank
 from dbuffer.integrations.sglang.weight_calls import watch_scheduler
@@ -32,7 +32,7 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
         command = Command.parse(named_tensors)
         if command.request is None:
             return
-        request = messages.decode_request(command.request)
+        request = RankRequest.parse(command.request)
     except OptionError:
         logger.exception("a request of the follower cannot be read")
         return
@@ -43,16 +43,15 @@ def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -
     )
     if answer is None:
         return
-    logger.error("%s: %s", type(request).__name__, answer)
+    logger.error("%s: %s", request.call, answer)
     if endpoint.receiver is not None:
         endpoint.receiver.record_problem(str(answer))
-    elif isinstance(request, messages.BeginRequest) and get_parallel().tp_group.rank_in_group == 0:
+    elif request.options is not None and get_parallel().tp_group.rank_in_group == 0:
         _record_refusal(request.options, answer)
 
 
 def _record_refusal(options: EngineOptions, error: DBufferError) -> None:
     """Write why nothing follows into the record that a receiver would have kept."""
-    names = EngineNames(options.engine_id or "", options.instance_id or "")
-    record = RecordFile(Path(options.read_store), names.engine_id)
-    record.write(token=names.token, problem=str(error))
+    record = RecordFile(Path(options.read_store), options.engine_id or "")
+    record.write(token=record_token(options.instance_id or ""), problem=str(error))
     record.close()

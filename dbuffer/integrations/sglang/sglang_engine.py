@@ -15,8 +15,8 @@ from typing import Any
 
 from dbuffer.errors import EngineBusyError, EngineUpdateError, UnsupportedError
 from dbuffer.format.manifest import host_in_id
-from dbuffer.integrations.engine import messages
-from dbuffer.integrations.engine.engine_options import EngineNames
+from dbuffer.integrations.engine.engine_options import EngineOptions, record_token
+from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
 from dbuffer.integrations.sglang.commands import Command
@@ -66,27 +66,19 @@ class _Sglang(Engine):
 
     def __init__(self, names: NameMap | None) -> None:
         self._rename = None if names is None else names.as_json()
-        self._store: DoubleBuffer | None = None
-        self._names = EngineNames("", "")
 
-    def call(self, request: messages.RankRequest) -> list[messages.RankAnswer]:
-        if isinstance(request, messages.CheckRequest):
+    def call(self, request: RankRequest) -> list[RankAnswer]:
+        if request.call == "check":
             raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
-        if isinstance(request, messages.BeginRequest):
-            options = request.options
-            self._names = EngineNames(options.engine_id or "", options.instance_id or "")
-            self._store = DoubleBuffer(
-                options.read_store, allow_shared_store=options.allow_shared_store
-            )
         self._command_ranks(self._command(request))
         # The outcome of an update is read from the engine's record in any case, by the follower.
-        return [self._refusal() if isinstance(request, messages.BeginRequest) else None]
+        return [None if request.options is None else _refusal(request.options)]
 
     def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
         raise NotImplementedError
 
-    def _command(self, request: messages.RankRequest | None) -> Command:
-        encoded = None if request is None else messages.encode_request(request)
+    def _command(self, request: RankRequest | None) -> Command:
+        encoded = None if request is None else request.as_json()
         return Command(request=encoded, rename=self._rename)
 
     def _flush_caches(self) -> None:
@@ -97,15 +89,17 @@ class _Sglang(Engine):
         """
         self._command_ranks(self._command(None), flush_cache=True)
 
-    def _refusal(self) -> messages.RankAnswer:
-        """Read from the engine's record why it cannot follow; the ranks must not raise it."""
-        if self._store is None or not self._store.exists():
-            return None
-        record = self._names.record(self._store, self._names.engine_id)
-        # What was half loaded before following began is repaired by an update.
-        if record is None or record.problem is None or record.state == "broken":
-            return None
-        return UnsupportedError(record.problem)
+
+def _refusal(options: EngineOptions) -> RankAnswer:
+    """Read from an engine's record why it cannot follow; the ranks must not raise it."""
+    store = DoubleBuffer(options.read_store, allow_shared_store=options.allow_shared_store)
+    if not store.exists():
+        return None
+    record = store.record(options.engine_id or "", record_token(options.instance_id or ""))
+    # What was half loaded before following began is repaired by an update.
+    if record is None or record.problem is None or record.state == "broken":
+        return None
+    return UnsupportedError(record.problem)
 
 
 class OfflineSglang(_Sglang):

@@ -15,7 +15,6 @@ from vllm.distributed.weight_transfer.base import (
 from dbuffer.errors import OptionError
 from dbuffer.integrations.engine.endpoint import RankEndpoint
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.messages import BeginRequest
 from dbuffer.integrations.vllm.callback_loading import (
     ApplyPatches,
     CallbackLoader,
@@ -223,7 +222,7 @@ class DBufferWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         def rank() -> WorkerRank:
             return WorkerRank(self._vllm_config, self.model, self._device)
 
-        self._endpoint.begin(rank, BeginRequest(options=options))
+        self._endpoint.begin(rank, options)
 
     def _update(self, request: DBufferUpdateInfo | OptionError) -> None:
         with raising_once(self._vllm_config):

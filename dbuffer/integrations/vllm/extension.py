@@ -5,12 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
-from dbuffer.integrations.engine.engine_options import UpdateRequest
-from dbuffer.integrations.engine.messages import (
-    RankRequest,
-    decode_request,
-    encode_answer,
-)
+from dbuffer.integrations.engine.messages import RankRequest, encode_answer
 from dbuffer.integrations.vllm.rank import WorkerRank
 
 
@@ -24,11 +19,11 @@ class WorkerExtension:
     def dbuffer_call(self: Any, request: dict[str, Any]) -> dict[str, str]:
         """Do what a follower asks for; see :mod:`dbuffer.integrations.engine.messages`."""
         # Nothing may be raised here: vLLM would read the other ranks' answers one call late.
-        return encode_answer(capture_answer(lambda: _do(self, decode_request(request))))
+        return encode_answer(capture_answer(lambda: _do(self, RankRequest.parse(request))))
 
 
 def _do(worker: Any, request: RankRequest) -> None:
     model = worker.get_model()
     RankEndpoint.of(model).do(request, lambda: WorkerRank(worker.vllm_config, model, worker.device))
-    if isinstance(request, UpdateRequest):
+    if request.call == "update":
         worker.model_runner.reset_lora_state()

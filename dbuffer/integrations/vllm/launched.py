@@ -18,13 +18,10 @@ from dbuffer.errors import DBufferError, EngineUpdateError
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import (
-    EndRequest,
     RankAnswer,
     RankRequest,
     decode_answer,
-    decode_request,
     encode_answer,
-    encode_request,
 )
 from dbuffer.integrations.engine.protocol import PauseMode
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
@@ -106,7 +103,7 @@ class LaunchedFollower:
 
         Here, and in `close`, no rank waits for another. The engine keeps its weights.
         """
-        self._mine.do(EndRequest())
+        self._mine.do(RankRequest("end"))
 
     def close(self) -> None:
         if self._leader is not None:
@@ -162,7 +159,7 @@ class _AllRanks(OfflineVllm):
         self._agreement = agreement
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
-        answers = self._order("call", encode_request(request))
+        answers = self._order("call", request.as_json())
         return [decode_answer(answer) for of_rank in answers for answer in of_rank]
 
     def pause(self, mode: PauseMode) -> None:
@@ -188,7 +185,7 @@ def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[_
     def do() -> Any:
         match order["call"], order["argument"]:
             case "call", request:
-                return [encode_answer(answer) for answer in mine.call(decode_request(request))]
+                return [encode_answer(answer) for answer in mine.call(RankRequest.parse(request))]
             case "pause", mode:
                 return mine.pause(mode)
             case _, version:

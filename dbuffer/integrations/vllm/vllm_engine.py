@@ -24,7 +24,6 @@ from dbuffer.integrations.engine.messages import (
     RankAnswer,
     RankRequest,
     decode_answer,
-    encode_request,
 )
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
@@ -41,7 +40,7 @@ class _Vllm(Engine):
     """A vLLM engine: its ranks are workers, called by ``collective_rpc``."""
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
-        replies = self._call_workers(CALL, {"request": encode_request(request)})
+        replies = self._call_workers(CALL, {"request": request.as_json()})
         return [decode_answer(reply) for reply in replies]
 
     def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
