@@ -106,11 +106,11 @@ def watch_steps(llm: Any) -> Stopwatch:
     stopwatch.watch(model, "load_weights", LOADING)
     for owner, function, step in (
         (OfflineVllm, "pause", PAUSING),
-        (RankReceiver, "_prepare", AGREEING),
+        (RankReceiver, "_take_on_all_ranks", AGREEING),
         (RankChannel, "gather", AGREEING),
         (WeightLoader, "apply", COPYING),
         (WeightLoader, "reload", COPYING),
-        (RankReceiver, "_record_engine", ACKNOWLEDGING),
+        (RankReceiver, "_write_record", ACKNOWLEDGING),
         (OfflineVllm, "weight_version", STAMPING),
         (OfflineVllm, "set_weight_version", STAMPING),
         (OfflineVllm, "resume", RESUMING),

@@ -112,7 +112,7 @@ class Rank:
     on_device = False
     instance_id = "one"
     module = torch.nn.Module()
-    is_stage = False
+    is_pipeline_stage = False
     not_weights = ()
     packing = wrapper = None
     replica = ""

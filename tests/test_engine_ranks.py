@@ -186,7 +186,7 @@ class Rank:
     not_weights: tuple[str, ...] = ()
     packing: Any = None
     wrapper: Any = None
-    is_stage: bool = False
+    is_pipeline_stage: bool = False
 
     @property
     def module(self) -> torch.nn.Module:

@@ -105,7 +105,7 @@ class Rank:
     not_weights: tuple[str, ...] = ("num_loads", "_dbuffer_endpoint")
     packing: Any = None
     wrapper: Any = None
-    is_stage: bool = False
+    is_pipeline_stage: bool = False
 
     def engine_id(self, options: EngineOptions) -> str:
         return options.engine_id or "engine"
@@ -219,7 +219,7 @@ def prove_the_plan(world: World, sender: dbuffer.WeightSender, staging: str) -> 
 
 
 @pytest.mark.parametrize("staging", ["map", "copy"])
-def test_what_was_staged_for_another_model_is_staged_anew(
+def test_what_was_staged_for_another_model_is_pipeline_staged_anew(
     staging: str, world: World, store: Path
 ) -> None:
     with dbuffer.WeightSender(store) as sender:
@@ -235,7 +235,7 @@ def test_what_was_staged_for_another_model_is_staged_anew(
 
 
 @pytest.mark.parametrize("staging", ["map", "copy"])
-def test_a_tensor_of_two_names_is_staged_under_both(
+def test_a_tensor_of_two_names_is_pipeline_staged_under_both(
     staging: str, world: World, store: Path
 ) -> None:
     with dbuffer.WeightSender(store) as sender:

@@ -39,6 +39,8 @@ class RankEndpoint:
     def __init__(self) -> None:
         self.receiver: RankReceiver | None = None
         """Receiver that follows a store; None: the rank follows none."""
+        self._begun_with: dict[str, Any] = {}
+        """Options that it began with, and the names that it follows under."""
         self.state = ModelState()
 
     @classmethod
@@ -71,12 +73,12 @@ class RankEndpoint:
     def note_foreign_load(self, what: str) -> None:
         """Treat the weights as unknown after ``what``, unless that was part of an update."""
         # Loaders that load tensor by tensor call this for each.
-        if self.state.is_updating or self.state.is_unknown:
+        if self.state.is_updating or self.state.must_reload:
             return
         if self.receiver is not None:
             self.receiver.note_foreign_load(what)
         else:
-            self.state.weights = "unknown"
+            self.state.note_foreign_load()
 
     def note_asleep(self, *, is_lost: bool) -> None:
         """Leave the weights alone until :meth:`note_awake`; ``is_lost``: they will not come back.
@@ -126,19 +128,22 @@ class RankEndpoint:
             EngineUpdateError: some rank cannot now.
         """
         rank = make_rank()
-        if if_idle:
-            # Together: a rank that began alone would wait for those that need not.
-            try:
-                is_following = self._is_following(rank, options)
+        engine_id = rank.engine_id(options)
+        instance_id = options.instance_id or rank.instance_id
+        begin_with = asdict(options) | {"engine_id": engine_id, "instance_id": instance_id}
+        try:
+            if if_idle:
+                # Together: a rank that began alone would wait for those that need not.
+                is_following = self.receiver is not None and self._begun_with == begin_with
                 if all(rank.ranks.gather(is_following, begins=True)):
                     return
-            except errors.RankFailedError as failure:
-                raise errors.EngineUpdateError(
-                    f"the engine cannot follow {options.store}: {failure}"
-                ) from failure
-        engine_id = rank.engine_id(options)
-        self.end()
-        self.receiver = self._start_on_all_ranks(rank, options, engine_id)
+            self.end()
+            self.receiver = self._start_on_all_ranks(rank, options, engine_id)
+        except errors.RankFailedError as failure:
+            raise errors.EngineUpdateError(
+                f"the engine cannot follow {options.store}: {failure}"
+            ) from failure
+        self._begun_with = begin_with
 
     def _start_on_all_ranks(
         self, rank: EngineRank, options: EngineOptions, engine_id: str
@@ -152,28 +157,18 @@ class RankEndpoint:
             problem = f"{type(error).__name__}: {error}"
             # It would go no better the next time.
             is_final = isinstance(error, errors.UnsupportedError | errors.OptionError)
-        kind: type[errors.DBufferError] = errors.EngineUpdateError
         try:
             answers = rank.ranks.gather((problem, is_final), begins=True)
             problems, finals = zip(*answers, strict=True)
-            if receiver is not None and not any(problems):
-                return receiver
-            why = by_rank(problems)
-            if any(finals):
-                kind = errors.UnsupportedError
-        except errors.RankFailedError as failure:
-            why = str(failure)
-        if receiver is not None:
-            receiver.close()
-        raise kind(f"the engine cannot follow {options.store}: {why}")
-
-    def _is_following(self, rank: EngineRank, options: EngineOptions) -> bool:
-        """Whether the rank follows with these options, under the name that they give."""
-        names = rank.engine_id(options), options.instance_id or rank.instance_id
-        if self.receiver is None or names != (self.receiver.engine_id, self.receiver.instance_id):
-            return False
-        ids = {"engine_id": None, "instance_id": None}
-        return asdict(options) | ids == asdict(self.receiver.options) | ids
+            if any(problems):
+                kind = errors.UnsupportedError if any(finals) else errors.EngineUpdateError
+                raise kind(f"the engine cannot follow {options.store}: {by_rank(problems)}")
+        except BaseException:
+            if receiver is not None:
+                receiver.close()
+            raise
+        assert receiver is not None  # noqa: S101 - or this rank had a problem
+        return receiver
 
     def update(self, request: UpdateRequest | errors.OptionError) -> None:
         self._following().update(request)
@@ -189,7 +184,7 @@ class RankEndpoint:
     def _check(self, rank: EngineRank, tensors: Sequence[TensorSpec]) -> None:
         trace = rank.make_check(partial=False)(tensors)
         may_leave_out = self.receiver is not None and self.receiver.options.unused_tensors == "warn"
-        if trace.unused and not rank.is_stage and not may_leave_out:
+        if trace.unused and not rank.is_pipeline_stage and not may_leave_out:
             raise errors.WeightsMismatchError(no_places(trace.unused))
 
     def end(self) -> None:

@@ -1,10 +1,10 @@
-"""The contract of one rank of an engine: its model, its rank, and what its model has."""
+"""`EngineRank` and `ServingModel`, which each engine implements; `ModelState` of a rank's model."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ ENDPOINT_ATTR = "_dbuffer_endpoint"
 """Attribute of a model that holds its :class:`RankEndpoint`."""
 
 
-class AppliedVersion(NamedTuple):
+class VersionId(NamedTuple):
     """A version of a store: the one that an engine has, or one to switch it to."""
 
     version: int
@@ -28,7 +28,7 @@ class AppliedVersion(NamedTuple):
     """History that it belongs to; None: there is no store yet that would say."""
 
     @classmethod
-    def of(cls, record: ReceiverRecord | None) -> AppliedVersion | None:
+    def of(cls, record: ReceiverRecord | None) -> VersionId | None:
         """Read the version that an engine's record says it serves; None: none of this store."""
         if record is None or record.applied_version is None or record.state == "broken":
             return None
@@ -37,6 +37,13 @@ class AppliedVersion(NamedTuple):
     def is_of_another_history(self, history: str | None) -> bool:
         """Whether versions of this history say nothing about this one."""
         return None not in (self.history, history) and self.history != history
+
+
+def describe_weights(version: VersionId | None) -> str:
+    """Describe the weights of an engine that has this version of the store that it follows."""
+    if version is None:
+        return "weights that are no version of its store"
+    return f"version {version.version}"
 
 
 class ServingModel(Protocol):
@@ -68,7 +75,7 @@ class EngineRank:
     """The model that serves."""
     on_device: bool
     """Whether its weights are outside of main memory."""
-    is_stage: bool = False
+    is_pipeline_stage: bool = False
     """Whether it holds some of the model's layers only, and other ranks hold the rest."""
     not_weights: Collection[str] = (ENDPOINT_ATTR,)
     """Attributes of its layers that change while it serves: its caches, and dbuffer's own."""
@@ -100,14 +107,16 @@ class EngineRank:
 class ModelState:
     """State of one rank's model: its weights, and whether they may be used.
 
-    It belongs to the model's endpoint, and outlives each receiver. `weights` is the only statement
-    about them: the engine's record is written from it, and the engine's label from the record.
+    It belongs to the model's endpoint, and outlives each receiver. The engine's record is written
+    from it, and the engine's label from the record.
     """
 
-    weights: AppliedVersion | Literal["initial", "unknown"] = "initial"
-    """A version of `store`; or those that the engine was started with; or what something else
-    wrote, so that the next update reloads all of them."""
+    version: VersionId | None = None
+    """Version of `store` that the weights are; None: they are no version."""
     store: str | None = None
+    must_reload: bool = False
+    """Whether something else than dbuffer wrote the weights, so that the next update reloads all of
+    them; False: they are `version`, or those that the engine was started with."""
     model: ServingModel | None = None
     broken: str | None = None
     """Why the model refuses to serve."""
@@ -118,14 +127,17 @@ class ModelState:
     is_updating: bool = False
     """Whether dbuffer is writing them."""
 
-    @property
-    def is_unknown(self) -> bool:
-        return self.weights == "unknown"
+    def note_loaded(self, version: VersionId | None, store: str) -> None:
+        """Record that dbuffer loaded a version of a store; None: what the engine started with."""
+        self.version, self.store, self.must_reload = version, store, False
 
-    def applied_of(self, store: str) -> AppliedVersion | None:
+    def note_foreign_load(self) -> None:
+        """Record that something else wrote the weights."""
+        self.version, self.must_reload = None, True
+
+    def version_of(self, store: str) -> VersionId | None:
         """Return the version of this store that the model has."""
-        is_version = isinstance(self.weights, AppliedVersion) and self.store == store
-        return self.weights if is_version else None  # type: ignore[return-value]
+        return self.version if self.store == store else None
 
     def require_awake(self) -> None:
         """Raise :class:`EngineBusyError` while the weights are asleep."""

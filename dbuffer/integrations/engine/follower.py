@@ -24,7 +24,7 @@ from dataclasses import replace
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.engine_rank import AppliedVersion
+from dbuffer.integrations.engine.engine_rank import VersionId
 from dbuffer.integrations.engine.messages import RankRequest, specs_of, worst_of
 from dbuffer.integrations.engine.protocol import (
     UNKNOWN_VERSION,
@@ -66,7 +66,7 @@ class Follower(Closing):
         self._pause_mode: PauseMode = pause
         self._view: StoreView | None = None
         self._has_started = False
-        self._applied: AppliedVersion | None = None
+        self._applied: VersionId | None = None
         """Version that the engine's record named last; None: none of this store."""
         self._is_known = False
         """Whether the engine's ranks follow the store, and it still has what its record says."""
@@ -219,7 +219,7 @@ class Follower(Closing):
 
     def _take_over(self, record: ReceiverRecord | None) -> None:
         """Believe the engine's record, and label the engine with the version that it names."""
-        applied = AppliedVersion.of(record)
+        applied = VersionId.of(record)
         if applied != self._applied:
             self._label(UNKNOWN_VERSION if applied is None else str(applied.version))
         self._applied = applied
@@ -262,7 +262,7 @@ class Follower(Closing):
         """
         if timeout_s is not None:
             checks.seconds("timeout_s", timeout_s)
-        goal: AppliedVersion | None = None
+        goal: VersionId | None = None
         switch: Switch | None = None
         try:
             try:
@@ -303,7 +303,7 @@ class Follower(Closing):
     def _switch_when_ready(
         self,
         view: StoreView,
-        goal: AppliedVersion,
+        goal: VersionId,
         timeout_s: float | None,
         stop_event: threading.Event | None,
     ) -> Switch:
@@ -315,7 +315,7 @@ class Follower(Closing):
         with self._raising_ours(f"switch to version {goal.version}"):
             return self._switch(view, goal, time.monotonic() - started)
 
-    def _switch(self, view: StoreView, goal: AppliedVersion, wait_s: float) -> Switch:
+    def _switch(self, view: StoreView, goal: VersionId, wait_s: float) -> Switch:
         # dbuffer never ends a pause that it did not start.
         self._owes_resume = self._owes_resume or not self._engine.is_paused()
         started = time.monotonic()
@@ -342,7 +342,7 @@ class Follower(Closing):
             view.newer_than(self._applied)
         return switch
 
-    def _load(self, view: StoreView, goal: AppliedVersion) -> tuple[ReceiverRecord, float]:
+    def _load(self, view: StoreView, goal: VersionId) -> tuple[ReceiverRecord, float]:
         """Load on all ranks; return the engine's record, and the seconds that it took.
 
         Raises:

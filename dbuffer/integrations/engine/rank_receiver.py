@@ -14,9 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
-
-import torch
+from typing import Any, NamedTuple, TypeVar
 
 from dbuffer.errors import (
     DBufferError,
@@ -36,18 +34,22 @@ from dbuffer.integrations.engine.engine_options import (
     rank_id,
     record_token,
 )
-from dbuffer.integrations.engine.engine_rank import AppliedVersion, EngineRank, ModelState
+from dbuffer.integrations.engine.engine_rank import (
+    EngineRank,
+    ModelState,
+    VersionId,
+    describe_weights,
+)
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
-from dbuffer.integrations.engine.shape_check import no_places
+from dbuffer.integrations.engine.unused_tensors import UnusedTensors
 from dbuffer.io.copier import Copier
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
-from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 from dbuffer.weights.targets import refuse_adapter
@@ -65,6 +67,18 @@ _KEPT_TRACES = 4
 
 _MAX_ROUNDS = 5
 """Most attempts of ranks that took different versions to agree on the newest of them."""
+
+
+class _Offer(NamedTuple):
+    """What one rank tells the others before any of them loads."""
+
+    version: int | None
+    """Version that it has taken, or else the one that its model has."""
+    identity: str
+    """Identity of the version that it has taken; empty: it has taken none."""
+    problem: str | None
+    unread: dict[str, Any]
+    """Tensors that it does not read; see :meth:`UnusedTensors.unread`."""
 
 
 class RankReceiver:
@@ -85,16 +99,14 @@ class RankReceiver:
         self._reading = threading.Lock()
         """Held while the stager's thread may read the model's weights."""
         self._attempt: str | None = None
-        self._failure: tuple[str | None, int | None] = None, None
         self._fits = rank.make_check(partial=options.partial)
-        self._is_stage = rank.is_stage
         self._traces: list[tuple[Layout, LoadTrace]] = []
-        self._warned: set[str] = set()
-        self._judged: Layout | None = None
-        self._redundant: set[str] = set()
-        """Tensors that no stage reads, and that are another one's twins."""
-        self._differing: tuple[str, dict[str, str]] = "", {}
-        """Identity of the version prepared last, and its tensors that differ from their twins."""
+        self._unused = UnusedTensors(
+            options.store,
+            options.unused_tensors,
+            is_pipeline=rank.is_pipeline_stage,
+            is_first=self.ranks.rank == 0,
+        )
         self._copier = Copier(options.num_threads)
         self._loader = WeightLoader(
             rank.module,
@@ -108,8 +120,8 @@ class RankReceiver:
             wrapper=rank.wrapper,
         )
         self.engine_id = engine_id
-        self.instance_id = options.instance_id or rank.instance_id
-        token = record_token(self.instance_id)
+        instance_id = options.instance_id or rank.instance_id
+        token = record_token(instance_id)
         # Before anything is read: it retires what an earlier run may have left there.
         self._mirror = options.start_mirror()
         receiver = WeightReceiver(
@@ -132,13 +144,13 @@ class RankReceiver:
         self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id)
-        self._record.set(token=token, is_ephemeral=self.instance_id in engine_id)
-        self._record_engine()
+        self._record.set(token=token, is_ephemeral=instance_id in engine_id, problem=state.broken)
+        self._write_record()
 
     # Loads that are not dbuffer's
 
     def note_foreign_load(self, what: str) -> None:
-        """Forget the weights after ``what`` wrote or discarded them, and stage the newest version.
+        """Stage the newest version for a reload, after ``what`` wrote or discarded the weights.
 
         Called in the worker's main thread; the engine's record then names no version.
         """
@@ -151,10 +163,10 @@ class RankReceiver:
                 self.options.store,
                 what,
             )
-        self._state.weights = "unknown"
+        self._state.note_foreign_load()
         self._loader.forget()
         self._stager.stage_again()
-        self._record_engine()
+        self._write_record()
 
     def wait_unread(self) -> None:
         """Wait until the stager's thread has noticed that the weights are asleep."""
@@ -166,9 +178,9 @@ class RankReceiver:
         self._stager.stage_again(applied=self._version, history=self._history)
 
     @property
-    def _applied(self) -> AppliedVersion | None:
+    def _applied(self) -> VersionId | None:
         """Version of this store that the model has."""
-        return self._state.applied_of(self.options.store)
+        return self._state.version_of(self.options.store)
 
     @property
     def _version(self) -> int | None:
@@ -208,16 +220,16 @@ class RankReceiver:
         self._attempt = request.attempt if isinstance(request, UpdateRequest) else None
         self._state.is_updating = True
         try:
-            staged = self._prepare(request)
-            stats = {} if staged is None else self._commit(staged)
-            self._record_engine(**stats)
+            staged = self._take_on_all_ranks(request)
+            changes = {} if staged is None else self._load_on_all_ranks(staged)
+            self._write_record(**changes)
         except RankFailedError as error:
             # That rank may have learned what was agreed, and load it once it goes on.
             raise EngineBrokenError(self._refuse(str(error))) from None
         except (EngineUpdateError, EngineBrokenError, EngineBusyError, OptionError):
             # All ranks have agreed on that. After any other error the weights of other ranks are
             # unknown, and a record that does not name the attempt says so.
-            self._record_engine()
+            self._write_record()
             raise
         finally:
             self._state.is_updating = False
@@ -248,65 +260,13 @@ class RankReceiver:
         self._require_no_mix(layout, snapshot.version)
         specs = list(layout.specs)
         if self.options.partial:
-            # Which of a tied tensor's names a layer that comes alone is loaded by, is its business.
-            of = {spec.name: spec for spec in specs}
-            specs += [of[name]._replace(name=alias) for alias, name in layout.aliases.items()]
+            # A layer that comes alone may be loaded by any of a tied tensor's names.
+            stored = {spec.name: spec for spec in specs}
+            specs += [stored[name]._replace(name=alias) for alias, name in layout.aliases.items()]
         trace = self._fits(specs, layout.aliases)
         # A version is loaded as it was recorded, and the one before may be loaded again.
         self._traces = [(layout, trace), *self._traces][:_KEPT_TRACES]
-        if not self._is_stage:  # what it passes over may be another stage's
-            self._judge_unused(trace.unused)
-
-    def _judge_unused(self, unused: Sequence[str]) -> None:
-        """Refuse tensors for which the model has no place, or warn of them once."""
-        if unused and self.options.unused_tensors == "refuse":
-            raise WeightsMismatchError(no_places(unused))
-        if unused and self._warned.isdisjoint(unused) and self.ranks.rank == 0:
-            logger.warning(
-                "versions of %s are served without %s, for which the engine's model has no place",
-                self.options.store,
-                listed(unused),
-            )
-        self._warned.update(unused)
-
-    def _judge_stages(self, staged: Staged | None, differing: Sequence[Mapping[str, str]]) -> None:
-        """Refuse tensors that no stage of the model reads; on all ranks.
-
-        ``differing``: each rank's tensors that differ from the one in their place.
-        """
-        if staged is None or not self._is_stage:
-            return
-        nowhere: list[str] = []
-        if staged.layout != self._judged:
-            trace = self._trace_of(staged.layout)
-            unused = {text.partition(" ")[0]: text for text in trace.unused} if trace else {}
-            ranks = self.ranks.gather(([*unused], [*trace.twins] if trace else []))
-            unread = set.intersection(*({*names, *twins} for names, twins in ranks))
-            self._redundant = {name for _, twins in ranks for name in twins} & unread
-            nowhere = [unused[name] for name in sorted(unread - self._redundant)]
-        more = {
-            name: why for each in differing for name, why in each.items() if name in self._redundant
-        }
-        try:
-            self._judge_unused([*nowhere, *more.values()])
-        except WeightsMismatchError as error:
-            raise EngineUpdateError(
-                f"engine {self.engine_id} could not prepare: {error}; no rank was touched, and "
-                f"{self._serves_on}"
-            ) from None
-        self._judged = staged.layout
-
-    def _differing_twins(self, trace: LoadTrace, snapshot: Snapshot) -> dict[str, str]:
-        """Find unread tensors that differ from the one that the model has in their place."""
-
-        def tensor(name: str) -> torch.Tensor:
-            return snapshot.tensors[snapshot.layout.aliases.get(name, name)]
-
-        return {
-            name: f"{name} (it differs from {twin}, which the engine has in its place)"
-            for name, twin in trace.twins.items()
-            if not _are_equal(tensor(name), tensor(twin))
-        }
+        self._unused.check(trace)
 
     def _trace_of(self, layout: Layout) -> LoadTrace | None:
         traces = (trace for of, trace in self._traces if of is layout or of == layout)
@@ -329,11 +289,7 @@ class RankReceiver:
         trace = self._trace_of(snapshot.layout)
         if trace is None:
             return None
-        differing = self._differing_twins(trace, snapshot)
-        if self._is_stage:  # another stage may have the head
-            self._differing = snapshot.identity, differing
-        else:
-            self._judge_unused([*differing.values()])
+        self._unused.compare(trace, snapshot)
         tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
 
         def changed_since(identity: str) -> Changed | None:
@@ -344,7 +300,7 @@ class RankReceiver:
             return changed | {alias: changed[name] for alias, name in aliases if name in changed}
 
         with self._reading:
-            if self._state.is_asleep or self._state.is_unknown:
+            if self._state.is_asleep or self._state.must_reload:
                 return None
             return self._loader.prepare(tensors, trace, changed_since, snapshot.layout.aliases)
 
@@ -355,14 +311,14 @@ class RankReceiver:
             self._loader.apply(switch, staged.identity)
             return
         assert staged.tensors is not None  # noqa: S101 - or the switch were enough
-        if self._state.is_unknown and self.options.partial:
+        if self._state.must_reload and self.options.partial:
             self._model.load_checkpoint()  # for the layers that are in no version
         tensors = dict(self._as_offered(staged.tensors, staged.layout))
         self._loader.reload(tensors, switch, staged.identity)
 
     def _switch_of(self, staged: Staged) -> PreparedSwitch | None:
         """Return the copies that were prepared for a version; None where only a reload does."""
-        if self._state.is_unknown or not isinstance(staged.prepared, PreparedSwitch):
+        if self._state.must_reload or not isinstance(staged.prepared, PreparedSwitch):
             return None
         return staged.prepared
 
@@ -371,27 +327,29 @@ class RankReceiver:
         timeout_s = self.options.timeout_s
         return self._stager.take(version, history=history, whole=True, timeout_s=timeout_s)
 
-    def _prepare(self, request: UpdateRequest | OptionError) -> Staged | None:
+    def _take_on_all_ranks(self, request: UpdateRequest | OptionError) -> Staged | None:
         """Take the same version on all ranks, or raise on all; None: the engine has it already."""
         must_load = False
         for round_ in range(_MAX_ROUNDS):
             staged, problem = self._take(request, must_load=must_load, is_first=round_ == 0)
-            version = staged.version if staged else self._version
-            identity = staged.identity if staged else ""
-            differing = self._differing[1] if self._differing[0] == identity else {}
-            answer = version, identity, problem, differing
-            answers = self.ranks.gather(answer, begins=round_ == 0)
-            self._require_no_problem(request, [problem for _, _, problem, _ in answers])
-            if len({(version, identity) for version, identity, _, _ in answers}) == 1:
-                self._judge_stages(staged, [differing for _, _, _, differing in answers])
+            mine = _Offer(self._version, "", problem, {})
+            if staged is not None:
+                trace = self._trace_of(staged.layout)
+                unread = self._unused.unread(staged.layout, staged.identity, trace)
+                mine = _Offer(staged.version, staged.identity, problem, unread)
+            offers = [_Offer(*each) for each in self.ranks.gather(mine, begins=round_ == 0)]
+            self._require_no_problem(request, [offer.problem for offer in offers])
+            versions = {offer.version or 0 for offer in offers}
+            identities = {offer.identity for offer in offers}
+            if len(versions) == len(identities) == 1:
+                self._check_pipeline(staged, offers)
                 return staged
-            versions = {version or 0 for version, _, _, _ in answers}
-            highest = max(versions)
-            # What one rank has, another one may have to load again, when it was half loaded there.
-            must_load = len(versions) == 1 and any(not identity for _, identity, _, _ in answers)
+            # A rank that was half loaded takes again what others have: then all of them must.
+            must_load = len(versions) == 1 and "" in identities
             # Some rank holds the highest, so it stays in the store until all do; but a store that
             # was replaced may have two of one number.
-            if len(versions) == 1 or version != highest:
+            highest = max(versions)
+            if len(versions) == 1 or mine.version != highest:
                 self._stager.release()
             if len(versions) > 1:
                 history = None if isinstance(request, OptionError) else request.history
@@ -400,6 +358,17 @@ class RankReceiver:
             f"ranks took different weights {_MAX_ROUNDS} times, versions {versions}; "
             f"{self._serves_on}"
         )
+
+    def _check_pipeline(self, staged: Staged | None, offers: Sequence[_Offer]) -> None:
+        if staged is None:
+            return
+        try:
+            self._unused.check_pipeline(staged.layout, [offer.unread for offer in offers])
+        except WeightsMismatchError as error:
+            raise EngineUpdateError(
+                f"engine {self.engine_id} could not prepare: {error}; no rank was touched, and "
+                f"{self._serves_on}"
+            ) from None
 
     def _take(
         self, request: UpdateRequest | OptionError, *, must_load: bool, is_first: bool
@@ -484,7 +453,7 @@ class RankReceiver:
             )
         return True
 
-    def _commit(self, staged: Staged) -> dict[str, float]:
+    def _load_on_all_ranks(self, staged: Staged) -> dict[str, Any]:
         """Load a version on all ranks; return what the engine's record is to say of it."""
         started = time.monotonic()
         try:
@@ -495,36 +464,39 @@ class RankReceiver:
         if any(failures):
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
-        self._state.weights = AppliedVersion(staged.version, staged.history)
-        self._state.store = self.options.store
-        self._failure = None, None
+        self._state.note_loaded(VersionId(staged.version, staged.history), self.options.store)
         self._serve_again()
-        return {
+        stats = {
             "load_s": time.monotonic() - started,
             "stage_s": staged.duration_s,
             "bytes": staged.num_bytes,
         }
+        return {"problem": None, "problem_version": None, "stats": stats}
 
     def _recover(self, what: str, staged: Staged) -> Staged:
         """Load the version before again, after a failed load; or, where it is gone, this one.
+
+        An engine that had no version of this store loads what it was started with.
 
         Raises:
             EngineUpdateError: all ranks have the version before.
             EngineBrokenError: some rank has neither.
         """
         why = "the weights before were not of this store"
-        if not self._state.is_unknown:
-            logger.error("%s; going back to version %s", what, self._version)
-            failures = self._on_all_ranks(lambda: self._load_again(self._applied))
+        if not self._state.must_reload:
+            before = self._applied
+            goal = "the checkpoint" if before is None else describe_weights(before)
+            logger.error("%s; going back to %s", what, goal)
+            failures = self._on_all_ranks(lambda: self._load_again(before))
             if not any(failures):
                 self._serve_again()
                 what = f"{what}; all ranks went back, and {self._serves_on}"
-                self._failure = what, staged.version
+                self._record.set(problem=what, problem_version=staged.version)
                 raise EngineUpdateError(what)
-            why = self._describe(f"go back to version {self._version}", failures)
+            why = self._describe(f"go back to {goal}", failures)
         logger.error("%s; loading version %s once more", why, staged.version)
         failures = self._on_all_ranks(
-            lambda: self._load_again(AppliedVersion(staged.version, staged.history))
+            lambda: self._load_again(VersionId(staged.version, staged.history))
         )
         if not any(failures):
             return staged
@@ -535,18 +507,19 @@ class RankReceiver:
         broken = f"half-loaded weights: {why}; update again, or restart the engine"
         self._state.broken = broken
         self._model.refuse_to_serve(broken)
-        self._record_engine()
+        self._write_record(problem=broken, problem_version=None)
         return broken
 
-    def _load_again(self, goal: AppliedVersion | None) -> None:
+    def _load_again(self, goal: VersionId | None) -> None:
         if goal is None or self.options.partial:
             # A partial version does not tell what a later one has overwritten in addition.
             self._model.load_checkpoint()
             self._state.loaded_names.forget()
+            self._loader.forget()
         if goal is not None:
             self._load(self._take_whole(goal.version, goal.history))
         else:
-            self._state.weights = "initial"
+            self._state.note_loaded(None, self.options.store)
 
     def _serve_again(self) -> None:
         self._state.broken = None
@@ -578,9 +551,7 @@ class RankReceiver:
 
     @property
     def _serves_on(self) -> str:
-        if self._state.is_unknown:
-            return "the engine serves on with weights that are not of this store"
-        return f"the engine serves on with version {self._version}"
+        return f"the engine serves on with {describe_weights(self._applied)}"
 
     def _describe(self, step: str, problems: list[str | None]) -> str:
         return f"engine {self.engine_id} could not {step}: {by_rank(problems)}"
@@ -590,26 +561,16 @@ class RankReceiver:
         if self.ranks.rank == 0:
             self._record.write(problem=problem)
 
-    def _record_engine(self, **stats: float) -> None:
+    def _write_record(self, **changes: Any) -> None:
+        """Write what the model has, and more, into the engine's record; its first rank does."""
         if self.ranks.rank == 0:
-            broken = self._state.broken
-            problem, version = self._failure if broken is None else (broken, None)
             self._record.write(
                 applied_version=self._version,
                 history=self._history,
-                problem=problem,
-                problem_version=version,
-                state="serving" if broken is None else "broken",
+                state="serving" if self._state.broken is None else "broken",
                 attempt=self._attempt,
-                stats=stats or self._record.current.stats,
+                **changes,
             )
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bytes."""
-    return one.data_ptr() == other.data_ptr() or torch.equal(
-        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
-    )
 
 
 def by_rank(problems: Sequence[str | None]) -> str:

@@ -15,7 +15,7 @@ from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import BUFFERS
 from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id, record_token
-from dbuffer.integrations.engine.engine_rank import AppliedVersion
+from dbuffer.integrations.engine.engine_rank import VersionId
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.reporting import FollowerReport
 from dbuffer.receive.receiver import WeightReceiver
@@ -98,32 +98,30 @@ class StoreView:
         held = [pointer.history for pointer in pointers if pointer is not None]
         return history is None or not held or history in held
 
-    def newer_than(
-        self, served: AppliedVersion | None, at_least: int | None = None
-    ) -> AppliedVersion | None:
+    def newer_than(self, served: VersionId | None, at_least: int | None = None) -> VersionId | None:
         """Return the newest version, or ``at_least``, if the engine does not have it."""
         if self._store.exists():
             self._store.check()
         elif served is None:
-            return None if at_least is None else AppliedVersion(at_least, None)
+            return None if at_least is None else VersionId(at_least, None)
         # A version that is known to be published may be on its way to a local store.
         store = self._origin if at_least is not None and self._origin.exists() else self._store
         pointer = store.newest_pointer()
         newest, history = (pointer.version, pointer.history) if pointer else (0, None)
         has = 0 if served is None else served.version
         if served is not None and served.is_of_another_history(history):
-            self._admit_new_history(served, AppliedVersion(newest, history))
+            self._admit_new_history(served, VersionId(newest, history))
             has = 0  # of the new history
         elif newest < has:
             raise errors.VersionRegressedError(
                 f"{store.root} went back from version {has} to {newest}: it was emptied or replaced"
             )
         version = max(newest, at_least or 0)
-        goal = AppliedVersion(version, history) if version > has else None
+        goal = VersionId(version, history) if version > has else None
         self._measure_lag(served, goal, num_behind=version - has)
         return goal
 
-    def _admit_new_history(self, served: AppliedVersion, newest: AppliedVersion) -> None:
+    def _admit_new_history(self, served: VersionId, newest: VersionId) -> None:
         what = (
             f"{self.options.store} was emptied or replaced, and started over: {self.engine_id} has "
             f"version {served.version} of the run before, and the newest is version "
@@ -140,7 +138,7 @@ class StoreView:
             logger.warning("%s, and it follows those now", what)
 
     def _measure_lag(
-        self, served: AppliedVersion | None, goal: AppliedVersion | None, *, num_behind: int
+        self, served: VersionId | None, goal: VersionId | None, *, num_behind: int
     ) -> None:
         applied = 0 if served is None else served.version
         self.report.lag(
@@ -150,7 +148,7 @@ class StoreView:
             age_s=0.0 if goal is None else self._age_s(goal),
         )
 
-    def _age_s(self, goal: AppliedVersion) -> float:
+    def _age_s(self, goal: VersionId) -> float:
         manifests = [self._store.manifest(buffer) for buffer in BUFFERS]
         published = [
             manifest.published_at
@@ -178,8 +176,8 @@ class StoreView:
 
     def wait_ready(
         self,
-        goal: AppliedVersion,
-        served: AppliedVersion | None,
+        goal: VersionId,
+        served: VersionId | None,
         timeout_s: float,
         stop_event: threading.Event | None,
         *,
@@ -243,7 +241,7 @@ class StoreView:
 
     def _require_possible(
         self,
-        goal: AppliedVersion,
+        goal: VersionId,
         records: dict[str, ReceiverRecord | None],
         began: dict[str, ReceiverRecord | None],
         serves_on: str,
@@ -262,9 +260,7 @@ class StoreView:
             )
 
 
-def _is_hindered(
-    record: ReceiverRecord, goal: AppliedVersion, began: ReceiverRecord | None
-) -> bool:
+def _is_hindered(record: ReceiverRecord, goal: VersionId, began: ReceiverRecord | None) -> bool:
     """Whether a rank says that it cannot have this version, now.
 
     What was wrong with the store itself when the wait ``began`` may be over, until said again.

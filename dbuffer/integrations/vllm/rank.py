@@ -39,7 +39,7 @@ class WorkerRank(EngineRank):
         self.packing = None if self.on_device else CpuPacking()
         self.ranks = RankChannel.of(worker_group(vllm_config.parallel_config))
         self.instance_id = vllm_config.instance_id
-        self.is_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
+        self.is_pipeline_stage = vllm_config.parallel_config.pipeline_parallel_size > 1
         if is_launched(vllm_config.parallel_config):  # each process has made up its own
             self.instance_id = self.ranks.gather(self.instance_id)[0]
 

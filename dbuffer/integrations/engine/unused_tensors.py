@@ -1,0 +1,110 @@
+"""`UnusedTensors`: tensors of a version that the engine's model does not read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from dbuffer.errors import WeightsMismatchError
+from dbuffer.format.layout import Layout
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
+from dbuffer.integrations.engine.shape_check import no_places
+from dbuffer.receive.snapshot import Snapshot
+from dbuffer.runtime.messages import listed
+
+logger = logging.getLogger(__name__)
+
+
+class UnusedTensors:
+    """Refuses tensors that the model has no place for, or warns of them once.
+
+    A tensor that is not read because the model has another one in its place, to which it is tied,
+    counts only where the two differ. One rank of a pipeline passes over the layers of the others:
+    there only all ranks together can tell, when each has said what it does not read.
+    """
+
+    def __init__(
+        self, store: str, treatment: Literal["refuse", "warn"], *, is_pipeline: bool, is_first: bool
+    ) -> None:
+        self._store = store
+        self._treatment = treatment
+        self._is_pipeline = is_pipeline
+        self._is_first = is_first
+        self._warned: set[str] = set()
+        self._agreed: Layout | None = None
+        """Last layout that the ranks of a pipeline agreed on."""
+        self._redundant: set[str] = set()
+        """Tensors of that layout that no rank reads, and that are tied to one that is read."""
+        self._differing: tuple[str, dict[str, str]] = "", {}
+        """Identity of the version compared last, and its tensors that differ from their twins."""
+
+    def check(self, trace: LoadTrace) -> None:
+        """Refuse a layout, as far as this rank alone can tell."""
+        if not self._is_pipeline:
+            self._refuse_or_warn(trace.unused)
+
+    def compare(self, trace: LoadTrace, snapshot: Snapshot) -> None:
+        """Refuse a version whose tied tensors differ, as far as this rank alone can tell."""
+
+        def tensor(name: str) -> torch.Tensor:
+            return snapshot.tensors[snapshot.layout.aliases.get(name, name)]
+
+        differing = {
+            name: f"{name} (it differs from {twin}, which the engine has in its place)"
+            for name, twin in trace.twins.items()
+            if not _are_equal(tensor(name), tensor(twin))
+        }
+        if self._is_pipeline:
+            self._differing = snapshot.identity, differing
+        else:
+            self._refuse_or_warn([*differing.values()])
+
+    def unread(self, layout: Layout, identity: str, trace: LoadTrace | None) -> dict[str, Any]:
+        """Return what this rank of a pipeline does not read, for the other ranks; as JSON."""
+        if not self._is_pipeline:
+            return {}
+        differing = self._differing[1] if self._differing[0] == identity else {}
+        if layout == self._agreed or trace is None:
+            return {"differing": differing, "unread": {}}
+        unused = {text.partition(" ")[0]: text for text in trace.unused}
+        return {"differing": differing, "unread": unused | dict.fromkeys(trace.twins)}
+
+    def check_pipeline(self, layout: Layout, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a version by what all ranks of a pipeline do not read; on all ranks alike."""
+        if not self._is_pipeline:
+            return
+        nowhere: list[str] = []
+        if layout != self._agreed:
+            by_rank = [of_rank["unread"] for of_rank in of_ranks]
+            unread = set.intersection(*map(set, by_rank))
+            self._redundant = {name for name in unread if None in (one[name] for one in by_rank)}
+            nowhere = [by_rank[0][name] for name in sorted(unread - self._redundant)]
+        differing = {
+            name: why
+            for of_rank in of_ranks
+            for name, why in of_rank["differing"].items()
+            if name in self._redundant
+        }
+        self._refuse_or_warn([*nowhere, *differing.values()])
+        self._agreed = layout
+
+    def _refuse_or_warn(self, unused: Sequence[str]) -> None:
+        if unused and self._treatment == "refuse":
+            raise WeightsMismatchError(no_places(unused))
+        if unused and self._is_first and self._warned.isdisjoint(unused):
+            logger.warning(
+                "versions of %s are served without %s, for which the engine's model has no place",
+                self._store,
+                listed(unused),
+            )
+        self._warned.update(unused)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same bytes."""
+    return one.data_ptr() == other.data_ptr() or torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
