@@ -46,7 +46,7 @@ from dbuffer.errors import (
 )
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine import store_view
-from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers
+from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.integrations.engine.follower import UNKNOWN_VERSION, Follower
@@ -1244,15 +1244,15 @@ class Replica(LightEngine):
 
 
 @pytest.fixture
-def replicas(store: Path) -> Iterator[tuple[list[Replica], ReplicaFollowers]]:
+def replicas(store: Path) -> Iterator[tuple[list[Replica], BackgroundFollower]]:
     engines = [Replica(""), Replica(".dp-1")]
     followers = [Follower(engine, options(store, "several")) for engine in engines]
-    with ReplicaFollowers(followers) as follower:
+    with BackgroundFollower(*followers) as follower:
         yield engines, follower
 
 
 def test_replicas_have_a_version_when_all_of_them_do(
-    sender: dbuffer.WeightSender, replicas: tuple[list[Replica], ReplicaFollowers]
+    sender: dbuffer.WeightSender, replicas: tuple[list[Replica], BackgroundFollower]
 ) -> None:
     engines, follower = replicas
     assert follower.applied is None
@@ -1260,7 +1260,7 @@ def test_replicas_have_a_version_when_all_of_them_do(
     assert follower.wait_applied(1, WAIT_S) == follower.applied == 1
     mend = fail_to_take(engines[1])
     sender.send(SMALL.weights(2))
-    follower.replicas[0].wait_applied(2, WAIT_S)
+    until("the first replica has it", lambda: follower.replicas[0].applied == 2)
     with pytest.raises(dbuffer.WaitTimeoutError, match=r"several\.dp-1 has version 1.*2 within"):
         follower.wait_applied(2, 0.2)
     assert follower.applied == 1
@@ -1286,7 +1286,7 @@ def test_replicas_that_cannot_be_followed_are_refused_before_one_is(store: Path)
     engines = [Replica(""), Replica(".dp-1")]
     engines[1].error = lambda: UnsupportedError("not this one")
     with pytest.raises(UnsupportedError, match="not this one"):
-        ReplicaFollowers([Follower(engine, options(store)) for engine in engines])
+        BackgroundFollower(*(Follower(engine, options(store)) for engine in engines))
     assert not [thread for thread in threading.enumerate() if thread.name == "dbuffer-follower"]
 
 

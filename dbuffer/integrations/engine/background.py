@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Self
 
 from dbuffer.errors import EngineEndedError, WaitTimeoutError
@@ -21,20 +19,60 @@ from dbuffer.runtime.trouble import RetryLoop
 logger = logging.getLogger(__name__)
 
 
-class BackgroundFollowing(Closing, ABC):
-    """An engine, or all replicas of one, followed until :meth:`close`."""
+class BackgroundFollower(Closing):
+    """Follows with an engine, or with each of its replicas, until closed. Made by :func:`follow`.
+
+    Each replica has a thread of its own, and switches by itself: the others serve on meanwhile.
+    Whatever fails is logged and counted, the engine serves on with the weights that it has, under
+    their label, and the next attempt follows after a while. A thread ends when this is closed, or
+    when an engine of this process is dead, which is logged once.
+
+    Args:
+        *replicas: followers that have not started, one for each replica.
+
+    Raises:
+        OptionError, UnsupportedError, StoreBusyError: see :meth:`Follower.start`.
+    """
+
+    def __init__(self, *replicas: Follower) -> None:
+        for follower in replicas:
+            follower.require_followable()
+        self.replicas = replicas
+        """Followers, one for each replica."""
+        self._stop = threading.Event()
+        self._attempted = threading.Condition()
+        """Notified after each attempt, and when a thread ends."""
+        self._errors: dict[Follower, Exception | None] = {}
+        """Error of each follower's last attempt, from the first one on; None: it succeeded."""
+        self._running = {*replicas}
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(follower,), name="dbuffer-follower", daemon=True
+            )
+            for follower in replicas
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
-    @abstractmethod
     def engine_id(self) -> str:
-        """The engine's name among the store's receivers."""
+        """The engine's name among the store's receivers; of replicas, all names."""
+        return ", ".join(follower.engine_id for follower in self.replicas)
 
     @property
-    @abstractmethod
     def applied(self) -> int | None:
-        """The version that the engine serves; None: weights that are no version of the store."""
+        """The version that the engine serves, the oldest of its replicas' versions.
 
-    @abstractmethod
+        None: some serve weights that are no version of the store.
+        """
+        applied = [follower.applied for follower in self.replicas]
+        return None if None in applied else min(filter(None, applied))
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the last attempt failed, with the first replica with which it did; None: none did."""
+        return next((error for error in self._errors.copy().values() if error is not None), None)
+
     def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
         """Wait until the engine serves this version or a later one, and return it.
 
@@ -42,22 +80,54 @@ class BackgroundFollowing(Closing, ABC):
             OptionError: a value is invalid.
             WaitTimeoutError: it does not, in time; the message has the last problem.
         """
+        checks.whole_number("version", version)
+        checks.seconds("timeout_s", timeout_s)
+        behind: list[Follower] = []
+
+        def is_over() -> bool:
+            nonlocal behind
+            behind = [one for one in self.replicas if not one.has_applied(version)]
+            return not behind or not self._running.issuperset(behind)
+
+        with self._attempted:
+            self._attempted.wait_for(is_over, timeout_s)
+            applied = self.applied
+        if behind or applied is None:
+            raise WaitTimeoutError(
+                "; ".join(
+                    f"{one.engine_id} has {one.weights}, and not {version} within {timeout_s:g} s; "
+                    f"last problem: {self._errors.get(one) or 'none'}"
+                    for one in behind
+                )
+            )
+        return applied
 
     async def wait_applied_async(self, version: int, timeout_s: float = 60.0) -> int:
         """Wait as :meth:`wait_applied` does, in an event loop."""
         return await asyncio.to_thread(self.wait_applied, version, timeout_s)
 
-    @abstractmethod
     async def wait_started_async(self) -> None:
         """Wait until the engine serves what was there when following began.
 
         Raises:
             DBufferError: why it does not.
         """
+        await asyncio.to_thread(self._wait_started)
+        if self.error is not None:
+            raise self.error
 
-    @abstractmethod
+    def _wait_started(self) -> None:
+        with self._attempted:
+            self._attempted.wait_for(lambda: self._running <= self._errors.keys())
+
     def close(self) -> None:
         """Stop following, after the switch that is under way. Not for the engine's event loop."""
+        self._stop.set()
+        with contextlib.ExitStack() as stack:
+            for follower in self.replicas:
+                stack.callback(follower.close)
+            for thread in self._threads:
+                stack.callback(thread.join)
 
     async def aclose(self) -> None:
         """Close as :meth:`close` does, in the engine's event loop, which a switch needs to end."""
@@ -69,124 +139,16 @@ class BackgroundFollowing(Closing, ABC):
     async def __aexit__(self, *exception: object) -> None:
         await self.aclose()
 
-
-class BackgroundFollower(BackgroundFollowing):
-    """Follows in a thread of its own, until it is closed. Made by :func:`follow`.
-
-    Whatever fails is logged and counted, the engine serves on with what it has, and the next
-    attempt follows after a while. It ends when it is closed, or when an engine of this process is
-    dead, which is logged once.
-    """
-
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
-        self._stop = threading.Event()
-        self._condition = threading.Condition()
-        self._has_begun = threading.Event()
-        self.error: Exception | None = None
-        """Why the last attempt failed; None if it did not."""
-        self._thread = threading.Thread(target=self._run, name="dbuffer-follower", daemon=True)
-        self._thread.start()
-
-    @property
-    def engine_id(self) -> str:
-        return self._follower.engine_id
-
-    @property
-    def applied(self) -> int | None:
-        return self._follower.applied
-
-    def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
-        checks.whole_number("version", version)
-        checks.seconds("timeout_s", timeout_s)
-        with self._condition:
-            self._condition.wait_for(
-                lambda: self._follower.has_applied(version) or not self._thread.is_alive(),
-                timeout_s,
-            )
-            applied = self.applied if self._follower.has_applied(version) else None
-        if applied is None:
-            raise WaitTimeoutError(
-                f"{self.engine_id} has version {self.applied}, and not {version} within "
-                f"{timeout_s:g} s; last problem: {self.error or 'none'}"
-            )
-        return applied
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._follower.close()
-
-    async def wait_started_async(self) -> None:
-        await asyncio.to_thread(self._has_begun.wait)
-        if self.error is not None:
-            raise self.error
-
-    def _run(self) -> None:
+    def _run(self, follower: Follower) -> None:
         try:
-            for outcome in follow_for_ever(self._follower, self._stop):
-                with self._condition:
-                    self.error = outcome if isinstance(outcome, Exception) else None
-                    self._condition.notify_all()
-                self._has_begun.set()
+            for outcome in follow_for_ever(follower, self._stop):
+                with self._attempted:
+                    self._errors[follower] = outcome if isinstance(outcome, Exception) else None
+                    self._attempted.notify_all()
         finally:
-            self._has_begun.set()
-            with self._condition:
-                self._condition.notify_all()
-
-
-class ReplicaFollowers(BackgroundFollowing):
-    """Follows with each replica of an engine by itself, so that the others serve on meanwhile.
-
-    A replica that cannot switch serves on with the weights that it has, under their label, and is
-    retried. All have a version when :attr:`applied` says so. The followers, one of each replica,
-    must not have started.
-    """
-
-    def __init__(self, followers: Sequence[Follower]) -> None:
-        for follower in followers:
-            follower.require_followable()
-        self.replicas = [BackgroundFollower(follower) for follower in followers]
-        """Followers, one for each replica."""
-
-    @property
-    def engine_id(self) -> str:
-        return ", ".join(replica.engine_id for replica in self.replicas)
-
-    @property
-    def applied(self) -> int | None:
-        """The version that all replicas serve, or the oldest of those that they serve."""
-        applied = [replica.applied for replica in self.replicas]
-        return None if None in applied else min(filter(None, applied))
-
-    @property
-    def error(self) -> Exception | None:
-        """Why the last attempt failed with the first replica with which it did."""
-        return next((replica.error for replica in self.replicas if replica.error), None)
-
-    def wait_applied(self, version: int, timeout_s: float = 60.0) -> int:
-        deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
-        return min(
-            replica.wait_applied(version, max(0.0, deadline - time.monotonic()))
-            for replica in self.replicas
-        )
-
-    def close(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for replica in self.replicas:
-                stack.callback(replica.close)
-
-    async def wait_started_async(self) -> None:
-        await asyncio.gather(*(replica.wait_started_async() for replica in self.replicas))
-
-
-def begin(follower: Follower, *, on_demand: bool) -> Follower | BackgroundFollower:
-    """Let an engine follow: switched on demand, or in the background."""
-    if on_demand:
-        follower.start()
-        return follower
-    follower.require_followable()
-    return BackgroundFollower(follower)
+            with self._attempted:
+                self._running.remove(follower)
+                self._attempted.notify_all()
 
 
 def follow_for_ever(

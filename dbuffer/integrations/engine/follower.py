@@ -24,7 +24,7 @@ from dataclasses import replace
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.engine_rank import VersionId
+from dbuffer.integrations.engine.engine_rank import VersionId, describe_weights
 from dbuffer.integrations.engine.messages import RankRequest, specs_of, worst_of
 from dbuffer.integrations.engine.protocol import (
     UNKNOWN_VERSION,
@@ -81,6 +81,11 @@ class Follower(Closing):
     def applied(self) -> int | None:
         """The version that the engine serves; None: weights that are no version of the store."""
         return None if self._applied is None else self._applied.version
+
+    @property
+    def weights(self) -> str:
+        """Description of the weights that the engine serves, for messages."""
+        return describe_weights(self._applied)
 
     def has_applied(self, version: int) -> bool:
         """Whether the engine serves this version, or a later one, of what the store holds now."""
@@ -142,8 +147,9 @@ class Follower(Closing):
             logger.warning("%s was paused when following began: resuming it", view.engine_id)
             self._engine.resume()
         self._is_known = self._has_started = True
-        serves = "what it was started with" if self.applied is None else f"version {self.applied}"
-        logger.info("%s follows %s, and serves %s", view.engine_id, options.read_store, serves)
+        logger.info(
+            "%s follows %s, and serves %s", view.engine_id, options.read_store, self.weights
+        )
 
     def _require_alone(self, facts: EngineFacts, options: EngineOptions) -> None:
         """Raise if another follower in this process has the engine follow the same store."""

@@ -15,7 +15,7 @@ from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import BUFFERS
 from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id, record_token
-from dbuffer.integrations.engine.engine_rank import VersionId
+from dbuffer.integrations.engine.engine_rank import VersionId, describe_weights
 from dbuffer.integrations.engine.protocol import EngineFacts
 from dbuffer.integrations.engine.reporting import FollowerReport
 from dbuffer.receive.receiver import WeightReceiver
@@ -196,8 +196,7 @@ class StoreView:
             ClosedError: the stop event was set; or what ``require_alive`` raises.
         """
         deadline = time.monotonic() + timeout_s
-        applied = None if served is None else served.version
-        serves_on = f"the engine serves on with version {applied}"
+        serves_on = f"the engine serves on with {describe_weights(served)}"
         began = {rank: self._record(rank) for rank in self._rank_ids}
         here_at = time.monotonic()
         while True:

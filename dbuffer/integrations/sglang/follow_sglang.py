@@ -6,7 +6,7 @@ import os
 from typing import Any, Literal, Protocol, overload
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.background import BackgroundFollower, begin
+from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.sglang.sglang_engine import OfflineSglang, sglang_engine_of
@@ -81,7 +81,10 @@ def follow(
     chosen = EngineOptions.parse({"store": os.fspath(place), **options})
     driven = sglang_engine_of(engine, names, api_key=api_key)
     follower = Follower(driven, chosen, pause=pause)
-    return begin(follower, on_demand=isinstance(driven, OfflineSglang))
+    if not isinstance(driven, OfflineSglang):
+        return BackgroundFollower(follower)
+    follower.start()
+    return follower
 
 
 def _names_of(rename: NameMap | str | os.PathLike[str] | None) -> NameMap | None:

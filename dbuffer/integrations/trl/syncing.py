@@ -14,7 +14,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from dbuffer.errors import OptionError, WaitTimeoutError
-from dbuffer.integrations.engine.background import BackgroundFollowing
+from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.publish.sender import WeightSender
 from dbuffer.publish.sharded import DEFAULT_RANK_TIMEOUT_S, ShardedWeightSender
 from dbuffer.ranks.agreement import Agreement
@@ -236,7 +236,7 @@ class WeightSync:
                 timeout_s=self._timeout_s,
                 unused_tensors=self._unused_tensors,
             )
-            assert not isinstance(follower, BackgroundFollowing)  # noqa: S101 - it is an LLM
+            assert not isinstance(follower, BackgroundFollower)  # noqa: S101 - it is an LLM
             self._opened.callback(follower.close)
             # Else its ranks would look at a store that may be gone.
             self._opened.callback(follower.stop_workers)

@@ -24,10 +24,7 @@ from typing import TYPE_CHECKING
 from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
-    from dbuffer.integrations.engine.background import (
-        BackgroundFollower as BackgroundFollower,
-        ReplicaFollowers as ReplicaFollowers,
-    )
+    from dbuffer.integrations.engine.background import BackgroundFollower as BackgroundFollower
     from dbuffer.integrations.engine.follower import Follower as Follower
     from dbuffer.integrations.engine.engine_options import EngineOptions as EngineOptions
     from dbuffer.integrations.vllm.adapters import adapter_request as adapter_request
@@ -44,7 +41,6 @@ else:
             "EngineOptions": "dbuffer.integrations.engine.engine_options",
             "FollowStore": ".middleware",
             "Follower": "dbuffer.integrations.engine.follower",
-            "ReplicaFollowers": "dbuffer.integrations.engine.background",
             "WorkerExtension": ".extension",
             "adapter_request": ".adapters",
             "follow": ".follow_vllm",

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Self
 
 from dbuffer.errors import DBufferError
-from dbuffer.integrations.engine.background import BackgroundFollowing
+from dbuffer.integrations.engine.background import BackgroundFollower
 
 logger = logging.getLogger(__name__)
 
@@ -68,18 +68,18 @@ class Leadership:
 class SharedFollowing:
     """Follows while this API server leads, and stands by before that. Made by :meth:`begin`."""
 
-    def __init__(self, leadership: Leadership, follow: Callable[[], BackgroundFollowing]) -> None:
+    def __init__(self, leadership: Leadership, follow: Callable[[], BackgroundFollower]) -> None:
         self._leadership = leadership
         self._follow = follow
-        self._following: BackgroundFollowing | None = None
+        self._following: BackgroundFollower | None = None
         self._standing_by: asyncio.Task[None] | None = None
 
     @classmethod
     async def begin(
         cls,
         leadership: Leadership,
-        follow: Callable[[], BackgroundFollowing],
-        follow_until_ready: Callable[[], Awaitable[BackgroundFollowing]],
+        follow: Callable[[], BackgroundFollower],
+        follow_until_ready: Callable[[], Awaitable[BackgroundFollower]],
     ) -> Self:
         """Wait until the engine serves the newest version, whichever API server follows.
 

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from dbuffer.errors import OptionError
-from dbuffer.integrations.engine.background import BackgroundFollower, ReplicaFollowers, begin
+from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.protocol import PauseMode
@@ -67,7 +67,7 @@ def follow(
     pause: PauseMode = "keep",
     api_key: str | None = None,
     **options: Any,
-) -> BackgroundFollower | ReplicaFollowers: ...
+) -> BackgroundFollower: ...
 
 
 def follow(
@@ -77,7 +77,7 @@ def follow(
     pause: PauseMode = "keep",
     api_key: str | None = None,
     **options: Any,
-) -> Follower | BackgroundFollower | ReplicaFollowers | LaunchedFollower:
+) -> Follower | BackgroundFollower | LaunchedFollower:
     """Keep an engine on a store's newest version.
 
     Args:
@@ -111,15 +111,12 @@ def follow(
         launched.start()
         return launched
     if is_async(engine) and len(replicas_of(engine.vllm_config)) > 1:
-        return _follow_replicas(engine, chosen, pause)
+        loop = AsyncVllm.loop_of(engine)
+        replicas = [AsyncReplica(engine, loop, one) for one in replicas_of(engine.vllm_config)]
+        return BackgroundFollower(*(Follower(one, chosen, pause=pause) for one in replicas))
     driven = vllm_engine_of(engine, api_key=api_key)
     follower = Follower(driven, chosen, pause=pause)
-    return begin(follower, on_demand=isinstance(driven, OfflineVllm))
-
-
-def _follow_replicas(
-    engine: Any, options: EngineOptions | None, pause: PauseMode
-) -> ReplicaFollowers:
-    loop = AsyncVllm.loop_of(engine)
-    replicas = [AsyncReplica(engine, loop, one) for one in replicas_of(engine.vllm_config)]
-    return ReplicaFollowers([Follower(replica, options, pause=pause) for replica in replicas])
+    if not isinstance(driven, OfflineVllm):
+        return BackgroundFollower(follower)
+    follower.start()
+    return follower

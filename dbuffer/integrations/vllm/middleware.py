@@ -23,7 +23,7 @@ from dbuffer.errors import (
     UnsupportedError,
     WaitTimeoutError,
 )
-from dbuffer.integrations.engine.background import BackgroundFollowing
+from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.vllm.api_servers import Leadership, SharedFollowing
 from dbuffer.integrations.vllm.config import engine_settings, options_of, shares_engine
@@ -86,7 +86,7 @@ def _refusal(error: Exception) -> str:
     return f"this server does not start, because it cannot follow: {' '.join(reason.split())}"
 
 
-async def _end(following: BackgroundFollowing | SharedFollowing) -> None:
+async def _end(following: BackgroundFollower | SharedFollowing) -> None:
     """Stop following. An error must not keep the server from ending."""
     try:
         await following.aclose()
@@ -94,7 +94,7 @@ async def _end(following: BackgroundFollowing | SharedFollowing) -> None:
         logger.warning("this server did not stop following properly: %s", error)
 
 
-async def _start(scope: Scope) -> BackgroundFollowing | SharedFollowing:
+async def _start(scope: Scope) -> BackgroundFollower | SharedFollowing:
     """Begin to follow, and wait until the engine serves the newest version."""
     engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if engine is None:
@@ -106,13 +106,13 @@ async def _start(scope: Scope) -> BackgroundFollowing | SharedFollowing:
             'FollowStore needs a store: --additional-config \'{"dbuffer": {"store": directory}}\''
         )
 
-    def begin() -> BackgroundFollowing:
+    def begin() -> BackgroundFollower:
         pause = engine_settings(config.additional_config).get("pause", "keep")
         follower = follow(engine, pause=pause)
-        assert isinstance(follower, BackgroundFollowing)  # noqa: S101 - an AsyncLLM is followed so
+        assert isinstance(follower, BackgroundFollower)  # noqa: S101 - an AsyncLLM is followed so
         return follower
 
-    async def begin_until_ready() -> BackgroundFollowing:
+    async def begin_until_ready() -> BackgroundFollower:
         follower = begin()
         try:
             await follower.wait_started_async()
@@ -129,7 +129,7 @@ async def _start(scope: Scope) -> BackgroundFollowing | SharedFollowing:
     return await begin_until_ready()
 
 
-async def _wait_for_weights(follower: BackgroundFollowing, options: EngineOptions) -> None:
+async def _wait_for_weights(follower: BackgroundFollower, options: EngineOptions) -> None:
     """Wait for the first version: weights of ``--load-format dummy`` must not be served."""
     logger.info(
         "%s has dummy weights: waiting %g s (timeout_s) for a version in %s",
