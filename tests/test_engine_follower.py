@@ -49,7 +49,7 @@ from dbuffer.integrations.engine import store_view
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.follower import UNKNOWN_VERSION, Follower
+from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import (
     RankAnswer,
     RankRequest,
@@ -60,6 +60,7 @@ from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
+from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import FollowStore
 from dbuffer.integrations.vllm.api_servers import LOOK_S, Leadership
 from dbuffer.integrations.vllm.facts import instance_of_api_servers

@@ -4,46 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from dbuffer.errors import EngineBusyError
-from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.plan.images import Packing
 from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.shape_check import ShapeCheck
+from dbuffer.integrations.engine.version_id import VersionId
 from dbuffer.weights.targets import LoadedNames
 
 ENDPOINT_ATTR = "_dbuffer_endpoint"
 """Attribute of a model that holds its :class:`RankEndpoint`."""
-
-
-class VersionId(NamedTuple):
-    """A version of a store: the one that an engine has, or one to switch it to."""
-
-    version: int
-    history: str | None
-    """History that it belongs to; None: there is no store yet that would say."""
-
-    @classmethod
-    def of(cls, record: ReceiverRecord | None) -> VersionId | None:
-        """Read the version that an engine's record says it serves; None: none of this store."""
-        if record is None or record.applied_version is None or record.state == "broken":
-            return None
-        return cls(record.applied_version, record.history)
-
-    def is_of_another_history(self, history: str | None) -> bool:
-        """Whether versions of this history say nothing about this one."""
-        return None not in (self.history, history) and self.history != history
-
-
-def describe_weights(version: VersionId | None) -> str:
-    """Describe the weights of an engine that has this version of the store that it follows."""
-    if version is None:
-        return "weights that are no version of its store"
-    return f"version {version.version}"
 
 
 class ServingModel(Protocol):

@@ -24,16 +24,11 @@ from dataclasses import replace
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
-from dbuffer.integrations.engine.engine_rank import VersionId, describe_weights
 from dbuffer.integrations.engine.messages import RankRequest, specs_of, worst_of
-from dbuffer.integrations.engine.protocol import (
-    UNKNOWN_VERSION,
-    Engine,
-    EngineFacts,
-    PauseMode,
-)
+from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.reporting import FollowerReport, Switch
 from dbuffer.integrations.engine.store_view import StoreView
+from dbuffer.integrations.engine.version_id import VersionId, describe_weights, label_of
 from dbuffer.runtime import options as checks
 from dbuffer.runtime.closing import Closing
 from dbuffer.runtime.translated import TranslatedErrors
@@ -62,19 +57,20 @@ class Follower(Closing):
     ) -> None:
         checks.choice("pause", pause, engine.pauses)
         self._engine = engine
-        self._given = options
+        self._options = options
         self._pause_mode: PauseMode = pause
         self._view: StoreView | None = None
+        self._report: FollowerReport | None = None
         self._has_started = False
         self._applied: VersionId | None = None
         """Version that the engine's record named last; None: none of this store."""
-        self._is_known = False
+        self._is_certain = False
         """Whether the engine's ranks follow the store, and it still has what its record says."""
         self._owes_resume = False
         """Whether a pause that this follower began has not ended."""
         self._is_failing = False
         self._failed_version: int | None = None
-        self.identity = secrets.token_hex(8)
+        self.follower_id = secrets.token_hex(8)
         """Id by which another process recognizes this follower."""
 
     @property
@@ -98,17 +94,17 @@ class Follower(Closing):
         """The engine's name among the store's receivers; known from :meth:`start` on."""
         return self._view.engine_id if self._view is not None else "the engine"
 
-    @property
-    def engine_and_store(self) -> tuple[str, str] | None:
-        """The engine's name and the store that it follows; None before :meth:`start`."""
-        if self._view is None:
-            return None
-        return self._view.engine_id, os.path.realpath(self._view.options.read_store)
+    def _follows(self, engine_id: str, store: str) -> bool:
+        view = self._view
+        return view is not None and (view.engine_id, _real_store(view.options)) == (
+            engine_id,
+            store,
+        )
 
     # Beginning
 
     def require_followable(self) -> None:
-        """Raise at once what no waiting will mend. A server that does not answer may do so later.
+        """Raise errors that a retry cannot fix. A server that does not answer may do so later.
 
         Raises:
             OptionError, UnsupportedError, StoreBusyError: see :meth:`start`.
@@ -127,35 +123,34 @@ class Follower(Closing):
             EngineUpdateError: its ranks cannot follow the store now.
             EngineUnreachableError: (a server) it does not answer.
         """
-        self._is_known = False  # until all of this is done
+        self._is_certain = False  # until all of this is done
         facts = self._engine.facts()
         was_paused = self._engine.is_paused()
         options = self._options_for(facts)
         self._require_alone(facts, options)
         _followers[_key_of(facts)] = self
         view = self._open_view(facts, options)
-        # Ranks that follow since the engine's start need not begin again, unless they were lost.
+        # Ranks that follow since the engine's start need not begin again, but restarted ones must.
         if_idle = not self._has_started and options == facts.configured
         with self._paused_if(facts.begins_paused and not was_paused):
             self._begin(view, if_idle=if_idle)
         view.note_ranks()
         self._applied = None
-        self._take_over(view.engine_record())
+        self._adopt_record(view.engine_record())
         may_be_left = was_paused and not self._has_started and self._engine.may_be_left_paused
         if may_be_left and self._is_awake():
             # A follower that was killed in a switch left it so, and no other process ends it.
             logger.warning("%s was paused when following began: resuming it", view.engine_id)
             self._engine.resume()
-        self._is_known = self._has_started = True
-        logger.info(
-            "%s follows %s, and serves %s", view.engine_id, options.read_store, self.weights
-        )
+        self._is_certain = self._has_started = True
+        store, weights = options.read_store, self.weights
+        logger.info("%s follows %s, and serves %s", view.engine_id, store, weights)
 
     def _require_alone(self, facts: EngineFacts, options: EngineOptions) -> None:
         """Raise if another follower in this process has the engine follow the same store."""
         other = _followers.get(_key_of(facts), self)
-        engine_id, store = _engine_id(facts, options), os.path.realpath(options.read_store)
-        if other is not self and other.engine_and_store == (engine_id, store):
+        engine_id, store = _engine_id(facts, options), _real_store(options)
+        if other is not self and other._follows(engine_id, store):
             raise errors.StoreBusyError(
                 f"another follower in this process has {engine_id} follow {store}: each would miss "
                 "what the other does; use that one, or close it first"
@@ -170,7 +165,7 @@ class Follower(Closing):
         return True
 
     def _options_for(self, facts: EngineFacts) -> EngineOptions:
-        options = self._given or facts.configured
+        options = self._options or facts.configured
         if options is None:
             raise errors.OptionError(
                 "no store given: name one, or start a vLLM engine with "
@@ -182,14 +177,15 @@ class Follower(Closing):
         if self._view is not None:
             self._view.close()
         engine_id = _engine_id(facts, options)
-        self._view = StoreView(facts, options, engine_id, FollowerReport(engine_id))
+        self._report = FollowerReport(engine_id)
+        self._view = StoreView(facts, options, engine_id)
         return self._view
 
     def _begin(self, view: StoreView, *, if_idle: bool) -> None:
         # The ranks know themselves of which replica they are.
         shared = view.engine_id.removesuffix(view.facts.replica)
         options = replace(view.options, engine_id=shared, instance_id=view.facts.instance_id)
-        with self._raising_ours("follow the store"):
+        with self._translating("follow the store"):
             self._engine.do(RankRequest("begin", options=options, if_idle=if_idle))
 
     @contextlib.contextmanager
@@ -200,34 +196,34 @@ class Follower(Closing):
             return
         self._owes_resume = True
         try:
-            with self._raising_ours("pause"):
+            with self._translating("pause"):
                 self._engine.pause("keep")
             yield
         finally:
             self._engine.resume()
             self._owes_resume = False
 
-    def _started(self) -> StoreView:
+    def _ensure_started(self) -> StoreView:
         self._engine.require_alive()
-        if self._view is not None and self._is_known:
-            self._note_foreign_loads(self._view)
-        if self._view is None or not self._is_known or self.has_restarted():
+        if self._view is not None and self._is_certain:
+            self._refresh_applied(self._view)
+        if self._view is None or not self._is_certain or self.has_restarted():
             self.start()
         assert self._view is not None  # noqa: S101 - by start()
         return self._view
 
-    def _note_foreign_loads(self, view: StoreView) -> None:
+    def _refresh_applied(self, view: StoreView) -> None:
         """Learn from the engine's record whether it still has what it was switched to."""
         record = view.readable_record()
         if record is not None:
-            with self._raising_ours("report its version"):
-                self._take_over(record)
+            with self._translating("report its version"):
+                self._adopt_record(record)
 
-    def _take_over(self, record: ReceiverRecord | None) -> None:
+    def _adopt_record(self, record: ReceiverRecord | None) -> None:
         """Believe the engine's record, and label the engine with the version that it names."""
         applied = VersionId.of(record)
         if applied != self._applied:
-            self._label(UNKNOWN_VERSION if applied is None else str(applied.version))
+            self._label(applied)
         self._applied = applied
 
     def has_restarted(self) -> bool:
@@ -272,29 +268,39 @@ class Follower(Closing):
         switch: Switch | None = None
         try:
             try:
-                view = self._started()
+                view = self._ensure_started()
             finally:
-                # Also where it cannot be followed now: its weights are whole, or it refuses.
+                # Also if starting failed: the weights are whole, or the model refuses to serve.
                 if self._owes_resume:
                     self._label_and_resume()
             if force and view.newer_than(None) is not None:
-                with self._raising_ours("forget its weights"):
+                with self._translating("forget its weights"):
                     self._engine.do(RankRequest("forget"))
-                self._note_foreign_loads(view)
-            goal = view.newer_than(self._applied, at_least)
+                self._refresh_applied(view)
+            goal = self._find_goal(view, at_least)
             if goal is not None:
-                switch = self._switch_when_ready(view, goal, timeout_s, stop_event)
+                wait_s = self._wait_ready(view, goal, timeout_s, stop_event)
+                with self._translating(f"switch to version {goal.version}"):
+                    switch = self._switch(view, goal, wait_s)
         except Exception as error:
             if stop_event is None or not stop_event.is_set():
                 self._note_failure(error, None if goal is None else goal.version)
             raise
         self._is_failing, self._failed_version = False, None
-        view.report.following()
+        if self._report is not None:
+            self._report.following()
         return switch
+
+    def _find_goal(self, view: StoreView, at_least: int | None = None) -> VersionId | None:
+        """Return the version to switch to, if any, and report how far the engine is behind it."""
+        goal = view.newer_than(self._applied, at_least)
+        if self._report is not None:
+            self._report.lag(self._applied, goal, 0.0 if goal is None else view.age_s(goal))
+        return goal
 
     def is_ready(self, at_least: int | None = None) -> bool:
         """Whether :meth:`sync` would return, or raise, without waiting for a rank."""
-        view = self._started()
+        view = self._ensure_started()
         goal = view.newer_than(self._applied, at_least)
         if goal is None:
             return True
@@ -306,20 +312,22 @@ class Follower(Closing):
             return True
         return True
 
-    def _switch_when_ready(
+    def _wait_ready(
         self,
         view: StoreView,
         goal: VersionId,
         timeout_s: float | None,
         stop_event: threading.Event | None,
-    ) -> Switch:
+    ) -> float:
+        """Wait until all ranks have the version ready; return the seconds that it took."""
         timeout_s = view.options.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
-        view.wait_ready(
+        records = view.wait_ready(
             goal, self._applied, timeout_s, stop_event, require_alive=self._engine.require_alive
         )
-        with self._raising_ours(f"switch to version {goal.version}"):
-            return self._switch(view, goal, time.monotonic() - started)
+        if self._report is not None:
+            self._report.ranks(records)
+        return time.monotonic() - started
 
     def _switch(self, view: StoreView, goal: VersionId, wait_s: float) -> Switch:
         # dbuffer never ends a pause that it did not start.
@@ -329,23 +337,24 @@ class Follower(Closing):
             self._engine.pause(self._pause_mode)
             record, load_s = self._load(view, goal)
         except errors.EngineBusyError:
-            # It fell asleep, and goes on when it is woken: a resume would let it compute before.
+            # The engine went to sleep: it must not compute before it is woken.
             self._owes_resume = False
             raise
         finally:
             self._label_and_resume()
         switch = Switch(
-            version=record.applied_version or goal.version,
+            version=self.applied or goal.version,
             stage_s=record.stats.get("stage_s", 0.0),
             wait_s=wait_s,
             pause_s=time.monotonic() - started,
             load_s=load_s,
             num_bytes=int(record.stats.get("bytes", 0)),
         )
-        view.report.switched(switch)
+        if self._report is not None:
+            self._report.switched(switch)
         # The switch is done. A problem with the store is for the next attempt.
         with contextlib.suppress(errors.DBufferError, OSError):
-            view.newer_than(self._applied)
+            self._find_goal(view)
         return switch
 
     def _load(self, view: StoreView, goal: VersionId) -> tuple[ReceiverRecord, float]:
@@ -358,7 +367,7 @@ class Follower(Closing):
         """
         attempt = secrets.token_hex(8)
         update = UpdateRequest(at_least=goal.version, history=goal.history, attempt=attempt)
-        self._is_known = False  # until the record says what came of the attempt
+        self._is_certain = False  # until the record says what came of the attempt
         started = time.monotonic()
         try:
             self._engine.do(RankRequest("update", update=update))
@@ -393,26 +402,27 @@ class Follower(Closing):
         if record is None or record.attempt != attempt:
             return None
         if not _is_broken(record):
-            self._take_over(record)
-            self._is_known = True
+            self._adopt_record(record)
+            self._is_certain = True
         return record
 
     def _label_and_resume(self) -> None:
         """End this follower's pause; before that, label weights that may be of no version.
 
-        An engine that takes no label stays paused: it must not answer under that of other weights.
+        If the label cannot be set, the engine stays paused: it must not answer under another one.
         """
-        if not self._is_known:
-            self._label(UNKNOWN_VERSION)
+        if not self._is_certain:
+            self._label(None)
         if self._owes_resume:
             self._engine.resume()
             self._owes_resume = False
 
-    def _label(self, version: str) -> None:
-        if self._engine.weight_version() != version:
-            self._engine.set_weight_version(version)
+    def _label(self, version: VersionId | None) -> None:
+        label = label_of(version)
+        if self._engine.weight_version() != label:
+            self._engine.set_weight_version(label)
 
-    def _raising_ours(self, what: str) -> TranslatedErrors:
+    def _translating(self, what: str) -> TranslatedErrors:
         def translate(error: BaseException) -> None:
             if isinstance(error, Exception) and not isinstance(error, errors.DBufferError):
                 # From another process: any class of the engine's, with the worker's message.
@@ -428,7 +438,7 @@ class Follower(Closing):
         Args:
             tensors: name, dtype (``"bfloat16"``) and shape of each.
         """
-        with self._raising_ours("check the tensors"):
+        with self._translating("check the tensors"):
             answers = self._engine.call(RankRequest("check", tensors=specs_of(tensors)))
             worst = worst_of(answers)
         if worst is not None and not isinstance(worst, errors.WeightsMismatchError):
@@ -443,7 +453,7 @@ class Follower(Closing):
         Raises:
             EngineUpdateError, EngineBrokenError: see :meth:`sync`.
         """
-        options = replace(self._started().options, store=store, local_store=None)
+        options = replace(self._ensure_started().options, store=store, local_store=None)
         other = Follower(self._engine, options, pause=self._pause_mode)
         try:
             other.sync()
@@ -453,20 +463,18 @@ class Follower(Closing):
             self._owes_resume = self._owes_resume or other._owes_resume
             self.start()
         if self._applied is None:
-            self._label(UNKNOWN_VERSION)
+            self._label(None)
 
     # Between two attempts
 
     def _note_failure(self, error: Exception, version: int | None) -> None:
         if isinstance(error, errors.EngineUnreachableError):
-            self._is_known = False
+            self._is_certain = False
         versions = {version, self._failed_version}
         is_new = not self._is_failing or (None not in versions and len(versions) > 1)
         self._is_failing, self._failed_version = True, version
-        if self._view is not None:
-            self._view.report.failed(
-                version, is_new_incident=is_new, is_engine_known=self._is_known
-            )
+        if self._report is not None:
+            self._report.failed(version, is_new_incident=is_new, is_engine_known=self._is_certain)
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
         """Wait until something newer is there than the version that failed, or the time is over.
@@ -476,13 +484,13 @@ class Follower(Closing):
         end = time.monotonic() + timeout_s
         stop_event.wait(min(timeout_s, _MIN_WAIT_S))
         failed = self._failed_version
-        if self._view is not None:
-            self._view.report.retried()
-            if failed is not None and not stop_event.is_set():
-                left_s = max(0.0, end - time.monotonic())
-                with contextlib.suppress(errors.DBufferError, OSError):
-                    if self._view.wait_for_version(failed, left_s, stop_event) is not None:
-                        return
+        if self._report is not None:
+            self._report.retried()
+        if self._view is not None and failed is not None and not stop_event.is_set():
+            left_s = max(0.0, end - time.monotonic())
+            with contextlib.suppress(errors.DBufferError, OSError):
+                if self._view.wait_for_version(failed, left_s, stop_event) is not None:
+                    return
         stop_event.wait(max(0.0, end - time.monotonic()))
 
     def wait_for_version(self, stop_event: threading.Event) -> int | None:
@@ -501,9 +509,9 @@ class Follower(Closing):
     def stop_workers(self) -> None:
         """Let the engine's ranks look at the store no more. The engine keeps its weights."""
         if self._view is not None:
-            with self._raising_ours("stop following"):
+            with self._translating("stop following"):
                 self._engine.do(RankRequest("end"))
-        self._is_known = False  # a later sync must start again
+        self._is_certain = False  # a later sync must start again
 
     def close(self) -> None:
         """Stop following. The engine keeps its weights; its ranks go on looking at the store.
@@ -519,8 +527,9 @@ class Follower(Closing):
                 logger.error("%s is left paused: %s", self.engine_id, error)
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
+        if self._report is not None:
+            self._report.ended()
         if self._view is not None:
-            self._view.report.ended()
             self._view.close()
         self._engine.close()
 
@@ -531,6 +540,10 @@ def _key_of(facts: EngineFacts) -> tuple[str, str]:
 
 def _engine_id(facts: EngineFacts, options: EngineOptions) -> str:
     return (options.engine_id or facts.name) + facts.replica
+
+
+def _real_store(options: EngineOptions) -> str:
+    return os.path.realpath(options.read_store)
 
 
 def _is_broken(record: ReceiverRecord | None) -> bool:

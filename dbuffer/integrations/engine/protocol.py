@@ -15,9 +15,6 @@ recomputed; or waited for; or aborted."""
 
 PAUSE_MODES = ("keep", "wait", "abort")
 
-UNKNOWN_VERSION = "unknown"
-"""Label of an engine whose weights are, or may be, no version of its store."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import functools
 import json
 import queue
 import threading
@@ -64,8 +63,7 @@ class RankChannel:
         self.timeout_s = timeout_s
         self._step = (0, 0)
         """Number of the current gather: gathers that begin something, and those since the last."""
-        self._senders: list[_Sender] = []
-        self._listeners: dict[int, _Listener] = {}
+        self._peers: dict[int, _Peer] = {}
         self._processes: list[Process] = []
 
     @classmethod
@@ -99,38 +97,36 @@ class RankChannel:
         """
         if self.size == 1:
             return [answer]
-        if not self._senders:
+        if not self._peers:
             self._connect()
         return self._exchange(answer, begins=begins)
 
     def _connect(self) -> None:
         group = connect(self.process_group, self.rank, self.size, self.timeout_s, purpose="engine")
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self._senders = [_Sender(group, rank) for rank in others]
-        self._listeners = {rank: _Listener(group, rank) for rank in others}
+        self._peers = {rank: _Peer(group, rank) for rank in range(self.size) if rank != self.rank}
         self._step = (0, 0)
         try:
             processes = self._exchange(dataclasses.astuple(Process.here()), begins=False)
         except BaseException:
-            self._senders = []
+            self._peers = {}
             raise
         self._processes = [Process(*fields) for fields in processes]
 
     def close(self) -> None:
-        """End the listeners for this rank on the other ranks, as theirs end the ones here."""
-        for sender in self._senders:
-            sender.put(_LEAVE)
+        """Leave: the threads for this rank end on the other ranks, as those for them end here."""
+        for peer in self._peers.values():
+            peer.put(_LEAVE)
 
     def _exchange(self, answer: Any, *, begins: bool) -> list[Any]:
         first, second = self._step
         self._step = (first + 1, 0) if begins else (first, second + 1)
         data = json.dumps([self._step, answer]).encode()
-        sent = [sender.put(data) for sender in self._senders]
+        sent = [peer.put(data) for peer in self._peers.values()]
         deadline = time.monotonic() + self.timeout_s
         answers, lost = {self.rank: json.loads(data)[1]}, {}
-        for rank, listener in self._listeners.items():
+        for rank, peer in self._peers.items():
             try:
-                answers[rank] = listener.answer(self._step, deadline)
+                answers[rank] = peer.answer(self._step, deadline)
             except TimeoutError:
                 lost[rank] = f"did not answer within {self.timeout_s:g} s"
             except ConnectionError:
@@ -159,48 +155,27 @@ class RankChannel:
         return f"rank {rank} (process {process.pid} on {process.host}) {problem}{why}"
 
 
-class _Sender:
-    """Messages to one rank, sent by a thread that waits until the rank takes them.
+class _Peer:
+    """Messages to and from one other rank, each way in a thread that waits without a time-out.
 
-    A wait that is given up breaks all connections, and a rank that is stopped takes nothing before
-    it goes on.
+    A wait that is given up would break all connections; and a rank that is stopped takes nothing
+    before it goes on.
     """
 
     def __init__(self, group: Any, rank: int) -> None:
-        self._messages: queue.SimpleQueue[tuple[bytes, threading.Event]] = queue.SimpleQueue()
-        send = functools.partial(self._send, group, rank)
-        threading.Thread(target=send, name=f"dbuffer-to-rank-{rank}", daemon=True).start()
+        self._outbox: queue.SimpleQueue[tuple[bytes, threading.Event]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[tuple[int, ...], Any] | None] = queue.SimpleQueue()
+        self._next: tuple[tuple[int, ...], Any] | None = None
+        for work, name in ((self._send, "dbuffer-to-rank"), (self._listen, "dbuffer-rank")):
+            threading.Thread(
+                target=work, args=(group, rank), name=f"{name}-{rank}", daemon=True
+            ).start()
 
     def put(self, data: bytes) -> threading.Event:
         """Send a message; the event is set when the rank has taken it, or is lost."""
         is_sent = threading.Event()
-        self._messages.put((data, is_sent))
+        self._outbox.put((data, is_sent))
         return is_sent
-
-    def _send(self, group: Any, rank: int) -> None:
-        while True:
-            data, is_sent = self._messages.get()
-            framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
-            # The listener for this rank reports a lost connection.
-            with contextlib.suppress(RuntimeError):
-                for part in (framed[:_FRAME_BYTES].ljust(_FRAME_BYTES), framed[_FRAME_BYTES:]):
-                    if part:
-                        tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-                        group.send([tensor], rank, 0).wait(_FOREVER)
-            is_sent.set()
-            if data == _LEAVE:
-                return
-
-
-class _Listener:
-    """Messages of one rank. A thread listens, so that no time-out breaks the connection."""
-
-    def __init__(self, group: Any, rank: int) -> None:
-        self._messages: queue.SimpleQueue[tuple[tuple[int, ...], Any] | None] = queue.SimpleQueue()
-        self._next: tuple[tuple[int, ...], Any] | None = None
-        name = f"dbuffer-rank-{rank}"
-        listen = functools.partial(self._listen, group, rank)
-        threading.Thread(target=listen, name=name, daemon=True).start()
 
     def answer(self, step: tuple[int, int], deadline: float) -> Any:
         """Return the rank's answer in a step, and skip those in the steps before.
@@ -212,25 +187,38 @@ class _Listener:
         """
         while self._next is None or self._next[0] < step:
             try:
-                self._next = self._messages.get(timeout=max(0.0, deadline - time.monotonic()))
+                self._next = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise TimeoutError from None
             if self._next is None:
-                self._messages.put(None)
+                self._inbox.put(None)
                 raise ConnectionError
         answered, answer = self._next
         if answered > step:
             raise LookupError
         return answer
 
+    def _send(self, group: Any, rank: int) -> None:
+        while True:
+            data, is_sent = self._outbox.get()
+            framed = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+            with contextlib.suppress(RuntimeError):  # a lost connection is found in _listen()
+                for part in (framed[:_FRAME_BYTES].ljust(_FRAME_BYTES), framed[_FRAME_BYTES:]):
+                    if part:
+                        tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                        group.send([tensor], rank, 0).wait(_FOREVER)
+            is_sent.set()
+            if data == _LEAVE:
+                return
+
     def _listen(self, group: Any, rank: int) -> None:
         try:
             while (data := _receive_message(group, rank)) != _LEAVE:
                 step, answer = json.loads(data)
-                self._messages.put((tuple(step), answer))
+                self._inbox.put((tuple(step), answer))
         except RuntimeError:
             pass  # the connection is lost
-        self._messages.put(None)
+        self._inbox.put(None)
 
 
 def _receive_message(group: Any, rank: int) -> bytes:

@@ -34,18 +34,14 @@ from dbuffer.integrations.engine.engine_options import (
     rank_id,
     record_token,
 )
-from dbuffer.integrations.engine.engine_rank import (
-    EngineRank,
-    ModelState,
-    VersionId,
-    describe_weights,
-)
+from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
 from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
 from dbuffer.integrations.engine.plan.patching import Changed
 from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
 from dbuffer.integrations.engine.unused_tensors import UnusedTensors
+from dbuffer.integrations.engine.version_id import VersionId, describe_weights
 from dbuffer.io.copier import Copier
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.snapshot import Snapshot

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dbuffer.format.manifest import ReceiverRecord
+from dbuffer.integrations.engine.version_id import VersionId
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Switch:
 
 
 class FollowerReport:
-    """One engine's metrics and log; without prometheus-client, the log alone."""
+    """Metrics and log of one engine's follower; without prometheus-client, the log alone."""
 
     def __init__(self, engine_id: str) -> None:
         self._engine_id = engine_id
@@ -95,11 +96,14 @@ class FollowerReport:
         self._observe("pause_seconds", switch.pause_s)
         self._add("bytes", switch.num_bytes)
 
-    def lag(self, *, available: int, applied: int, num_behind: int, age_s: float) -> None:
-        """Report how far the engine is behind the store."""
-        self._set("version_available", available)
-        self._set("version_applied", applied)
-        self._set("lag_versions", num_behind)
+    def lag(self, applied: VersionId | None, goal: VersionId | None, age_s: float) -> None:
+        """Report how far the engine is behind the store, whose newest version it has if no goal."""
+        version = 0 if applied is None else applied.version
+        newest, history = (version, None) if goal is None else goal
+        is_of_history = applied is None or not applied.is_of_another_history(history)
+        self._set("version_available", newest)
+        self._set("version_applied", version)
+        self._set("lag_versions", newest - (version if is_of_history else 0))
         self._set("lag_seconds", age_s)
 
     def ranks(self, records: Iterable[ReceiverRecord]) -> None:

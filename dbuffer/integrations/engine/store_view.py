@@ -9,15 +9,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord
 from dbuffer.format.places import BUFFERS
 from dbuffer.integrations.engine.engine_options import EngineOptions, rank_id, record_token
-from dbuffer.integrations.engine.engine_rank import VersionId, describe_weights
 from dbuffer.integrations.engine.protocol import EngineFacts
-from dbuffer.integrations.engine.reporting import FollowerReport
+from dbuffer.integrations.engine.version_id import VersionId, describe_weights
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store.buffer import DoubleBuffer
 
@@ -26,19 +25,16 @@ logger = logging.getLogger(__name__)
 _READY_CHECK_S = 0.002
 """Seconds between two looks whether all ranks are ready: a few small files, mostly in memory."""
 _GONE_S = 5.0
-"""Seconds after which a rank whose record is missing has left the store: it removes it itself.
-One whose process has ended for as long leaves it there."""
+"""Seconds after which a rank whose record is missing has left the store, or whose process has ended
+is lost: a live rank removes its record when it leaves, and a dead one cannot."""
 
 
 class StoreView:
     """The store as the follower of one engine sees it."""
 
-    def __init__(
-        self, facts: EngineFacts, options: EngineOptions, engine_id: str, report: FollowerReport
-    ) -> None:
+    def __init__(self, facts: EngineFacts, options: EngineOptions, engine_id: str) -> None:
         self.facts = facts
         self.options = options
-        self.report = report
         self.engine_id = engine_id
         self._token = record_token(facts.instance_id)
         self._mirror = options.start_mirror()
@@ -117,9 +113,7 @@ class StoreView:
                 f"{store.root} went back from version {has} to {newest}: it was emptied or replaced"
             )
         version = max(newest, at_least or 0)
-        goal = VersionId(version, history) if version > has else None
-        self._measure_lag(served, goal, num_behind=version - has)
-        return goal
+        return VersionId(version, history) if version > has else None
 
     def _admit_new_history(self, served: VersionId, newest: VersionId) -> None:
         what = (
@@ -137,18 +131,8 @@ class StoreView:
             self._logged_history = newest.history
             logger.warning("%s, and it follows those now", what)
 
-    def _measure_lag(
-        self, served: VersionId | None, goal: VersionId | None, *, num_behind: int
-    ) -> None:
-        applied = 0 if served is None else served.version
-        self.report.lag(
-            available=applied if goal is None else goal.version,
-            applied=applied,
-            num_behind=num_behind,
-            age_s=0.0 if goal is None else self._age_s(goal),
-        )
-
-    def _age_s(self, goal: VersionId) -> float:
+    def age_s(self, goal: VersionId) -> float:
+        """Return the age of a version; 0.0 if the store does not say."""
         manifests = [self._store.manifest(buffer) for buffer in BUFFERS]
         published = [
             manifest.published_at
@@ -182,10 +166,11 @@ class StoreView:
         stop_event: threading.Event | None,
         *,
         require_alive: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Wait until every rank has this version ready, or a later one; or the engine has it.
+    ) -> list[ReceiverRecord]:
+        """Wait until every rank has this version ready, or a later one; return the ranks' records.
 
-        Another process may have switched a server meanwhile.
+        It also returns when the engine has the version: another process may have switched a server
+        meanwhile.
 
         Raises:
             EngineUpdateError: some rank says that it cannot, or has left the store.
@@ -197,10 +182,10 @@ class StoreView:
         """
         deadline = time.monotonic() + timeout_s
         serves_on = f"the engine serves on with {describe_weights(served)}"
-        began = {rank: self._record(rank) for rank in self._rank_ids}
-        here_at = time.monotonic()
+        at_start = self._rank_records()
+        complete_at = time.monotonic()
         while True:
-            records = {rank: self._record(rank) for rank in self._rank_ids}
+            records = self._rank_records()
             behind = [
                 rank
                 for rank, record in records.items()
@@ -208,23 +193,14 @@ class StoreView:
             ]
             engine = self.engine_record()
             if not behind or (engine is not None and engine.has_applied(*goal)):
-                self.report.ranks(record for record in records.values() if record is not None)
-                return
-            self._require_possible(goal, records, began, serves_on)
-            gone = [rank for rank in self._seen if records[rank] is None]
+                return [record for record in records.values() if record is not None]
+            self._require_possible(goal, records, at_start, serves_on)
+            gone = sorted(rank for rank in self._seen if records[rank] is None)
             ended = [rank for rank in behind if self._has_ended(records[rank])]
-            here_at = here_at if gone or ended else time.monotonic()
-            if time.monotonic() - here_at > _GONE_S:
-                if ended:
-                    raise errors.EngineUnreachableError(
-                        f"{', '.join(ended)} ended before version {goal.version} of "
-                        f"{self.options.store} was ready: it is to be started again"
-                    )
-                raise errors.EngineUpdateError(
-                    f"{', '.join(sorted(gone))} left {self.options.store}: another follower let "
-                    "the engine follow another store, or none. An engine has one follower: "
-                    "close one of them, and make the other one again"
-                )
+            if not (gone or ended):
+                complete_at = time.monotonic()
+            elif time.monotonic() - complete_at > _GONE_S:
+                raise self._lost(goal, gone, ended)
             require_alive()
             if stop_event is not None and stop_event.is_set():
                 raise errors.ClosedError("following was stopped")
@@ -235,6 +211,24 @@ class StoreView:
                 )
             time.sleep(_READY_CHECK_S)
 
+    def _rank_records(self) -> dict[str, ReceiverRecord | None]:
+        return {rank: self._record(rank) for rank in self._rank_ids}
+
+    def _lost(
+        self, goal: VersionId, gone: Sequence[str], ended: Sequence[str]
+    ) -> errors.DBufferError:
+        """Make the error about ranks that left the store, or whose processes ended."""
+        if ended:
+            return errors.EngineUnreachableError(
+                f"{', '.join(ended)} ended before version {goal.version} of {self.options.store} "
+                "was ready: it is to be started again"
+            )
+        return errors.EngineUpdateError(
+            f"{', '.join(gone)} left {self.options.store}: another follower let the engine follow "
+            "another store, or none. An engine has one follower: close one of them, and make the "
+            "other one again"
+        )
+
     def _has_ended(self, record: ReceiverRecord | None) -> bool:
         return record is not None and not self._store.may_live(record)
 
@@ -242,12 +236,12 @@ class StoreView:
         self,
         goal: VersionId,
         records: dict[str, ReceiverRecord | None],
-        began: dict[str, ReceiverRecord | None],
+        at_start: dict[str, ReceiverRecord | None],
         serves_on: str,
     ) -> None:
         """Raise if some rank cannot have this version, or no rank can have it any more."""
         for rank, record in records.items():
-            if record is not None and _is_hindered(record, goal, began[rank]):
+            if record is not None and _is_hindered(record, goal, at_start[rank]):
                 raise errors.EngineUpdateError(
                     f"{record.receiver} cannot get version {goal.version} ready: {record.problem}; "
                     f"{serves_on}"
@@ -259,11 +253,11 @@ class StoreView:
             )
 
 
-def _is_hindered(record: ReceiverRecord, goal: VersionId, began: ReceiverRecord | None) -> bool:
+def _is_hindered(record: ReceiverRecord, goal: VersionId, at_start: ReceiverRecord | None) -> bool:
     """Whether a rank says that it cannot have this version, now.
 
-    What was wrong with the store itself when the wait ``began`` may be over, until said again.
+    A problem with the store itself that it had at the start of the wait may be over since.
     """
     is_of_the_store = record.problem is not None and record.problem_version is None
-    is_old = began is not None and began.updated_at == record.updated_at
+    is_old = at_start is not None and at_start.updated_at == record.updated_at
     return record.has_problem_with(goal.version, goal.history) and not (is_of_the_store and is_old)

@@ -127,7 +127,7 @@ def _call_in_actor(
 
 
 def _identity(follower: Follower) -> str:
-    return follower.identity
+    return follower.follower_id
 
 
 def _follower_in(instance: Any, options: EngineOptions) -> Follower:

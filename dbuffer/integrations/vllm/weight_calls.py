@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from dbuffer.integrations.engine.foreign_loads import falling_asleep, loading, waking_up, watch
-from dbuffer.integrations.engine.protocol import UNKNOWN_VERSION
+from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION
 from dbuffer.integrations.vllm.config import BACKEND, CALL
 
 _WEIGHTS = "weights"
