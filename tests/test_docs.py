@@ -360,7 +360,7 @@ def test_every_metric_is_documented(tmp_path: Path) -> None:
     from dbuffer.integrations import mirror_metrics, sender_metrics
     from dbuffer.integrations.engine.reporting import FollowerReport
 
-    FollowerReport("documented")
+    FollowerReport().begin("documented")
     others = CollectorRegistry()
     mirror_metrics.register(dbuffer.Mirror(tmp_path / "remote", tmp_path / "local"), others)
     with dbuffer.WeightSender(tmp_path / "store") as sender:

@@ -60,7 +60,7 @@ class Follower(Closing):
         self._options = options
         self._pause_mode: PauseMode = pause
         self._view: StoreView | None = None
-        self._report: FollowerReport | None = None
+        self._report = FollowerReport()
         self._has_started = False
         self._applied: VersionId | None = None
         """Version that the engine's record named last; None: none of this store."""
@@ -94,12 +94,11 @@ class Follower(Closing):
         """The engine's name among the store's receivers; known from :meth:`start` on."""
         return self._view.engine_id if self._view is not None else "the engine"
 
-    def _follows(self, engine_id: str, store: str) -> bool:
-        view = self._view
-        return view is not None and (view.engine_id, _real_store(view.options)) == (
-            engine_id,
-            store,
-        )
+    def follows(self, engine_id: str, store: str) -> bool:
+        """Whether it lets the engine of this name follow this store, a path without links."""
+        if self._view is None:
+            return False
+        return self._view.engine_id == engine_id and _real_store(self._view.options) == store
 
     # Beginning
 
@@ -150,7 +149,7 @@ class Follower(Closing):
         """Raise if another follower in this process has the engine follow the same store."""
         other = _followers.get(_key_of(facts), self)
         engine_id, store = _engine_id(facts, options), _real_store(options)
-        if other is not self and other._follows(engine_id, store):
+        if other is not self and other.follows(engine_id, store):
             raise errors.StoreBusyError(
                 f"another follower in this process has {engine_id} follow {store}: each would miss "
                 "what the other does; use that one, or close it first"
@@ -177,7 +176,7 @@ class Follower(Closing):
         if self._view is not None:
             self._view.close()
         engine_id = _engine_id(facts, options)
-        self._report = FollowerReport(engine_id)
+        self._report.begin(engine_id)
         self._view = StoreView(facts, options, engine_id)
         return self._view
 
@@ -287,15 +286,13 @@ class Follower(Closing):
                 self._note_failure(error, None if goal is None else goal.version)
             raise
         self._is_failing, self._failed_version = False, None
-        if self._report is not None:
-            self._report.following()
+        self._report.following()
         return switch
 
     def _find_goal(self, view: StoreView, at_least: int | None = None) -> VersionId | None:
         """Return the version to switch to, if any, and report how far the engine is behind it."""
         goal = view.newer_than(self._applied, at_least)
-        if self._report is not None:
-            self._report.lag(self._applied, goal, 0.0 if goal is None else view.age_s(goal))
+        self._report.lag(self._applied, goal, 0.0 if goal is None else view.age_s(goal))
         return goal
 
     def is_ready(self, at_least: int | None = None) -> bool:
@@ -325,8 +322,7 @@ class Follower(Closing):
         records = view.wait_ready(
             goal, self._applied, timeout_s, stop_event, require_alive=self._engine.require_alive
         )
-        if self._report is not None:
-            self._report.ranks(records)
+        self._report.ranks(records)
         return time.monotonic() - started
 
     def _switch(self, view: StoreView, goal: VersionId, wait_s: float) -> Switch:
@@ -350,8 +346,7 @@ class Follower(Closing):
             load_s=load_s,
             num_bytes=int(record.stats.get("bytes", 0)),
         )
-        if self._report is not None:
-            self._report.switched(switch)
+        self._report.switched(switch)
         # The switch is done. A problem with the store is for the next attempt.
         with contextlib.suppress(errors.DBufferError, OSError):
             self._find_goal(view)
@@ -473,8 +468,7 @@ class Follower(Closing):
         versions = {version, self._failed_version}
         is_new = not self._is_failing or (None not in versions and len(versions) > 1)
         self._is_failing, self._failed_version = True, version
-        if self._report is not None:
-            self._report.failed(version, is_new_incident=is_new, is_engine_known=self._is_certain)
+        self._report.failed(version, is_new_incident=is_new, is_engine_known=self._is_certain)
 
     def wait_to_retry(self, timeout_s: float, stop_event: threading.Event) -> None:
         """Wait until something newer is there than the version that failed, or the time is over.
@@ -484,8 +478,7 @@ class Follower(Closing):
         end = time.monotonic() + timeout_s
         stop_event.wait(min(timeout_s, _MIN_WAIT_S))
         failed = self._failed_version
-        if self._report is not None:
-            self._report.retried()
+        self._report.retried()
         if self._view is not None and failed is not None and not stop_event.is_set():
             left_s = max(0.0, end - time.monotonic())
             with contextlib.suppress(errors.DBufferError, OSError):
@@ -527,8 +520,7 @@ class Follower(Closing):
                 logger.error("%s is left paused: %s", self.engine_id, error)
         for key in [key for key, follower in _followers.items() if follower is self]:
             del _followers[key]
-        if self._report is not None:
-            self._report.ended()
+        self._report.ended()
         if self._view is not None:
             self._view.close()
         self._engine.close()

@@ -50,7 +50,14 @@ class Switch:
 class FollowerReport:
     """Metrics and log of one engine's follower; without prometheus-client, the log alone."""
 
-    def __init__(self, engine_id: str) -> None:
+    def __init__(self) -> None:
+        self._engine_id = ""
+        self._families: dict[str, Any] = {}
+        self._metrics: dict[str, Any] = {}
+        self._rank_stats: dict[str, dict[str, float]] = {}
+
+    def begin(self, engine_id: str) -> None:
+        """Report on an engine of this name from now on; before that, nothing is reported."""
         self._engine_id = engine_id
         self._families = _registered()
         # Gauges are added with their first value.
@@ -59,7 +66,7 @@ class FollowerReport:
             for name, family in self._families.items()
             if name not in GAUGES
         }
-        self._rank_stats: dict[str, dict[str, float]] = {}
+        self._rank_stats = {}
 
     def following(self) -> None:
         """Report an attempt that succeeded, or found nothing to do."""

@@ -9,8 +9,8 @@ ranks, which make them of their own part and return the outcome.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Self
 
 from dbuffer import errors
@@ -20,6 +20,7 @@ from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.engine.messages import (
     RankAnswer,
     RankRequest,
+    as_answer,
     decode_answer,
     encode_answer,
 )
@@ -32,35 +33,6 @@ from dbuffer.ranks.agreement import Agreement
 
 _NEXT = "get the first rank's order"
 """The step in which the first rank gives all ranks an order, or the outcome of a call."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PartOutcome:
-    """Outcome of an order on a rank, or of a whole call on the first one; its value is JSON's."""
-
-    value: Any = None
-    error: Exception | None = None
-
-    @classmethod
-    def of(cls, action: Callable[[], Any]) -> Self:
-        """Do something; return its value or its error."""
-        try:
-            return cls(action())
-        except DBufferError as error:
-            return cls(error=error)
-        except Exception as error:  # noqa: BLE001 - the other ranks wait to hear of it
-            return cls(error=EngineUpdateError(f"{type(error).__name__}: {error}"))
-
-    def as_json(self) -> dict[str, Any]:
-        error = self.error and [type(self.error).__name__, str(self.error)]
-        return {"value": self.value, "error": error}
-
-    @classmethod
-    def of_json(cls, values: dict[str, Any]) -> Self:
-        if values["error"] is None:
-            return cls(values["value"])
-        kind, message = values["error"]
-        return cls(error=getattr(errors, kind)(message))
 
 
 class LaunchedFollower:
@@ -118,34 +90,45 @@ class LaunchedFollower:
 
     def _lead(self, call: Callable[[Follower], Switch | None]) -> Switch | None:
         """Let the first rank make a call, while all carry out its orders; return its result."""
-        leader = self._leader
-        if leader is None:
-            outcome = self._follow_orders()
-        else:
-            try:
-                outcome = _PartOutcome.of(lambda: _led(leader, call))
-            except BaseException:  # interrupted: the others must not wait for what comes next
-                self._agreement.close()
-                raise
-            if self._agreement.is_open:
-                self._agreement.first(_NEXT, lambda: {"outcome": outcome.as_json()})
-        if outcome.error is not None:
-            raise outcome.error
-        self.applied = outcome.value["applied"]
-        switch = outcome.value["switch"]
-        return None if switch is None else Switch(**switch)
+        if self._leader is None:
+            return self._adopt_outcome(self._follow_orders())
+        try:
+            switch = call(self._leader)
+        except Exception as error:
+            known = error if isinstance(error, DBufferError) else as_answer(error)
+            self._announce({"error": [type(known).__name__, str(known)]})
+            raise known from error.__cause__
+        except BaseException:  # interrupted: the others must not wait for what comes next
+            self._agreement.close()
+            raise
+        result = {"switch": switch and asdict(switch), "applied": self._leader.applied}
+        self._announce(result)
+        return self._adopt_outcome(result)
 
-    def _follow_orders(self) -> _PartOutcome:
+    def _announce(self, outcome: dict[str, Any]) -> None:
+        """Tell the other ranks how a call of the first one ended."""
+        if self._agreement.is_open:
+            self._agreement.first(_NEXT, lambda: {"outcome": outcome})
+
+    def _follow_orders(self) -> dict[str, Any]:
+        """Carry out the first rank's orders; return the outcome of its call."""
         while True:
             order: dict[str, Any] = self._agreement.first(_NEXT, dict)  # the first rank's
             if "outcome" in order:
-                return _PartOutcome.of_json(order["outcome"])
-            _carry_out(self._agreement, self._mine, order)
+                outcome: dict[str, Any] = order["outcome"]
+                return outcome
+            try:
+                _carry_out(self._agreement, self._mine, order)
+            except DBufferError:  # raised on the first rank too, whose call decides what follows
+                if not self._agreement.is_open:
+                    raise
 
-
-def _led(leader: Follower, call: Callable[[Follower], Switch | None]) -> dict[str, Any]:
-    switch = call(leader)
-    return {"switch": None if switch is None else asdict(switch), "applied": leader.applied}
+    def _adopt_outcome(self, outcome: dict[str, Any]) -> Switch | None:
+        if "error" in outcome:
+            kind, message = outcome["error"]
+            raise getattr(errors, kind)(message)
+        self.applied = outcome["applied"]
+        return None if outcome["switch"] is None else Switch(**outcome["switch"])
 
 
 class _AllRanks(OfflineVllm):
@@ -173,33 +156,29 @@ class _AllRanks(OfflineVllm):
         order = {"call": call, "argument": argument}
         self._agreement.first(_NEXT, lambda: order)
         # super(): the methods of this rank's own part, and not those of this class.
-        outcomes = _carry_out(self._agreement, super(), order)
-        if any(outcome.error is not None for outcome in outcomes):
-            raise _joint(outcomes)
-        return [outcome.value for outcome in outcomes]
+        return _carry_out(self._agreement, super(), order)
 
 
-def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[_PartOutcome]:
-    """Carry out an order on this rank, as all ranks do; return the outcome on each."""
+def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[Any]:
+    """Carry out an order on this rank, as all ranks do; return the value on each.
+
+    Raises:
+        DBufferError: the error of the first rank that failed, on all of them.
+    """
 
     def do() -> Any:
-        match order["call"], order["argument"]:
-            case "call", request:
-                return [encode_answer(answer) for answer in mine.call(RankRequest.parse(request))]
-            case "pause", mode:
-                return mine.pause(mode)
-            case _, version:
-                return mine.set_weight_version(version)
+        try:
+            match order["call"], order["argument"]:
+                case "call", request:
+                    answers = mine.call(RankRequest.parse(request))
+                    return [encode_answer(answer) for answer in answers]
+                case "pause", mode:
+                    return mine.pause(mode)
+                case _, version:
+                    return mine.set_weight_version(version)
+        except DBufferError:
+            raise
+        except Exception as error:
+            raise EngineUpdateError(f"{type(error).__name__}: {error}") from error
 
-    what = f"do {order['call']}"
-    outcomes = agreement.each(what, lambda: _PartOutcome.of(do).as_json())
-    return [_PartOutcome.of_json(outcome) for outcome in outcomes]
-
-
-def _joint(outcomes: Sequence[_PartOutcome]) -> Exception:
-    """Make one error for all ranks: the common one, or the first with its rank's number."""
-    errors = {rank: one.error for rank, one in enumerate(outcomes) if one.error is not None}
-    rank, first = next(iter(errors.items()))
-    if len(errors) == len(outcomes) and len({str(error) for error in errors.values()}) == 1:
-        return first
-    return type(first)(f"rank {rank}: {first}")
+    return agreement.each(f"do {order['call']}", do)
