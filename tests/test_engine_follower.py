@@ -62,7 +62,7 @@ from dbuffer.integrations.engine.rank_channel import RankChannel
 from dbuffer.integrations.engine.rank_receiver import RankReceiver
 from dbuffer.integrations.engine.version_id import UNKNOWN_VERSION
 from dbuffer.integrations.vllm import FollowStore
-from dbuffer.integrations.vllm.api_servers import LOOK_S, Leadership
+from dbuffer.integrations.vllm.api_servers import LOOK_S, SharedFollower
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -1153,10 +1153,10 @@ def test_one_api_server_follows_and_the_next_one_when_it_ends(
         await first.end()
         await second.end()
         # The name is free again.
-        leadership = Leadership(instance_of_api_servers())
-        assert not leadership.is_ready()
-        assert leadership.try_take()
-        leadership.close()
+        third = SharedFollower(instance_of_api_servers(), lambda: pytest.fail("it follows"))
+        assert not third.is_led()
+        assert third.try_lead()
+        await third.aclose()
 
     asyncio.run(run())
     engine.close()

@@ -21,21 +21,54 @@ LOOK_S = 0.2
 _MAX_API_SERVERS = 4096
 
 
-class Leadership:
-    """Election of the API server that follows: it holds a socket's name for as long as it lives.
+class SharedFollower:
+    """Follows while this API server leads, and stands by before that. Made by :meth:`begin`.
 
-    They are processes of one host and one parent, and vLLM ends them by SIGKILL: a name in no
-    directory is free again at once. It is not the store's lock: the store may not exist yet.
+    The API servers of an engine are processes of one host and one parent, and vLLM ends them by
+    SIGKILL. The one that leads holds a socket's name, in no directory, which is free again at once
+    when its process ends. It is not the store's lock: the store may not exist yet.
 
     Args:
         instance_id: id that these API servers share, and no others.
+        follow: begins to follow, and waits for nothing: the engine serves already.
     """
 
-    def __init__(self, instance_id: str) -> None:
+    def __init__(self, instance_id: str, follow: Callable[[], BackgroundFollower]) -> None:
         self._name = f"\0dbuffer-leader-{instance_id}"
+        self._follow = follow
         self._socket: socket.socket | None = None
+        self._follower: BackgroundFollower | None = None
+        self._standing_by: asyncio.Task[None] | None = None
 
-    def try_take(self) -> bool:
+    @classmethod
+    async def begin(
+        cls,
+        instance_id: str,
+        follow: Callable[[], BackgroundFollower],
+        follow_until_ready: Callable[[], Awaitable[BackgroundFollower]],
+    ) -> Self:
+        """Wait until the engine serves the newest version, whichever API server follows.
+
+        ``follow_until_ready`` begins to follow, and waits for that.
+
+        Raises:
+            DBufferError: this one leads, and cannot follow.
+        """
+        shared = cls(instance_id, follow)
+        try:
+            while not shared.try_lead():
+                if shared.is_led():
+                    shared._standing_by = asyncio.create_task(shared._stand_by())
+                    return shared
+                await asyncio.sleep(LOOK_S)
+            shared._follower = await follow_until_ready()
+            shared._announce()
+        except BaseException:
+            await shared.aclose()
+            raise
+        return shared
+
+    def try_lead(self) -> bool:
         """Take the name, if it is free."""
         taken = socket.socket(socket.AF_UNIX)
         try:
@@ -48,71 +81,25 @@ class Leadership:
         self._socket = taken
         return True
 
-    def say_ready(self) -> None:
-        """Tell the others that the engine serves the newest version, and that they may serve."""
-        assert self._socket is not None  # noqa: S101 - by try_take()
+    def is_led(self) -> bool:
+        """Whether an API server leads, and has brought the engine to the newest version."""
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)
+            # A connection is refused where no socket listens, or none has the name.
+            return client.connect_ex(self._name) in (0, errno.EAGAIN)
+
+    def _announce(self) -> None:
+        """Let :meth:`is_led` be true on the other API servers."""
+        assert self._socket is not None  # noqa: S101 - by try_lead()
         self._socket.listen(_MAX_API_SERVERS)
 
-    def is_ready(self) -> bool:
-        """Whether the API server that follows has called :meth:`say_ready`."""
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.setblocking(False)
-            # A connection is refused where no socket listens, or none has the name.
-            return asking.connect_ex(self._name) in (0, errno.EAGAIN)
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-
-
-class SharedFollowing:
-    """Follows while this API server leads, and stands by before that. Made by :meth:`begin`."""
-
-    def __init__(self, leadership: Leadership, follow: Callable[[], BackgroundFollower]) -> None:
-        self._leadership = leadership
-        self._follow = follow
-        self._following: BackgroundFollower | None = None
-        self._standing_by: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def begin(
-        cls,
-        leadership: Leadership,
-        follow: Callable[[], BackgroundFollower],
-        follow_until_ready: Callable[[], Awaitable[BackgroundFollower]],
-    ) -> Self:
-        """Wait until the engine serves the newest version, whichever API server follows.
-
-        Args:
-            leadership: which of them follows.
-            follow: begins to follow, and waits for nothing: the engine serves already.
-            follow_until_ready: begins to follow, and waits until the engine serves the
-                newest version.
-
-        Raises:
-            DBufferError: this one leads, and cannot follow.
-        """
-        shared = cls(leadership, follow)
-        try:
-            while not leadership.try_take():
-                if leadership.is_ready():
-                    shared._standing_by = asyncio.create_task(shared._stand_by())
-                    return shared
-                await asyncio.sleep(LOOK_S)
-            shared._following = await follow_until_ready()
-            leadership.say_ready()
-        except BaseException:
-            await shared.aclose()
-            raise
-        return shared
-
     async def _stand_by(self) -> None:
-        while not self._leadership.try_take():
+        while not self.try_lead():
             await asyncio.sleep(LOOK_S)
         logger.info("the API server that followed has ended: this one follows from here on")
-        self._leadership.say_ready()
+        self._announce()
         try:
-            self._following = self._follow()
+            self._follower = self._follow()
         except (DBufferError, OSError) as error:
             logger.error("the engine is followed no longer: %s", error)
 
@@ -121,6 +108,7 @@ class SharedFollowing:
             self._standing_by.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._standing_by
-        if self._following is not None:
-            await self._following.aclose()
-        self._leadership.close()
+        if self._follower is not None:
+            await self._follower.aclose()
+        if self._socket is not None:
+            self._socket.close()

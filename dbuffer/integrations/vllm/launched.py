@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any
 
 from dbuffer import errors
 from dbuffer.errors import DBufferError, EngineUpdateError
@@ -30,12 +30,13 @@ from dbuffer.integrations.engine.reporting import Switch
 from dbuffer.integrations.vllm.rank import worker_group
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from dbuffer.ranks.agreement import Agreement
+from dbuffer.runtime.closing import Closing
 
 _NEXT = "get the first rank's order"
 """The step in which the first rank gives all ranks an order, or the outcome of a call."""
 
 
-class LaunchedFollower:
+class LaunchedFollower(Closing):
     """Switches one engine on demand, as :class:`Follower` does. Every rank makes each call.
 
     Args:
@@ -82,12 +83,6 @@ class LaunchedFollower:
             self._leader.close()
         self._agreement.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def _lead(self, call: Callable[[Follower], Switch | None]) -> Switch | None:
         """Let the first rank make a call, while all carry out its orders; return its result."""
         if self._leader is None:
@@ -97,7 +92,9 @@ class LaunchedFollower:
         except Exception as error:
             known = error if isinstance(error, DBufferError) else as_answer(error)
             self._announce({"error": [type(known).__name__, str(known)]})
-            raise known from error.__cause__
+            if known is error:
+                raise
+            raise known from error
         except BaseException:  # interrupted: the others must not wait for what comes next
             self._agreement.close()
             raise

@@ -25,7 +25,7 @@ from dbuffer.errors import (
 )
 from dbuffer.integrations.engine.background import BackgroundFollower
 from dbuffer.integrations.engine.engine_options import EngineOptions
-from dbuffer.integrations.vllm.api_servers import Leadership, SharedFollowing
+from dbuffer.integrations.vllm.api_servers import SharedFollower
 from dbuffer.integrations.vllm.config import engine_settings, options_of, shares_engine
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.integrations.vllm.follow_vllm import follow
@@ -86,15 +86,15 @@ def _refusal(error: Exception) -> str:
     return f"this server does not start, because it cannot follow: {' '.join(reason.split())}"
 
 
-async def _end(following: BackgroundFollower | SharedFollowing) -> None:
+async def _end(follower: BackgroundFollower | SharedFollower) -> None:
     """Stop following. An error must not keep the server from ending."""
     try:
-        await following.aclose()
+        await follower.aclose()
     except (DBufferError, OSError) as error:
         logger.warning("this server did not stop following properly: %s", error)
 
 
-async def _start(scope: Scope) -> BackgroundFollower | SharedFollowing:
+async def _start(scope: Scope) -> BackgroundFollower | SharedFollower:
     """Begin to follow, and wait until the engine serves the newest version."""
     engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
     if engine is None:
@@ -124,8 +124,7 @@ async def _start(scope: Scope) -> BackgroundFollower | SharedFollowing:
         return follower
 
     if shares_engine(config):
-        leadership = Leadership(instance_of_api_servers())
-        return await SharedFollowing.begin(leadership, begin, begin_until_ready)
+        return await SharedFollower.begin(instance_of_api_servers(), begin, begin_until_ready)
     return await begin_until_ready()
 
 
