@@ -194,11 +194,15 @@ def refusal_of(form: str) -> str:
 
 def ask_what_cannot_be_read(engine: Any) -> None:
     """As a follower with another version of dbuffer might."""
-    from dbuffer.integrations.sglang import OfflineEngine
-    from dbuffer.integrations.sglang.commands import Command
+    import torch
 
-    bad = Command(request={"call": "begin"})
-    OfflineEngine(engine)._command_ranks(bad)
+    from dbuffer.integrations.sglang import LOADER
+
+    bad = json.dumps({"request": {"call": "begin"}, "rename": None})
+    engine.begin_weight_update(selector="draft")
+    tensors = [(bad, torch.empty(0, dtype=torch.uint8))]
+    engine.update_weights_from_tensor(tensors, load_format=LOADER, flush_cache=False)
+    engine.end_weight_update()
 
 
 def leave(path: Path, seen: dict[str, Any]) -> None:

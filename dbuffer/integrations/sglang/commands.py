@@ -1,53 +1,51 @@
-"""`Command`: a follower's request to an engine's processes, as the name of a tensor.
+"""Requests of a follower to SGLang's ranks, each as the name of a tensor.
 
 SGLang hands a ``custom_weight_loader`` what is in an update's tensors, and nothing else. So an
-update is one tensor without elements, whose name is the command; each rank then maps the weights
-itself, and nothing large goes through SGLang's sockets.
+update is one tensor without elements, whose name is a command: the request, and the names that the
+ranks load by. Each rank then maps the weights itself, and nothing large goes through SGLang's
+sockets.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
-from dataclasses import asdict, dataclass
-from typing import Any, Self
 
 import torch
 
 from dbuffer.errors import OptionError
+from dbuffer.integrations.engine.messages import RankRequest
 from dbuffer.weights.names import NameMap
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """Request to all ranks, and the names that they load by."""
+def to_tensors(
+    request: RankRequest | None, names: NameMap | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Encode a request, or None to do nothing, and the map from the store's names."""
+    command = {
+        "request": None if request is None else request.as_json(),
+        "rename": None if names is None else names.as_json(),
+    }
+    return [(json.dumps(command), torch.empty(0, dtype=torch.uint8))]
 
-    request: dict[str, Any] | None
-    """A :class:`~dbuffer.integrations.engine.messages.RankRequest`; None: do nothing."""
-    rename: dict[str, Any] | None = None
-    """Map from the store's names to the engine's; see :meth:`NameMap.as_json`."""
 
-    @property
-    def names(self) -> NameMap | None:
-        return None if self.rename is None else NameMap.parse(self.rename, "rename")
+def from_tensors(
+    tensors: list[tuple[str, torch.Tensor]],
+) -> tuple[RankRequest | None, NameMap | None]:
+    """Decode what :func:`to_tensors` encoded.
 
-    def as_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        return [(json.dumps(asdict(self)), torch.empty(0, dtype=torch.uint8))]
-
-    def as_payload(self) -> bytes:
-        """Encode the tensors for an engine in another process.
-
-        Not torch's pickles for other processes: those pass memory on, through a connection.
-        """
-        return pickle.dumps(self.as_tensors())
-
-    @classmethod
-    def parse(cls, tensors: list[tuple[str, torch.Tensor]]) -> Self:
-        try:
-            [(text, _)] = tensors
-            return cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise OptionError(
-                f"{len(tensors)} tensors that are not a command of dbuffer ({error}): this loader "
-                "is for dbuffer.integrations.sglang.follow"
-            ) from None
+    Raises:
+        OptionError: these are other tensors, or the request is none of this version of dbuffer.
+    """
+    try:
+        [(text, _)] = tensors
+        command = json.loads(text)
+        request, rename = command["request"], command["rename"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise OptionError(
+            f"{len(tensors)} tensors that are not a command of dbuffer ({error}): this loader is "
+            "for dbuffer.integrations.sglang.follow"
+        ) from None
+    return (
+        None if request is None else RankRequest.parse(request),
+        None if rename is None else NameMap.parse(rename, "rename"),
+    )

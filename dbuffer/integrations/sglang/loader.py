@@ -17,8 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 from dbuffer.errors import DBufferError, OptionError
 from dbuffer.integrations.engine.endpoint import RankEndpoint, capture_answer
 from dbuffer.integrations.engine.engine_options import EngineOptions, record_token
-from dbuffer.integrations.engine.messages import RankRequest
-from dbuffer.integrations.sglang.commands import Command
+from dbuffer.integrations.sglang.commands import from_tensors
 from dbuffer.integrations.sglang.rank import SchedulerRank
 from dbuffer.integrations.sglang.weight_calls import watch_scheduler
 from dbuffer.store.records import RecordFile
@@ -29,18 +28,15 @@ logger = logging.getLogger(__name__)
 def load_from_store(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Serve a follower's request: begin to follow a store, switch to a version, or stop."""
     try:
-        command = Command.parse(named_tensors)
-        if command.request is None:
-            return
-        request = RankRequest.parse(command.request)
+        request, names = from_tensors(named_tensors)
     except OptionError:
         logger.exception("a request of the follower cannot be read")
         return
+    if request is None:
+        return
     watch_scheduler()
     endpoint = RankEndpoint.of(model)
-    answer = capture_answer(
-        lambda: endpoint.do(request, lambda: SchedulerRank(model, command.names))
-    )
+    answer = capture_answer(lambda: endpoint.do(request, lambda: SchedulerRank(model, names)))
     if answer is None:
         return
     logger.error("%s: %s", request.call, answer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, record_tok
 from dbuffer.integrations.engine.messages import RankAnswer, RankRequest
 from dbuffer.integrations.engine.protocol import Engine, EngineFacts, PauseMode
 from dbuffer.integrations.engine.server import EngineServer
-from dbuffer.integrations.sglang.commands import Command
+from dbuffer.integrations.sglang.commands import to_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.weights.names import NameMap
 
@@ -65,21 +66,18 @@ class _Sglang(Engine):
     pauses = tuple(_PAUSES)
 
     def __init__(self, names: NameMap | None) -> None:
-        self._rename = None if names is None else names.as_json()
+        self._names = names
 
     def call(self, request: RankRequest) -> list[RankAnswer]:
         if request.call == "check":
             raise UnsupportedError("SGLang's ranks cannot check whether tensors fit")
-        self._command_ranks(self._command(request))
+        self._send(request)
         # The outcome of an update is read from the engine's record in any case, by the follower.
         return [None if request.options is None else _refusal(request.options)]
 
-    def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
+    def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
+        """Send a request to all ranks, or None for an update that does nothing."""
         raise NotImplementedError
-
-    def _command(self, request: RankRequest | None) -> Command:
-        encoded = None if request is None else request.as_json()
-        return Command(request=encoded, rename=self._rename)
 
     def _flush_caches(self) -> None:
         """Update nothing, for what SGLang does after an update: flush its caches.
@@ -87,7 +85,7 @@ class _Sglang(Engine):
         Its route that only flushes collects garbage too, for 0.3 s, or gives memory of a GPU back
         that the next step asks for again.
         """
-        self._command_ranks(self._command(None), flush_cache=True)
+        self._send(None, flush_cache=True)
 
 
 def _refusal(options: EngineOptions) -> RankAnswer:
@@ -112,13 +110,13 @@ class OfflineSglang(_Sglang):
     def facts(self) -> EngineFacts:
         return _facts(self._engine.get_server_info(), f"sglang-{host_in_id()}-{os.getpid()}")
 
-    def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
+    def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
         self._require_idle()
         # One that is open is of a follower that was interrupted.
         self._engine.begin_weight_update(selector=_SESSION)
         try:
             success, message = self._engine.update_weights_from_tensor(
-                command.as_tensors(), load_format=LOADER, flush_cache=flush_cache
+                to_tensors(request, self._names), load_format=LOADER, flush_cache=flush_cache
             )
         finally:
             self._engine.end_weight_update()
@@ -169,19 +167,20 @@ class SglangServer(_Sglang, EngineServer):
         self._num_ranks = facts.num_ranks
         return facts
 
-    def _command_ranks(self, command: Command, *, flush_cache: bool = False) -> None:
+    def _send(self, request: RankRequest | None, *, flush_cache: bool = False) -> None:
         # Without a pause, SGLang would wait for all requests first. This one ends no request.
         is_ours = not self._has_paused
         if is_ours:
             self._request("POST", "/pause_generation", json={"mode": "in_place"})
         try:
-            self._update_in_session(command, flush_cache=flush_cache)
+            self._update_in_session(request, flush_cache=flush_cache)
         finally:
             if is_ours:
                 self.resume()
 
-    def _update_in_session(self, command: Command, *, flush_cache: bool) -> None:
-        payload = base64.b64encode(command.as_payload()).decode()
+    def _update_in_session(self, request: RankRequest | None, *, flush_cache: bool) -> None:
+        # Not torch's pickles for other processes: those pass memory on, through a connection.
+        payload = base64.b64encode(pickle.dumps(to_tensors(request, self._names))).decode()
         body = {
             "serialized_named_tensors": [payload] * self._num_ranks,
             "load_format": LOADER,

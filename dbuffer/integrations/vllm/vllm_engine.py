@@ -36,18 +36,7 @@ ResultT = TypeVar("ResultT")
 _ALIVE_CHECK_S = 1.0
 
 
-class _Vllm(Engine):
-    """A vLLM engine: its ranks are workers, called by ``collective_rpc``."""
-
-    def call(self, request: RankRequest) -> list[RankAnswer]:
-        replies = self._call_workers(CALL, {"request": request.as_json()})
-        return [decode_answer(reply) for reply in replies]
-
-    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
-        raise NotImplementedError
-
-
-class OfflineVllm(_Vllm):
+class OfflineVllm(Engine):
     """An ``LLM``: nothing runs between two calls of it, so there is nothing to pause."""
 
     def __init__(self, llm: Any) -> None:
@@ -57,9 +46,10 @@ class OfflineVllm(_Vllm):
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config)
 
-    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
+    def call(self, request: RankRequest) -> list[RankAnswer]:
         with self._ending_with_the_engine():
-            return list(self._llm.collective_rpc(method, kwargs=arguments))
+            replies = self._llm.collective_rpc(CALL, kwargs={"request": request.as_json()})
+        return [decode_answer(reply) for reply in replies]
 
     def _ending_with_the_engine(self) -> contextlib.ExitStack:
         """Let calls in flight end by `EngineEndedError` when the engine's process dies."""
@@ -120,7 +110,7 @@ def _ending_calls(resources: Any, pending: dict[Any, Any]) -> Iterator[None]:
         watcher.join()
 
 
-class AsyncVllm(_Vllm):
+class AsyncVllm(Engine):
     """An ``AsyncLLM``, called from any thread but that of its event loop."""
 
     def __init__(self, engine: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -154,8 +144,13 @@ class AsyncVllm(_Vllm):
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config)
 
-    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
-        return list(self._call(self._engine.collective_rpc(method, kwargs=arguments)))
+    def call(self, request: RankRequest) -> list[RankAnswer]:
+        replies = self._call(self._call_workers({"request": request.as_json()}))
+        return [decode_answer(reply) for reply in replies]
+
+    def _call_workers(self, arguments: dict[str, Any]) -> Coroutine[Any, Any, Any]:
+        call: Coroutine[Any, Any, Any] = self._engine.collective_rpc(CALL, kwargs=arguments)
+        return call
 
     def is_paused(self) -> bool:
         return bool(self._call(self._engine.is_paused()))
@@ -227,8 +222,8 @@ class AsyncReplica(AsyncVllm):
     def facts(self) -> EngineFacts:
         return facts_here(self._engine.vllm_config, self._replica)
 
-    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
-        return list(self._call(self._ask_core("collective_rpc", method, None, (), arguments)))
+    def _call_workers(self, arguments: dict[str, Any]) -> Coroutine[Any, Any, Any]:
+        return self._ask_core("collective_rpc", CALL, None, (), arguments)
 
     def is_paused(self) -> bool:
         return bool(self._call(self._ask_core("is_scheduler_paused")))
@@ -268,7 +263,7 @@ def _is_in_loop(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class VllmServer(_Vllm, EngineServer):
+class VllmServer(EngineServer):
     """A vLLM server in development mode (``VLLM_SERVER_DEV_MODE=1``); see :class:`EngineServer`."""
 
     IS_WHAT = "vLLM"
@@ -283,10 +278,11 @@ class VllmServer(_Vllm, EngineServer):
             return facts
         return dataclasses.replace(facts, name=f"vllm-{self._name()}")
 
-    def _call_workers(self, method: str, arguments: dict[str, Any]) -> list[Any]:
-        body = {"method": method, "kwargs": arguments}
+    def call(self, request: RankRequest) -> list[RankAnswer]:
+        body = {"method": CALL, "kwargs": {"request": request.as_json()}}
         response = self._request("POST", "/collective_rpc", json=body, timeout=self._long)
-        return list(self._body(response).get("results", [])) if response.content else []
+        replies = self._body(response).get("results", []) if response.content else []
+        return [decode_answer(reply) for reply in replies]
 
     def is_paused(self) -> bool:
         return bool(self._get("/is_paused", "is_paused"))
