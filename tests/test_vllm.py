@@ -303,7 +303,7 @@ def counted_reloads(llm: Any) -> Iterator[list[str]]:
     from dbuffer.integrations.engine.endpoint import RankEndpoint
 
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    model: Any = RankEndpoint.of(worker.get_model()).receiver._model  # type: ignore[union-attr]
+    model: Any = RankEndpoint.of(worker.get_model()).receiver._model.serving  # type: ignore[union-attr]
     reloads: list[str] = []
 
     def load(*arguments: Any, **options: Any) -> None:

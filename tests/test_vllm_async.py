@@ -574,7 +574,7 @@ def receiver_of(worker: Any) -> Any:
 
 def places_to_fail(worker: Any) -> dict[str, tuple[Any, str]]:
     receiver = receiver_of(worker)
-    return {"load": (receiver, "_load"), "prepare": (receiver._stager, "take")}
+    return {"load": (receiver._model, "load"), "prepare": (receiver._stager, "take")}
 
 
 def let_fail(worker: Any, what: str) -> None:
@@ -620,7 +620,7 @@ async def fail_in_a_pause(program: Program, what: str) -> dict[str, Any]:
 
 def hold_load(worker: Any, directory: str) -> None:
     """In the worker: let the next load wait until it is told to go on."""
-    model: Any = receiver_of(worker)._model
+    model: Any = receiver_of(worker)._model.serving
 
     def wait_and_load(tensors: Any, **options: Any) -> None:
         import pathlib

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from dbuffer.errors import (
     DBufferError,
@@ -27,7 +26,6 @@ from dbuffer.errors import (
     VersionRegressedError,
     WeightsMismatchError,
 )
-from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.engine_options import (
     EngineOptions,
     UpdateRequest,
@@ -35,31 +33,19 @@ from dbuffer.integrations.engine.engine_options import (
     record_token,
 )
 from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
-from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
-from dbuffer.integrations.engine.plan.load_trace import LoadTrace
-from dbuffer.integrations.engine.plan.patching import Changed
-from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
 from dbuffer.integrations.engine.rank_channel import RANK_TIMEOUT_S
-from dbuffer.integrations.engine.unused_tensors import UnusedTensors
+from dbuffer.integrations.engine.rank_model import RankModel
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights
-from dbuffer.io.copier import Copier
 from dbuffer.receive.receiver import WeightReceiver
-from dbuffer.receive.snapshot import Snapshot
 from dbuffer.receive.stager import Staged, Stager
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
-from dbuffer.weights.targets import refuse_adapter
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _NETWORK_LAG_S = 5.0
 """Longest time for which a host may see an older version than the newest on a network mount."""
 _LOOK_S = 0.05
-
-_KEPT_TRACES = 4
-"""Number of layouts whose traces are kept."""
 
 _MAX_ROUNDS = 5
 """Most attempts of ranks that took different versions to agree on the newest of them."""
@@ -91,30 +77,8 @@ class RankReceiver:
         self.options = options
         """Options as they were given."""
         self._state = state
-        self._model = state.model = rank.make_model(state.model)
-        self._reading = threading.Lock()
-        """Held while the stager's thread may read the model's weights."""
+        self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
-        self._fits = rank.make_check(partial=options.partial)
-        self._traces: list[tuple[Layout, LoadTrace]] = []
-        self._unused = UnusedTensors(
-            options.store,
-            options.unused_tensors,
-            is_pipeline=rank.is_pipeline_stage,
-            is_first=self.ranks.rank == 0,
-        )
-        self._copier = Copier(options.num_threads)
-        self._loader = WeightLoader(
-            rank.module,
-            self._model,
-            self._copier,
-            self._fits,
-            plans=options.plan,
-            partial=options.partial,
-            caches=rank.not_weights,
-            packing=rank.packing if options.images else None,
-            wrapper=rank.wrapper,
-        )
         self.engine_id = engine_id
         instance_id = options.instance_id or rank.instance_id
         token = record_token(instance_id)
@@ -131,8 +95,8 @@ class RankReceiver:
         receiver.record.set(part_of=self.engine_id, token=token, is_ephemeral=True)
         self._stager = Stager(
             receiver,
-            check=self._check,
-            prepare=self._prepare_switch,
+            check=self._model.check,
+            prepare=self._model.prepare,
             copy={"auto": "auto", "map": False, "copy": True}[options.staging],  # type: ignore[arg-type]
             pin_memory=rank.on_device and options.staging != "map",
             new_history=options.new_history,
@@ -159,15 +123,13 @@ class RankReceiver:
                 self.options.store,
                 what,
             )
-        self._state.note_foreign_load()
-        self._loader.forget()
+        self._model.note_foreign_load()
         self._stager.stage_again()
         self._write_record()
 
     def wait_unread(self) -> None:
         """Wait until the stager's thread has noticed that the weights are asleep."""
-        with self._reading:
-            pass
+        self._model.wait_unread()
 
     def note_awake(self) -> None:
         """Stage anew: what came while the weights slept could not be compared with them."""
@@ -234,7 +196,7 @@ class RankReceiver:
     def close(self) -> None:
         """Stop following. What the engine acknowledged stays in the store."""
         self._stager.close()
-        self._copier.close()
+        self._model.close()
         self._record.close()
         if self._mirror is not None:
             self._mirror.close()
@@ -249,75 +211,6 @@ class RankReceiver:
                 self.ranks.size,
             )
 
-    def _check(self, snapshot: Snapshot) -> None:
-        """Refuse what cannot be loaded; in the stager's thread, while the engine serves."""
-        refuse_adapter(snapshot.metadata)
-        layout = snapshot.layout
-        self._require_no_mix(layout, snapshot.version)
-        specs = list(layout.specs)
-        if self.options.partial:
-            # A layer that comes alone may be loaded by any of a tied tensor's names.
-            stored = {spec.name: spec for spec in specs}
-            specs += [stored[name]._replace(name=alias) for alias, name in layout.aliases.items()]
-        trace = self._fits(specs, layout.aliases)
-        # A version is loaded as it was recorded, and the one before may be loaded again.
-        self._traces = [(layout, trace), *self._traces][:_KEPT_TRACES]
-        self._unused.check(trace)
-
-    def _trace_of(self, layout: Layout) -> LoadTrace | None:
-        traces = (trace for of, trace in self._traces if of is layout or of == layout)
-        return next(traces, None)
-
-    def _require_no_mix(self, layout: Layout, version: int) -> None:
-        if self.options.partial:
-            self._state.loaded_names.require_all(layout.all_names, version)
-
-    def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
-        """Yield a version's contents under the names that the check offered to the model."""
-        trace = self._trace_of(layout)
-        names = {**{name: name for name in stored}, **layout.aliases}
-        for name, stored_as in names.items():
-            if name in trace.offered if trace else name == stored_as:
-                yield name, stored[stored_as]
-
-    def _prepare_switch(self, snapshot: Snapshot) -> PreparedSwitch | None:
-        """Plan the copies that switch to a version; in the stager's thread, during service."""
-        trace = self._trace_of(snapshot.layout)
-        if trace is None:
-            return None
-        self._unused.compare(trace, snapshot)
-        tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
-
-        def changed_since(identity: str) -> Changed | None:
-            changed = snapshot.changed_since(identity)
-            if changed is None:
-                return None
-            aliases = snapshot.layout.aliases.items()
-            return changed | {alias: changed[name] for alias, name in aliases if name in changed}
-
-        with self._reading:
-            if self._state.is_asleep or self._state.must_reload:
-                return None
-            return self._loader.prepare(tensors, trace, changed_since, snapshot.layout.aliases)
-
-    def _load(self, staged: Staged) -> None:
-        self._state.loaded_names.add(staged.layout.all_names, staged.version)
-        switch = self._switch_of(staged)
-        if switch is not None and switch.is_enough:
-            self._loader.apply(switch, staged.identity)
-            return
-        assert staged.tensors is not None  # noqa: S101 - or the switch were enough
-        if self._state.must_reload and self.options.partial:
-            self._model.load_checkpoint()  # for the layers that are in no version
-        tensors = dict(self._as_offered(staged.tensors, staged.layout))
-        self._loader.reload(tensors, switch, staged.identity)
-
-    def _switch_of(self, staged: Staged) -> PreparedSwitch | None:
-        """Return the copies that were prepared for a version; None where only a reload does."""
-        if self._state.must_reload or not isinstance(staged.prepared, PreparedSwitch):
-            return None
-        return staged.prepared
-
     def _take_whole(self, version: int, history: str | None) -> Staged:
         self._stager.release()
         timeout_s = self.options.timeout_s
@@ -330,8 +223,7 @@ class RankReceiver:
             staged, problem = self._take(request, must_load=must_load, is_first=round_ == 0)
             mine = _Offer(self._version, "", problem, {})
             if staged is not None:
-                trace = self._trace_of(staged.layout)
-                unread = self._unused.unread(staged.layout, staged.identity, trace)
+                unread = self._model.unread(staged)
                 mine = _Offer(staged.version, staged.identity, problem, unread)
             offers = [_Offer(*each) for each in self.ranks.gather(mine, begins=round_ == 0)]
             self._require_no_problem(request, [offer.problem for offer in offers])
@@ -359,7 +251,7 @@ class RankReceiver:
         if staged is None:
             return
         try:
-            self._unused.check_pipeline(staged.layout, [offer.unread for offer in offers])
+            self._model.check_pipeline(staged, [offer.unread for offer in offers])
         except WeightsMismatchError as error:
             raise EngineUpdateError(
                 f"engine {self.engine_id} could not prepare: {error}; no rank was touched, and "
@@ -383,8 +275,7 @@ class RankReceiver:
                 history=request.history,
                 timeout_s=self.options.timeout_s,
             )
-            switch = self._switch_of(staged)
-            if staged.tensors is None and (switch is None or not switch.is_enough):
+            if not self._model.is_loadable(staged):
                 logger.warning(
                     "rank %d reads version %d again, whole and while the engine is paused: its "
                     "parameters have moved, or were lost, since its part was staged",
@@ -393,7 +284,7 @@ class RankReceiver:
                 )
                 staged = self._take_whole(staged.version, staged.history)
             # Once more: it may have been checked before the version before it was loaded.
-            self._require_no_mix(staged.layout, staged.version)
+            self._model.require_no_mix(staged.layout, staged.version)
         # All ranks must learn of it, whatever it is; else they would wait for this one.
         except Exception as error:  # noqa: BLE001
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
@@ -453,7 +344,7 @@ class RankReceiver:
         """Load a version on all ranks; return what the engine's record is to say of it."""
         started = time.monotonic()
         try:
-            failures = self._on_all_ranks(lambda: self._load(staged))
+            failures = self._on_all_ranks(lambda: self._model.load(staged))
         except BaseException as error:  # Ctrl-C, or ranks that cannot be reached
             self._refuse(f"loading version {staged.version} was interrupted by {error!r}")
             raise
@@ -502,7 +393,7 @@ class RankReceiver:
     def _refuse(self, why: str) -> str:
         broken = f"half-loaded weights: {why}; update again, or restart the engine"
         self._state.broken = broken
-        self._model.refuse_to_serve(broken)
+        self._model.serving.refuse_to_serve(broken)
         self._write_record(problem=broken, problem_version=None)
         return broken
 
@@ -510,16 +401,14 @@ class RankReceiver:
         if goal is None or self.options.partial:
             # A partial version does not tell what a later one has overwritten in addition.
             self._model.load_checkpoint()
-            self._state.loaded_names.forget()
-            self._loader.forget()
         if goal is not None:
-            self._load(self._take_whole(goal.version, goal.history))
+            self._model.load(self._take_whole(goal.version, goal.history))
         else:
             self._state.note_loaded(None, self.options.store)
 
     def _serve_again(self) -> None:
         self._state.broken = None
-        self._model.serve_again()
+        self._model.serving.serve_again()
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:
         """Do something on every rank; return the problem on each."""

@@ -1,0 +1,169 @@
+"""`RankModel`: the model of one rank, into which versions are loaded.
+
+A version is checked and prepared in the stager's thread, while the engine serves. It is loaded in
+the worker's main thread, between two steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from dbuffer.format.layout import Layout
+from dbuffer.integrations.engine.engine_options import EngineOptions
+from dbuffer.integrations.engine.engine_rank import EngineRank, ModelState
+from dbuffer.integrations.engine.plan.copy_plan import PreparedSwitch
+from dbuffer.integrations.engine.plan.load_trace import LoadTrace
+from dbuffer.integrations.engine.plan.patching import Changed
+from dbuffer.integrations.engine.plan.weight_loader import WeightLoader
+from dbuffer.integrations.engine.unused_tensors import UnusedTensors
+from dbuffer.io.copier import Copier
+from dbuffer.receive.snapshot import Snapshot
+from dbuffer.receive.stager import Staged
+from dbuffer.weights.targets import refuse_adapter
+
+T = TypeVar("T")
+
+_KEPT_TRACES = 4
+"""Number of layouts whose traces are kept."""
+
+
+class RankModel:
+    """Checks versions against the model, prepares them for it, and loads them."""
+
+    def __init__(self, rank: EngineRank, options: EngineOptions, state: ModelState) -> None:
+        self._state = state
+        self.serving = state.model = rank.make_model(state.model)
+        """The model as it serves."""
+        self._partial = options.partial
+        self._reading = threading.Lock()
+        """Held while the stager's thread may read the model's weights."""
+        self._shape_check = rank.make_check(partial=options.partial)
+        self._traces: list[tuple[Layout, LoadTrace]] = []
+        self._unused = UnusedTensors(
+            options.store,
+            options.unused_tensors,
+            is_pipeline=rank.is_pipeline_stage,
+            is_first=rank.ranks.rank == 0,
+        )
+        self._copier = Copier(options.num_threads)
+        self._loader = WeightLoader(
+            rank.module,
+            self.serving,
+            self._copier,
+            self._shape_check,
+            plans=options.plan,
+            partial=options.partial,
+            caches=rank.not_weights,
+            packing=rank.packing if options.images else None,
+            wrapper=rank.wrapper,
+        )
+
+    def close(self) -> None:
+        self._copier.close()
+
+    # In the stager's thread
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Refuse a version that cannot be loaded."""
+        refuse_adapter(snapshot.metadata)
+        layout = snapshot.layout
+        self.require_no_mix(layout, snapshot.version)
+        specs = list(layout.specs)
+        if self._partial:
+            # A layer that comes alone may be loaded by any of a tied tensor's names.
+            stored = {spec.name: spec for spec in specs}
+            specs += [stored[name]._replace(name=alias) for alias, name in layout.aliases.items()]
+        trace = self._shape_check(specs, layout.aliases)
+        # A version is loaded as it was recorded, and the one before may be loaded again.
+        self._traces = [(layout, trace), *self._traces][:_KEPT_TRACES]
+        self._unused.check(trace)
+
+    def prepare(self, snapshot: Snapshot) -> PreparedSwitch | None:
+        """Plan the copies that switch to a version; None: it is reloaded."""
+        trace = self._trace_of(snapshot.layout)
+        if trace is None:
+            return None
+        self._unused.compare(trace, snapshot)
+        tensors = dict(self._as_offered(snapshot.tensors, snapshot.layout))
+
+        def changed_since(identity: str) -> Changed | None:
+            changed = snapshot.changed_since(identity)
+            if changed is None:
+                return None
+            aliases = snapshot.layout.aliases.items()
+            return changed | {alias: changed[name] for alias, name in aliases if name in changed}
+
+        with self._reading:
+            if self._state.is_asleep or self._state.must_reload:
+                return None
+            return self._loader.prepare(tensors, trace, changed_since, snapshot.layout.aliases)
+
+    def wait_unread(self) -> None:
+        """Wait until this thread no longer reads weights that fell asleep."""
+        with self._reading:
+            pass
+
+    # In the worker's main thread
+
+    def is_loadable(self, staged: Staged) -> bool:
+        """Whether what was staged of a version is enough to load it now."""
+        switch = self._switch_of(staged)
+        return staged.tensors is not None or (switch is not None and switch.is_enough)
+
+    def load(self, staged: Staged) -> None:
+        """Load a version. A failure leaves a mix, to be repaired at once."""
+        self._state.loaded_names.add(staged.layout.all_names, staged.version)
+        switch = self._switch_of(staged)
+        if switch is not None and switch.is_enough:
+            self._loader.apply(switch, staged.identity)
+            return
+        assert staged.tensors is not None  # noqa: S101 - or the switch were enough
+        if self._state.must_reload and self._partial:
+            self.serving.load_checkpoint()  # for the layers that are in no version
+        tensors = dict(self._as_offered(staged.tensors, staged.layout))
+        self._loader.reload(tensors, switch, staged.identity)
+
+    def load_checkpoint(self) -> None:
+        """Load the weights that the engine was started with."""
+        self._loader.forget()
+        self.serving.load_checkpoint()
+        self._state.loaded_names.forget()
+
+    def note_foreign_load(self) -> None:
+        """Reload all weights with the next version: something else wrote them."""
+        self._state.note_foreign_load()
+        self._loader.forget()
+
+    def require_no_mix(self, layout: Layout, version: int) -> None:
+        """Refuse a partial version that lacks tensors which an earlier one contained."""
+        if self._partial:
+            self._state.loaded_names.require_all(layout.all_names, version)
+
+    def unread(self, staged: Staged) -> dict[str, Any]:
+        """Return what this rank does not read of a version; see :meth:`UnusedTensors.unread`."""
+        trace = self._trace_of(staged.layout)
+        return self._unused.unread(staged.layout, staged.identity, trace)
+
+    def check_pipeline(self, staged: Staged, unread: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse a version by what all ranks do not read; on all ranks alike."""
+        self._unused.check_pipeline(staged.layout, unread)
+
+    def _switch_of(self, staged: Staged) -> PreparedSwitch | None:
+        """Return the copies that were prepared for a version; None where only a reload does."""
+        if self._state.must_reload or not isinstance(staged.prepared, PreparedSwitch):
+            return None
+        return staged.prepared
+
+    def _trace_of(self, layout: Layout) -> LoadTrace | None:
+        traces = (trace for of, trace in self._traces if of is layout or of == layout)
+        return next(traces, None)
+
+    def _as_offered(self, stored: Mapping[str, T], layout: Layout) -> Iterator[tuple[str, T]]:
+        """Yield a version's contents under the names that the check offered to the model."""
+        trace = self._trace_of(layout)
+        names = {**{name: name for name in stored}, **layout.aliases}
+        for name, stored_as in names.items():
+            if name in trace.offered if trace else name == stored_as:
+                yield name, stored[stored_as]
