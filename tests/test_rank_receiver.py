@@ -63,6 +63,7 @@ class Model(nn.Module):
                 parameter.weight_loader = self.of_this_rank(loader)  # type: ignore[attr-defined]
                 self.register_parameter(f"{kind}_{layer}", parameter)
         self.num_loads = 0
+        self.checkpoint: dict[str, torch.Tensor] = {}
 
     def of_this_rank(self, loader: Callable[..., None]) -> Callable[..., None]:
         return lambda parameter, loaded: loader(parameter, loaded, self.rank)
@@ -77,6 +78,9 @@ class Model(nn.Module):
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], *, partial: bool = False) -> None:
         self.num_loads += 1  # two for a switch that proves the plan
         self.load_weights(tensors)
+
+    def load_checkpoint(self) -> None:
+        self.load_weights(self.checkpoint.items())
 
     def refuse_to_serve(self, reason: str) -> None:
         raise AssertionError(reason)
@@ -219,7 +223,7 @@ def prove_the_plan(world: World, sender: dbuffer.WeightSender, staging: str) -> 
 
 
 @pytest.mark.parametrize("staging", ["map", "copy"])
-def test_what_was_staged_for_another_model_is_pipeline_staged_anew(
+def test_what_was_staged_for_another_model_is_staged_anew(
     staging: str, world: World, store: Path
 ) -> None:
     with dbuffer.WeightSender(store) as sender:
@@ -235,7 +239,7 @@ def test_what_was_staged_for_another_model_is_pipeline_staged_anew(
 
 
 @pytest.mark.parametrize("staging", ["map", "copy"])
-def test_a_tensor_of_two_names_is_pipeline_staged_under_both(
+def test_a_tensor_of_two_names_is_staged_under_both(
     staging: str, world: World, store: Path
 ) -> None:
     with dbuffer.WeightSender(store) as sender:
@@ -287,6 +291,52 @@ def test_a_switch_that_fails_on_one_rank_is_taken_back_on_all(
         assert require_right(world.run(update, 4), published) == [2, failed, 2, 2]
         sender.wait_applied(4, receivers=["engine"], timeout_s=0)
     world.run(close)
+
+
+def start_on_checkpoint(rank: int, store: Path, checkpoint: dict[str, torch.Tensor]) -> None:
+    start(rank, store, "auto")
+    module = _engine[-1][0].module
+    module.checkpoint = checkpoint
+    module.load_checkpoint()
+
+
+def fail_loads(rank: int) -> None:
+    """Let each load of one rank fail, until it is mended."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the bus is on fire")
+
+    if rank == 1:
+        _engine[-1][0].module.load = fail  # type: ignore[method-assign]
+
+
+def mend_loads(rank: int) -> None:
+    if rank == 1:
+        del _engine[-1][0].module.load
+
+
+def test_a_delta_is_not_patched_upon_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks have loaded a version, and all load the checkpoint again, as one could not."""
+    monkeypatch.setenv("DBUFFER_MOUNT", "network")  # where a delta is known to its readers
+    first = weights(1)
+    checkpoint = {name: tensor.clone() for name, tensor in first.items()}
+    checkpoint["up_0"][3, 5] += 1
+    second = {name: tensor.clone() for name, tensor in first.items()}
+    second["up_1"][7, 9] += 1
+    with World(tmp_path, SIZE) as world, dbuffer.WeightSender(tmp_path / "s", delta=True) as sender:
+        world.run(start_on_checkpoint, sender.store, checkpoint)
+        world.run(fail_loads)
+        sender.send(first)
+        world.begin(update, 1)
+        for rank in range(SIZE):
+            assert "all ranks went back" in world.outcome(rank).message
+        require_right(world.run(parameters), checkpoint)
+        world.run(mend_loads)
+        sender.send(second)
+        require_right(world.run(update, 2), second)
+        world.run(close)
 
 
 def start_and_listen(rank: int, store: Path) -> list[str]:
