@@ -256,7 +256,8 @@ class Follower(Closing):
         Raises:
             EngineBusyError: its weights are asleep, or (an ``LLM``) it has unfinished requests; it
                 was not touched.
-            EngineUpdateError: it serves on with the weights that it had; the message says why.
+            EngineUpdateError: it serves on with the weights that it had; or, if these were no
+                version of this store, with those that it was started with. The message says why.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
             EngineUnreachableError: (a server) it does not answer.
             WaitTimeoutError: some rank did not have it ready in time.
@@ -299,14 +300,13 @@ class Follower(Closing):
         """Whether :meth:`sync` would return, or raise, without waiting for a rank."""
         view = self._ensure_started()
         goal = view.newer_than(self._applied, at_least)
-        if goal is None:
-            return True
         try:
-            view.wait_ready(goal, self._applied, 0.0, None)
+            if goal is not None:
+                view.wait_ready(goal, self._applied, 0.0, None)
         except errors.WaitTimeoutError:
             return False
         except errors.DBufferError:
-            return True
+            pass  # which sync() raises at once
         return True
 
     def _wait_ready(
@@ -339,7 +339,7 @@ class Follower(Closing):
         finally:
             self._label_and_resume()
         switch = Switch(
-            version=self.applied or goal.version,
+            version=record.applied_version or goal.version,
             stage_s=record.stats.get("stage_s", 0.0),
             wait_s=wait_s,
             pause_s=time.monotonic() - started,

@@ -52,7 +52,7 @@ _MAX_ROUNDS = 5
 
 
 class _Offer(NamedTuple):
-    """What one rank tells the others before any of them loads."""
+    """Outcome of taking a version on one rank, as the others learn it before any of them loads."""
 
     version: int | None
     """Version that it has taken, or else the one that its model has."""
