@@ -468,7 +468,8 @@ def test_log_says_when_following_begins_and_what_a_switch_took(
     with Follower(LightEngine(), options(store, engine_id)) as follower:
         follower.sync()
     began, switched = [r.getMessage() for r in caplog.records if r.name in LOGS]
-    assert began == f"{engine_id} follows {store}, and serves what it was started with"
+    weights = "weights that are no version of its store"
+    assert began == f"{engine_id} follows {store}, and serves {weights}"
     assert switched.startswith(f"{engine_id} serves version 1: ready on all ranks after ")
     assert "staged in " in switched
     assert " ms), paused for " in switched

@@ -79,6 +79,8 @@ class RankReceiver:
         self._state = state
         self._model = RankModel(rank, options, state)
         self._attempt: str | None = None
+        self._problem: tuple[str | None, int | None] = state.broken, None
+        """Why the last load failed, and with which version; None: it succeeded."""
         self.engine_id = engine_id
         instance_id = options.instance_id or rank.instance_id
         token = record_token(instance_id)
@@ -104,7 +106,7 @@ class RankReceiver:
         self._advise_a_local_copy()
         # The engine's own record: what it serves. Its first rank keeps it.
         self._record = RecordFile(self._stager.store, engine_id)
-        self._record.set(token=token, is_ephemeral=instance_id in engine_id, problem=state.broken)
+        self._record.set(token=token, is_ephemeral=instance_id in engine_id)
         self._write_record()
 
     # Loads that are not dbuffer's
@@ -179,8 +181,8 @@ class RankReceiver:
         self._state.is_updating = True
         try:
             staged = self._take_on_all_ranks(request)
-            changes = {} if staged is None else self._load_on_all_ranks(staged)
-            self._write_record(**changes)
+            stats = {} if staged is None else self._load_on_all_ranks(staged)
+            self._write_record(stats)
         except RankFailedError as error:
             # That rank may have learned what was agreed, and load it once it goes on.
             raise EngineBrokenError(self._refuse(str(error))) from None
@@ -340,8 +342,8 @@ class RankReceiver:
             )
         return True
 
-    def _load_on_all_ranks(self, staged: Staged) -> dict[str, Any]:
-        """Load a version on all ranks; return what the engine's record is to say of it."""
+    def _load_on_all_ranks(self, staged: Staged) -> dict[str, float]:
+        """Load a version on all ranks; return the stats of that."""
         started = time.monotonic()
         try:
             failures = self._on_all_ranks(lambda: self._model.load(staged))
@@ -352,13 +354,13 @@ class RankReceiver:
             what = self._describe(f"load version {staged.version}", failures)
             staged = self._recover(what, staged)
         self._state.note_loaded(VersionId(staged.version, staged.history), self.options.store)
+        self._problem = None, None
         self._serve_again()
-        stats = {
+        return {
             "load_s": time.monotonic() - started,
             "stage_s": staged.duration_s,
             "bytes": staged.num_bytes,
         }
-        return {"problem": None, "problem_version": None, "stats": stats}
 
     def _recover(self, what: str, staged: Staged) -> Staged:
         """Load the version before again, after a failed load; or, where it is gone, this one.
@@ -378,7 +380,7 @@ class RankReceiver:
             if not any(failures):
                 self._serve_again()
                 what = f"{what}; all ranks went back, and {self._serves_on}"
-                self._record.set(problem=what, problem_version=staged.version)
+                self._problem = what, staged.version
                 raise EngineUpdateError(what)
             why = self._describe(f"go back to {goal}", failures)
         logger.error("%s; loading version %s once more", why, staged.version)
@@ -394,7 +396,8 @@ class RankReceiver:
         broken = f"half-loaded weights: {why}; update again, or restart the engine"
         self._state.broken = broken
         self._model.serving.refuse_to_serve(broken)
-        self._write_record(problem=broken, problem_version=None)
+        self._problem = broken, None
+        self._write_record()
         return broken
 
     def _load_again(self, goal: VersionId | None) -> None:
@@ -446,15 +449,18 @@ class RankReceiver:
         if self.ranks.rank == 0:
             self._record.write(problem=problem)
 
-    def _write_record(self, **changes: Any) -> None:
-        """Write what the model has, and more, into the engine's record; its first rank does."""
+    def _write_record(self, stats: dict[str, float] | None = None) -> None:
+        """Write what the model has into the engine's record; its first rank does."""
         if self.ranks.rank == 0:
+            problem, version = self._problem
             self._record.write(
                 applied_version=self._version,
                 history=self._history,
+                problem=problem,
+                problem_version=version,
                 state="serving" if self._state.broken is None else "broken",
                 attempt=self._attempt,
-                **changes,
+                stats=stats or self._record.current.stats,
             )
 
 
