@@ -110,7 +110,7 @@ def test_log_has_vllms_format_and_tells_each_switch(inside: dict[str, Any]) -> N
     format_of_vllm = re.compile(rf"INFO \d\d-\d\d \d\d:\d\d:\d\d {files}\d+\] ")
     assert all(format_of_vllm.search(line) for line in ours)
     began, *switches = ours
-    assert "and serves what it was started with" in began
+    assert "and serves weights that are no version" in began
     told = [
         re.search(r"serves version (\d+): .*staged in [\d.]+ ms.*paused for", s) for s in switches
     ]
