@@ -131,6 +131,15 @@ class RankModel:
         self.serving.load_checkpoint()
         self._state.loaded_names.forget()
 
+    def refuse_to_serve(self, reason: str) -> None:
+        """Let every step of the model fail, until :meth:`serve_again`."""
+        self._state.broken = reason
+        self.serving.refuse_to_serve(reason)
+
+    def serve_again(self) -> None:
+        self._state.broken = None
+        self.serving.serve_again()
+
     def note_foreign_load(self) -> None:
         """Reload all weights with the next version: something else wrote them."""
         self._state.note_foreign_load()

@@ -355,7 +355,7 @@ class RankReceiver:
             staged = self._recover(what, staged)
         self._state.note_loaded(VersionId(staged.version, staged.history), self.options.store)
         self._problem = None, None
-        self._serve_again()
+        self._model.serve_again()
         return {
             "load_s": time.monotonic() - started,
             "stage_s": staged.duration_s,
@@ -378,7 +378,7 @@ class RankReceiver:
             logger.error("%s; going back to %s", what, goal)
             failures = self._on_all_ranks(lambda: self._load_again(before))
             if not any(failures):
-                self._serve_again()
+                self._model.serve_again()
                 what = f"{what}; all ranks went back, and {self._serves_on}"
                 self._problem = what, staged.version
                 raise EngineUpdateError(what)
@@ -394,8 +394,7 @@ class RankReceiver:
 
     def _refuse(self, why: str) -> str:
         broken = f"half-loaded weights: {why}; update again, or restart the engine"
-        self._state.broken = broken
-        self._model.serving.refuse_to_serve(broken)
+        self._model.refuse_to_serve(broken)
         self._problem = broken, None
         self._write_record()
         return broken
@@ -408,10 +407,6 @@ class RankReceiver:
             self._model.load(self._take_whole(goal.version, goal.history))
         else:
             self._state.note_loaded(None, self.options.store)
-
-    def _serve_again(self) -> None:
-        self._state.broken = None
-        self._model.serving.serve_again()
 
     def _on_all_ranks(self, action: Callable[[], None]) -> list[str | None]:
         """Do something on every rank; return the problem on each."""
