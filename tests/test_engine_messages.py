@@ -64,6 +64,7 @@ def test_requests_survive_json(request_: RankRequest) -> None:
         {},
         {"call": "begin"},
         {"call": "begin", "options": None, "if_idle": False},
+        {"call": "begin", "options": {"store": "/s"}, "if_idle": "false"},
         {"call": "end", "more": 1},
         {"call": "another"},
         {"call": ["end"]},

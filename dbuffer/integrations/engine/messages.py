@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 from dbuffer import errors
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
+from dbuffer.runtime import options as checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def specs_of(tensors: Iterable[tuple[str, str, list[int]]]) -> tuple[TensorSpec,
 
 
 _ARGUMENTS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "begin": {"options": EngineOptions.parse, "if_idle": bool},
+    "begin": {"options": EngineOptions.parse, "if_idle": partial(checks.flag, "if_idle")},
     "update": {"update": UpdateRequest.parse},
     "check": {"tensors": specs_of},
     "forget": {},
