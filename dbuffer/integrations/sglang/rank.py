@@ -25,7 +25,7 @@ class SchedulerRank(EngineRank):
         self.ranks = RankChannel.of(get_parallel().tp_group)
 
     def engine_id(self, options: EngineOptions) -> str:
-        """The engine's name among the store's receivers: its follower has chosen it."""
+        """Return the engine's name among the store's receivers, which its follower has chosen."""
         return options.engine_id or ""
 
     def make_model(self, before: ServingModel | None) -> SglangModel:  # noqa: ARG002

@@ -14,7 +14,7 @@ from dbuffer.receive.receiver import WeightReceiver
 def adapter_request(
     receiver: WeightReceiver, directory: str | os.PathLike[str], **options: Any
 ) -> LoRARequest:
-    """The newest version of an adapter, as ``lora_request`` of a generation.
+    """Return the newest version of an adapter, as ``lora_request`` of a generation.
 
     Its number and its name are those of no other version: vLLM keeps adapters by the one, and its
     cache of prefixes by the other, so neither can answer with an old one. Requests under way go on

@@ -28,7 +28,7 @@ _EXTENSION_CLASS = "dbuffer.integrations.vllm.extension.WorkerExtension"
 
 
 def facts_of(config: Any, replica: int | None = None) -> EngineFacts:
-    """Read them from a ``VllmConfig``, or from its JSON.
+    """Read the facts about an engine from its ``VllmConfig``, or from its JSON.
 
     Args:
         config: the front end's.
@@ -119,16 +119,16 @@ def _get(config: Any, name: str) -> Any:
 
 
 def _is_extension(qualified_name: str | None, *, may_import: bool) -> bool:
-    """Whether it is ours, or has ours among its bases."""
+    """Whether a class of this name is our `WorkerExtension`, or derives from it."""
     if not qualified_name or qualified_name == EXTENSION:
         return qualified_name == EXTENSION
     module, _, name = qualified_name.rpartition(".")
     if may_import and module:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    found = getattr(sys.modules.get(module), name, None)
-    return isinstance(found, type) and any(
-        f"{base.__module__}.{base.__qualname__}" == _EXTENSION_CLASS for base in found.__mro__
+    extension = getattr(sys.modules.get(module), name, None)
+    return isinstance(extension, type) and any(
+        f"{base.__module__}.{base.__qualname__}" == _EXTENSION_CLASS for base in extension.__mro__
     )
 
 

@@ -59,12 +59,12 @@ def patches_of(patches: Iterable[Any]) -> list[SparsePatch]:
         InvalidWeightsError: a patch is not of that form, or brings a NaN.
         WeightsMismatchError: patches of one name disagree about its shape or dtype.
     """
-    found: dict[str, SparsePatch] = {}
+    by_name: dict[str, SparsePatch] = {}
     for position, patch in enumerate(patches):
         checked = _checked(patch, position)
-        before = found.get(checked.name)
-        found[checked.name] = checked if before is None else _merged(before, checked)
-    return list(found.values())
+        before = by_name.get(checked.name)
+        by_name[checked.name] = checked if before is None else _merged(before, checked)
+    return list(by_name.values())
 
 
 def trainer_send_weights(
@@ -161,7 +161,7 @@ def _checked(patch: Any, position: int) -> SparsePatch:
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Whether it is one: no shard, nothing without data, nothing sparse."""
+    """Whether a tensor is dense, with data, and of one dimension."""
     return is_dense(tensor) and tensor.dim() == 1
 
 

@@ -210,12 +210,12 @@ class DBufferTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: 
 
 
 def _pairs(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """One pass over a source: vLLM 0.33 has given it a name, before it was the iterator itself."""
+    """Make one pass over a source: by a method since vLLM 0.33, by iterating it before."""
     return iter(source.iter_full() if hasattr(source, "iter_full") else source)
 
 
 def _weights(source: Any) -> dict[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]:
-    """All at once where that costs no memory, which is much faster; else tensor by tensor."""
+    """Return all tensors at once where that costs no memory, and is faster; else one by one."""
     if not isinstance(source, ModuleSource):
         return _pairs(source)
     is_sharded = any(hasattr(parameter, "full_tensor") for parameter in _parameters(source))

@@ -309,7 +309,7 @@ class VllmServer(EngineServer):
 
 
 def is_one_of_several(target: Any) -> bool:
-    """Whether it is an ``LLM`` that is only one rank of its engine."""
+    """Whether an object is an ``LLM`` that is only one rank of its engine."""
     if not hasattr(target, "llm_engine"):
         return False
     parallel = target.llm_engine.vllm_config.parallel_config
@@ -317,7 +317,7 @@ def is_one_of_several(target: Any) -> bool:
 
 
 def is_async(target: Any) -> bool:
-    """Whether it is an ``AsyncLLM``."""
+    """Whether an object is an ``AsyncLLM``."""
     return hasattr(target, "output_handler") and hasattr(target, "engine_core")
 
 
