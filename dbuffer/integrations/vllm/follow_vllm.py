@@ -39,7 +39,7 @@ class _Asynchronous(Protocol):
 
 @overload
 def follow(
-    engine: str,
+    engine: str | _Asynchronous,
     store: str | os.PathLike[str] | None = None,
     *,
     pause: PauseMode = "keep",
@@ -57,17 +57,6 @@ def follow(
     api_key: str | None = None,
     **options: Any,
 ) -> Follower | LaunchedFollower: ...
-
-
-@overload
-def follow(
-    engine: _Asynchronous,
-    store: str | os.PathLike[str] | None = None,
-    *,
-    pause: PauseMode = "keep",
-    api_key: str | None = None,
-    **options: Any,
-) -> BackgroundFollower: ...
 
 
 def follow(

@@ -53,7 +53,7 @@ class WorkerRank(EngineRank):
         return name + replica_name(getattr(parallel, "data_parallel_index", 0))
 
     def make_model(self, before: ServingModel | None) -> ServingModel:
-        """Return the model, to swap weights in: the one before, which knows whether it may serve."""
+        """Return the model to load into: the one before, which knows whether it may serve."""
         return before or VllmModel(self._vllm_config, self.module, self._device)
 
     def make_check(self, *, partial: bool) -> ShapeCheck:
