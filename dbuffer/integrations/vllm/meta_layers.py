@@ -61,9 +61,19 @@ def vllm_shape_check(
         is_of_draft = is_multi_token_prediction(name, text_config)
         if is_of_draft and "mtp" in str(getattr(vllm_config.speculative_config, "method", "")):
             _log_that_drafts_stay()
-        return is_of_draft
+        return is_of_draft or _is_discarded(name, vllm_config.quant_config)
 
     return ShapeCheck(meta, is_spare=is_spare)
+
+
+def _is_discarded(name: str, quantization: Any) -> bool:
+    """Whether vLLM drops a tensor of this name from checkpoints of a quantized model.
+
+    GPTQ's ``g_idx``, say: engines take only models whose groups are in order. Releases that lack
+    the method drop nothing.
+    """
+    make_mapper = getattr(quantization, "get_checkpoint_weight_mapper", None)
+    return make_mapper is not None and not make_mapper().apply_list([name])
 
 
 @functools.cache
