@@ -21,11 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
+from dbuffer.integrations.engine.load_recorder import LoadRecorder, storage_of
 from dbuffer.integrations.engine.plan.load_trace import (
-    LoadRecorder,
     LoadTrace,
     Unwrapped,
-    storage_of,
     tables_of,
     unwrapped_by,
 )

@@ -20,8 +20,9 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dbuffer.errors import UnsupportedError, WeightsMismatchError
+from dbuffer.integrations.engine.load_recorder import storage_of
 from dbuffer.integrations.engine.meta_model import MetaModel, built_without_data, tie_as_serving
-from dbuffer.integrations.engine.plan.load_trace import storage_of, tables_of, unwrapped_by
+from dbuffer.integrations.engine.plan.load_trace import tables_of, unwrapped_by
 from dbuffer.integrations.engine.shape_check import ShapeCheck, is_multi_token_prediction
 from dbuffer.integrations.vllm.config import WRAPPER
 from dbuffer.integrations.vllm.model import has_optional_scales

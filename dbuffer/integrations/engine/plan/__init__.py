@@ -1,6 +1,12 @@
-"""Switches by copies alone: known before the pause, and proven to be all that a reload does.
+"""Switches by copies alone: known before the pause, and verified to be all that a reload does.
 
-`load_trace`: what a model's loaders do, found out without data. `copy_plan`: the copies that follow
-from it. `images`: layers that pack their weights. `fingerprint`: all that a model reads, to compare
-two moments. `weight_loader` brings them together, and is what a rank's receiver loads with.
+`WeightLoader` loads a rank's versions. Its `prepare` binds the copies of a version while the engine
+serves: a `PreparedSwitch`. In the pause, `apply` does a switch that is verified, and `reload` lets
+the engine reload, and verifies the switch: a `Mismatch` names the layers with which the reload does
+more, and these stay with it.
+
+The copies come from a `LoadTrace`, the record of what the model's loaders do: a `CopyOp` for each
+part of a parameter. A `CopyPlan` binds the trace to the live parameters, and an `Image` takes the
+place of the copies into a layer that packs its weights. Where only some elements changed, a `Patch`
+takes the place of a copy.
 """

@@ -293,9 +293,9 @@ def plan_copies(
     check: ShapeCheck,
     *,
     unwrapped: Unwrapped,
-    partial: bool = False,
-    packing: Packing | None = None,
-    left: Mapping[str, str] | None = None,
+    partial: bool,
+    packing: Packing | None,
+    reloaded: Mapping[str, str],
 ) -> CopyPlan:
     """Bind a trace to the live parameters of a model.
 
@@ -306,7 +306,7 @@ def plan_copies(
         unwrapped: leads from the live model's names to the trace's.
         partial: versions may hold a part of the model.
         packing: of layers that get images; None: no layer does.
-        left: layers that stay with the reload, and why.
+        reloaded: layers that stay with the reload whatever the trace says, and why.
 
     Raises:
         UnsupportedError: too little of the model is only copied.
@@ -316,11 +316,10 @@ def plan_copies(
         for tensors in (model.named_parameters, model.named_buffers)
         for name, tensor in tensors(remove_duplicate=False)
     }
-    left = left or {}
     packed = packed_layers(model, packing, trace, unwrapped) if packing is not None else {}
-    packed = {name: each for name, each in packed.items() if name not in left}
+    packed = {name: each for name, each in packed.items() if name not in reloaded}
     in_images = {full for _, loaded in packed.values() for full in loaded.values()}
-    reloaded = {**_refused_layers(live, trace, without=in_images), **left}
+    reloaded = {**_refused_layers(live, trace, without=in_images), **reloaded}
     traced = {n: each for n, each in trace.tensors.items() if layer_of(n) not in reloaded}
     sources = _sources_to_reload(trace, reloaded, check) if reloaded else ()
     if not in_images <= traced.keys():  # of a layer tied to one that is reloaded

@@ -109,9 +109,13 @@ def patch_or_copy(
         return None
     source, positions = tensors[op.source], changed[op.source]
     whole = op.bind(parameter, tensors)
-    if positions is None or len(positions) > MAX_SHARE * source.numel() or not _is_nested(op.part):
+    if (
+        positions is None
+        or len(positions) > MAX_SHARE * source.numel()
+        or not _is_invertible(op.part)
+    ):
         return whole
-    sources, targets = places_in(op.part, op.to, positions)
+    sources, targets = map_positions(op.part, op.to, positions)
     if not len(sources):
         return None
     if len(sources) > MAX_SHARE * op.part.num_elements:
@@ -129,7 +133,7 @@ def values_for(
     return as_integers(source[places].to(parameter.dtype))
 
 
-def _is_nested(part: View) -> bool:
+def _is_invertible(part: View) -> bool:
     """Whether each element occurs once, and its position tells which one it is."""
     reach = 0
     for stride, extent in sorted(zip(part.stride, part.shape, strict=True)):
@@ -140,7 +144,7 @@ def _is_nested(part: View) -> bool:
     return True
 
 
-def places_in(part: View, to: View, changed: Integers) -> tuple[Integers, Integers]:
+def map_positions(part: View, to: View, changed: Integers) -> tuple[Integers, Integers]:
     """Select the positions that are in a part, and map them to where the part is copied."""
     is_dense = part.num_elements == part.end - part.offset
     if is_dense and part.stride == to.stride:

@@ -42,7 +42,7 @@ def draw_sample(
         filled = [copy for copy in each if copy[0].numel()]
         chosen = [
             _elements_of(copy, parameters[name], count, random)
-            for copy, count in _some(filled, len(copies), random)
+            for copy, count in _choose_parts(filled, len(copies), random)
         ]
         if chosen:
             sample[name] = _joined(chosen).on_device()
@@ -56,7 +56,7 @@ def with_patched(
     more = {}
     for name, pieces in patches.items():
         chosen = [sample[name]]
-        for piece, count in _some(pieces, len(sample), random):
+        for piece, count in _choose_parts(pieces, len(sample), random):
             indices = torch.from_numpy(random.integers(len(piece.positions), size=count))
             elements = Patch(piece.target, piece.places[indices], piece.values[indices])
             chosen.append(elements.on_device())
@@ -76,7 +76,7 @@ def is_held(sample: Sample) -> bool:
     return True
 
 
-def _some(
+def _choose_parts(
     parts: Sequence[T], num_parameters: int, random: np.random.Generator
 ) -> Iterator[tuple[T, int]]:
     """Choose a few parts of a parameter, and the number of elements to sample of each."""

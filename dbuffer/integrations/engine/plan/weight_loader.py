@@ -94,14 +94,14 @@ class WeightLoader:
         self._check = check
         self._plans = plans
         self._partial = partial
-        self._without = _NOT_READ | frozenset(caches)
+        self._not_followed = _NOT_READ | frozenset(caches)
         self._packing = packing
         self._unwrapped = unwrapped_by(wrapper)
         self._trace: LoadTrace | None = None
         """Trace of the current layout."""
         self._plan: CopyPlan | None = None
         """Plan of this trace; None: versions are reloaded."""
-        self._left: Mapping[str, str] = {}
+        self._reloaded: Mapping[str, str] = {}
         """Layers of this layout that stay with the reload, and why."""
         self._num_verifications = 0
         """Verifications of this layout since it was last set aside."""
@@ -161,7 +161,7 @@ class WeightLoader:
             return None
         if trace is not self._trace:
             self._drop_plan()
-            self._trace, self._left = trace, {}
+            self._trace, self._reloaded = trace, {}
             self._num_verifications, self._num_skipped = 0, 0
         elif self._plan is None and self._num_skipped:
             self._num_skipped -= 1
@@ -174,7 +174,7 @@ class WeightLoader:
                     unwrapped=self._unwrapped,
                     partial=self._partial,
                     packing=self._packing,
-                    left=self._left,
+                    reloaded=self._reloaded,
                 )
             except UnsupportedError as error:
                 self._give_up(str(error))
@@ -304,7 +304,7 @@ class WeightLoader:
                 self._held = identity, switch.sample
                 _log_verified(plan, time.monotonic() - started)
                 return
-            self._leave(mismatch, plan)
+            self._leave_to_reload(mismatch, plan)
         if switch.reloaded:  # and the part may have changed other layers
             self._reload(tensors)
 
@@ -342,18 +342,18 @@ class WeightLoader:
     def _fingerprint(self, switch: PreparedSwitch) -> ModelFingerprint:
         return ModelFingerprint(
             self._model,
-            without=self._without,
+            without=self._not_followed,
             undigested={address_of(tensor) for tensor in switch.plan.written},
             replaced={attribute for image in switch.images for attribute in image.replaced},
         )
 
-    def _leave(self, mismatch: Mismatch, plan: CopyPlan) -> None:
+    def _leave_to_reload(self, mismatch: Mismatch, plan: CopyPlan) -> None:
         """Leave layers to the reload that it does more with than the plan."""
         if mismatch.keys() <= plan.reloaded.keys():
             self._give_up(listed(sorted({*mismatch.values()}), "; "))
         else:
             self._drop_plan()
-            self._left = {**mismatch, **plan.reloaded}
+            self._reloaded = {**mismatch, **plan.reloaded}
 
     def _drop_plan(self) -> None:
         """Plan the trace again with the next version; switches of this plan are not enough."""
