@@ -243,7 +243,6 @@ def _encode(versions: _Versions, copier: Copier, found: Diff | None = None) -> E
         found = find_changes(versions.before, versions.after, copier, hashed=True)
     return encode_delta(
         found,
-        versions.before,
         copier,
         base=f"{1:016x}-1",
         identity=f"{1:016x}-2",

@@ -118,7 +118,6 @@ def make_step(
         found = replace(found, changes=[replace(one, replaced=None) for one in found.changes])
     encoded = encode_delta(
         found,
-        None if absolute else contents,
         copier,
         base=BASE,
         identity=IDENTITY,

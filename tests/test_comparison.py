@@ -12,7 +12,7 @@ from test_cli import call
 import dbuffer
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.weights.comparison import compare
-from dbuffer.weights.names import NameMap, Prefix
+from dbuffer.weights.names import NameMap, Rule
 
 
 def spec(name, *shape, dtype="float32"):
@@ -36,10 +36,10 @@ def test_each_tensor_is_in_one_list():
 
 def test_names_are_compared_as_they_are_renamed():
     published = Layout.of([spec("model.a", 2), spec("b", 3)])
-    rename = NameMap([Prefix("model.", ""), Prefix("mdoel.", "")])
+    rename = NameMap([Rule("prefix", "model.", ""), Rule("prefix", "mdoel.", "")])
     found = compare(published, [spec("a", 2), spec("b", 3)], rename)
     assert found.fits
-    assert found.unused_rules == [Prefix("mdoel.", "")]
+    assert found.unused_rules == [Rule("prefix", "mdoel.", "")]
 
 
 @pytest.mark.parametrize("needed", [["a", "b"], ["a"], ["b"]], ids=str)
@@ -56,7 +56,7 @@ def test_a_tied_tensor_that_nobody_needs_is_left_over():
 def test_two_tensors_that_become_one_name_are_refused():
     published = Layout.of([spec("x.a", 2), spec("y.a", 2)])
     with pytest.raises(dbuffer.InvalidWeightsError, match=r"'a'.*'y\.a'"):
-        compare(published, [], NameMap([Prefix("x.", ""), Prefix("y.", "")]))
+        compare(published, [], NameMap([Rule("prefix", "x.", ""), Rule("prefix", "y.", "")]))
 
 
 @pytest.fixture

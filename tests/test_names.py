@@ -8,23 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dbuffer
-from dbuffer.weights.names import Exact, NameMap, Pattern, Prefix
+from dbuffer.weights.names import NameMap, Rule
 
 NAMES = st.text(alphabet="abc._", max_size=8)
 RULES = st.one_of(
-    st.builds(Exact, NAMES, NAMES),
-    st.builds(Prefix, NAMES, NAMES),
-    st.builds(Pattern, st.sampled_from(["(a)(.*)", "b.*", "[abc]+", "(.)?c", ""]), st.just("x")),
+    st.builds(Rule, st.just("name"), NAMES, NAMES),
+    st.builds(Rule, st.just("prefix"), NAMES, NAMES),
+    st.builds(
+        Rule,
+        st.just("pattern"),
+        st.sampled_from(["(a)(.*)", "b.*", "[abc]+", "(.)?c", ""]),
+        st.just("x"),
+    ),
 )
 
 
 def first_that_fits(rules, name):
     for rule in rules:
-        if isinstance(rule, Exact) and name == rule.name:
+        if rule.kind == "name" and name == rule.text:
             return rule.to
-        if isinstance(rule, Prefix) and name.startswith(rule.prefix):
-            return rule.to + name.removeprefix(rule.prefix)
-        if isinstance(rule, Pattern) and dbuffer.weights.names.re.fullmatch(rule.pattern, name):
+        if rule.kind == "prefix" and name.startswith(rule.text):
+            return rule.to + name.removeprefix(rule.text)
+        if rule.kind == "pattern" and dbuffer.weights.names.re.fullmatch(rule.text, name):
             return rule.to
     return name
 
@@ -42,14 +47,18 @@ def test_unused_rules_are_those_without_which_nothing_changes(rules, names):
 
 
 def test_groups_of_a_pattern():
-    names = NameMap([Pattern(r"h\.(\d+)\.(.*)\.gamma", r"layers.\1.\2.weight")])
+    names = NameMap([Rule("pattern", r"h\.(\d+)\.(.*)\.gamma", r"layers.\1.\2.weight")])
     assert names("h.12.norm.gamma") == "layers.12.norm.weight"
     assert names("h.12.norm.gamma.x") == "h.12.norm.gamma.x"  # the whole name must fit
 
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: Pattern("(", ""), lambda: Pattern("(a)", r"\2"), lambda: Pattern("a", r"\g<x>")],
+    [
+        lambda: Rule("pattern", "(", ""),
+        lambda: Rule("pattern", "(a)", r"\2"),
+        lambda: Rule("pattern", "a", r"\g<x>"),
+    ],
     ids=["no expression", "no such group", "no such name"],
 )
 def test_a_bad_pattern_is_refused_at_once(make):
@@ -65,9 +74,9 @@ def write(path, content):
 def test_a_map_builds_its_rules():
     names = NameMap().exact("a", "b").prefix("model.", "").pattern(r"(.*)\.gamma", r"\1.weight")
     assert names.rules == (
-        Exact("a", "b"),
-        Prefix("model.", ""),
-        Pattern(r"(.*)\.gamma", r"\1.weight"),
+        Rule("name", "a", "b"),
+        Rule("prefix", "model.", ""),
+        Rule("pattern", r"(.*)\.gamma", r"\1.weight"),
     )
     assert [names(name) for name in ("a", "model.x", "n.gamma", "c")] == ["b", "x", "n.weight", "c"]
     with pytest.raises(ValueError, match="invalid rule"):
@@ -82,9 +91,9 @@ def test_a_file_of_rules(tmp_path):
     ]
     names = NameMap.read(write(tmp_path / "names.json", {"rules": rules}))
     assert names.rules == (
-        Exact("score.weight", "head.weight"),
-        Prefix("model.visual.", "visual."),
-        Pattern(r"(.*)\.gamma", r"\1.weight"),
+        Rule("name", "score.weight", "head.weight"),
+        Rule("prefix", "model.visual.", "visual."),
+        Rule("pattern", r"(.*)\.gamma", r"\1.weight"),
     )
 
 
@@ -143,12 +152,12 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
 
 
 def test_many_exact_rules_take_no_longer_than_a_look(tmp_path):
-    names = NameMap([Exact(f"a.{i}", f"b.{i}") for i in range(50_000)])
+    names = NameMap([Rule("name", f"a.{i}", f"b.{i}") for i in range(50_000)])
     assert [names(f"a.{i}") for i in range(50_000)] == [f"b.{i}" for i in range(50_000)]
 
 
 def test_a_sender_renames_by_rules(tmp_path):
-    names = NameMap([Prefix("model.visual.", "visual."), Prefix("model.", "")])
+    names = NameMap([Rule("prefix", "model.visual.", "visual."), Rule("prefix", "model.", "")])
     with dbuffer.WeightSender(tmp_path / "store", rename=names) as sender:
         sender.send({"model.visual.x": torch.ones(1), "model.y": torch.ones(1)})
     with dbuffer.WeightReceiver(tmp_path / "store") as receiver, receiver.open() as snapshot:
@@ -156,7 +165,7 @@ def test_a_sender_renames_by_rules(tmp_path):
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path):
-    names = NameMap([Prefix("a.", ""), Prefix("b.", "")])
+    names = NameMap([Rule("prefix", "a.", ""), Rule("prefix", "b.", "")])
     with dbuffer.WeightSender(tmp_path / "store", rename=names) as sender:
         with pytest.raises(dbuffer.InvalidWeightsError, match="the same name"):
             sender.send({"a.x": torch.ones(1), "b.x": torch.ones(1)})

@@ -251,7 +251,7 @@ def test_checkpoints_of_it_are_as_large_as_it_is(store: Path, tmp_path: Path) ->
 
 def test_names_are_mapped_and_versions_given(store: Path) -> None:
     model = nn.Linear(2, 3)
-    rename = dbuffer.weights.names.NameMap([dbuffer.weights.names.Exact("weight", "w")])
+    rename = dbuffer.weights.names.NameMap([dbuffer.weights.names.Rule("name", "weight", "w")])
     with ResidentModel(model, store, rename=rename) as resident:
         assert resident.publish(version=40).version == 40
         with pytest.raises(dbuffer.VersionError):
@@ -297,7 +297,7 @@ def publish_protected(connection: Connection, store: Path) -> None:
     home = resident._home
     assert home is not None
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mprotect(ctypes.c_void_p(home.mapped.address), home.draft.footer.file_bytes, 1) == 0
+    assert libc.mprotect(ctypes.c_void_p(home.address), len(home.raw), 1) == 0
     at_step(Step("c_return", "replace", "CURRENT"), die)
     resident.publish()
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
@@ -403,19 +403,29 @@ def test_on_one_machine_what_did_not_change_is_not_written(world, store):
         assert num_written == 0
 
 
-def fail_in_between(rank: int, store: Path, mount: str, failing: int) -> list[Any]:
-    """A version fails on one rank, after all have found what changed."""
+def no_room(*_: Any, **__: Any) -> NoReturn:
+    raise dbuffer.StoreFullError("no room")
+
+
+def fail_in_between(rank: int, store: Path, mount: str, why: str) -> list[Any]:
+    """A version fails on rank 0: when its metadata is checked, or after all have compared."""
+    begin = delta_chain.DeltaChain.begin
     torch.manual_seed(0)
     weights, _ = fsdp(distributed.get_world_size())
     told: list[Any] = []
     with mounted(mount), ShardedWeightSender(store, delta=True) as sender:
         for number in range(5):
             nudge(weights, 64, number)
-            metadata = {"not for JSON": object()} if number == 2 and rank == failing else {}
+            fails = number == 2 and rank == 0
+            metadata = {"not for JSON": object()} if fails and why == "metadata" else {}
+            if fails and why == "no room":
+                delta_chain.DeltaChain.begin = no_room  # type: ignore[method-assign]
             try:
                 told.append(sender.send(weights, metadata=metadata).delta_bytes is not None)
             except dbuffer.DBufferError as error:
                 told.append(type(error).__name__)
+            finally:
+                delta_chain.DeltaChain.begin = begin  # type: ignore[method-assign]
         full = gathered(weights)
         if rank == 0:
             with WeightReceiver(store) as receiver, receiver.open() as snapshot:
@@ -425,9 +435,15 @@ def fail_in_between(rank: int, store: Path, mount: str, failing: int) -> list[An
 
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_after_a_failure_the_next_version_is_whole(world, store, mount):
-    for told in world.run(fail_in_between, store, mount, 0):
-        assert told == [False, True, "InvalidWeightsError", False, True]
+    for told in world.run(fail_in_between, store, mount, "no room"):
+        assert told == [False, True, "StoreFullError", False, True]
     assert newest_version(store, mount) == 4
+
+
+def test_a_refused_version_spoils_no_delta(world, store):
+    for told in world.run(fail_in_between, store, "local", "metadata"):
+        assert told == [False, True, "InvalidWeightsError", True, True]
+    assert newest_version(store, "local") == 4
 
 
 def newest_version(store: Path, mount: str) -> int:

@@ -17,7 +17,6 @@ from dbuffer import OptionError, WeightReceiver, WeightSender, WeightsMismatchEr
 from dbuffer.format.layout import ITEM_BYTES
 from dbuffer.integrations.torchrl.extraction import VersionInfo
 from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
-from dbuffer.weights.targets import Tie
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -380,7 +379,7 @@ class TestSharedMemory:
                 with pytest.raises(WeightsMismatchError, match="different values"):
                     ModelLoader().load(staged, Model(tied=True))
                 match, *_ = ModelLoader()._plan(staged, Model())
-                match.ties.append(Tie("a", "b", 0, len(snapshot.specs) - 1))
+                match.ties.append((("a", 0), ("b", len(snapshot.specs) - 1)))
                 with pytest.raises(WeightsMismatchError, match="'a' and 'b'"):
                     snapshot.fill(match)
 

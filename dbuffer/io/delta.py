@@ -55,7 +55,6 @@ class EncodedDelta:
 
 def encode_delta(
     found: Diff,
-    before: FileTensors | None,
     copier: Copier,
     *,
     base: str,
@@ -66,9 +65,8 @@ def encode_delta(
     """Encode a delta file.
 
     Args:
-        found: differences, at most one for each tensor.
-        before: the version that was compared with. None: use the words that the differences
-            replace; where those were not kept, the delta holds the new words, and is larger.
+        found: differences, at most one for each tensor. If their old words were not kept, the delta
+            holds the new words instead of differences, and is larger.
         copier: its threads do it.
         base: identity of the version before.
         identity: that of the version after.
@@ -86,7 +84,7 @@ def encode_delta(
     rows["num_changed"] = [len(change.values) for change in changes]
     if found.checksums is not None:
         rows["xxh3"] = [found.checksums[change.tensor] for change in changes]
-    encoder = _Encoder(layout, changes, Shapes.of(layout, rows["tensor"]), before)
+    encoder = _Encoder(layout, changes, Shapes.of(layout, rows["tensor"]))
     sizes = [plan.num_changed for plan in encoder.plans]
     copier.in_parallel(encoder.encode, cut_work(sizes, copier))
     record = DeltaRecord(
@@ -131,10 +129,8 @@ class _Encoder:
         layout: Layout,
         changes: Sequence[TensorDiff],
         shapes: Shapes,
-        before: FileTensors | None,
     ) -> None:
         self._layout, self._changes, self._shapes = layout, changes, shapes
-        self._before = None if before is None else _WordMemory(before)
         self.plans = list(self._plan())
         self.done: dict[int, tuple[Chunk, bytes]] = {}
 
@@ -182,11 +178,9 @@ class _Encoder:
 
     def _encode(self, plan: _ChunkPlan) -> tuple[Chunk, bytes]:
         span = _ChunkSpan(self._shapes, plan)
-        values, positions, counts = self._joined(plan, span)
+        values, positions = self._joined(plan, span)
         what = delta.THEMSELVES
         old = self._replaced(plan)
-        if old is None and self._before is not None:
-            old = self._before.read(span, positions, counts, plan.num_words)
         if old is not None:
             differences = _zigzag(values - old)
             if positions is not None or _is_shorter(differences, values):
@@ -210,26 +204,22 @@ class _Encoder:
         )
         return chunk, body
 
-    def _joined(
-        self, plan: _ChunkPlan, span: _ChunkSpan
-    ) -> tuple[Words, Integers | None, Integers]:
-        """Values and positions of all rows, one after another; and how many each has."""
+    def _joined(self, plan: _ChunkPlan, span: _ChunkSpan) -> tuple[Words, Integers | None]:
+        """Return values and positions of all rows, one row after another."""
         changes = self._changes[plan.first_row : plan.first_row + plan.num_rows]
         piece = slice(plan.start, plan.start + plan.num_changed)
         if plan.num_rows == 1:
-            counts = np.array([plan.num_changed], np.int64)
-            values, found = changes[0].values[piece], changes[0].positions
-            if found is None:
-                return values, None, counts
-            return values, found[piece].astype(np.int64) - plan.first_word, counts
+            values, positions = changes[0].values[piece], changes[0].positions
+            if positions is None:
+                return values, None
+            return values, positions[piece].astype(np.int64) - plan.first_word
         values = np.concatenate([change.values for change in changes])
-        counts = np.array([len(change.values) for change in changes], np.int64)
         parts = [change.positions for change in changes if change.positions is not None]
         if not parts:
-            return values, None, counts
-        positions = np.concatenate(parts).astype(np.int64)
-        positions += np.repeat(span.starts, counts)
-        return values, positions, counts
+            return values, None
+        joined = np.concatenate(parts).astype(np.int64)
+        joined += np.repeat(span.starts, [len(change.values) for change in changes])
+        return values, joined
 
     def _replaced(self, plan: _ChunkPlan) -> Words | None:
         """The old words, where they were kept."""
@@ -273,20 +263,6 @@ class _WordMemory:
         self._words: dict[int, Words] = {
             width: np.frombuffer(raw, dtype, len(raw) // width) for width, dtype in WORDS.items()
         }
-
-    def read(
-        self,
-        span: _ChunkSpan,
-        positions: Integers | None,
-        counts: Integers,
-        num_words: int,
-    ) -> Words:
-        """The words of a chunk that are to change."""
-        words = self._words[span.word_bytes]
-        if positions is not None:
-            return words.take(span.in_memory(positions, counts))
-        pieces = [words[place : place + size] for _, place, size in span.pieces(num_words)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def write(
         self,

@@ -13,10 +13,11 @@ from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
+from dbuffer.io.tensors import KeptMappings
 from dbuffer.io.transfer import chunks_of
 from dbuffer.mirror.relay import AcknowledgementRelay
 from dbuffer.publish.delta_chain import names_in, trimmed
-from dbuffer.publish.draft import Draft, Drafts, Progress, counter
+from dbuffer.publish.draft import Draft, Progress, counter
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime.closing import Closing
@@ -58,8 +59,9 @@ class LocalCopy(Closing):
         """Deltas up to the version copied last."""
         self._layouts: _Layouts | None = None
         with contextlib.ExitStack() as begun:
-            self._drafts = Drafts(writer)
-            begun.callback(self._drafts.close)
+            self._writer, self._mappings = writer, KeptMappings()
+            begun.callback(writer.close)
+            begun.callback(self._mappings.clear)
             begun.callback(AcknowledgementRelay(local, remote).close)
             self._ending = begun.pop_all()
 
@@ -74,14 +76,20 @@ class LocalCopy(Closing):
         hashed = manifest.checksums_xxh3 is not None
         with (
             receiver.reporting_unreadable(held),
-            self._drafts.begin(manifest.version, footer, hashed=hashed) as draft,
+            Draft(self._writer, self._mappings, manifest.version, footer, hashed=hashed) as draft,
         ):
-            if not self._fill(draft, held, receiver, layouts.remote) or not held.is_unchanged():
+            try:
+                checksums = self._fill(draft, held, receiver, layouts.remote)
+            except StoreNotFoundError as error:
+                held.require_overtaken(error)
+                return None
+            if not self._is_whole(checksums, held, receiver, footer.layout):
                 return None
             chain = self._copy_deltas(held, draft, layouts)
             before, self._chain = self._chain, {}
             draft.commit(
                 manifest.metadata,
+                checksums,
                 published_at=manifest.published_at,
                 origin=manifest.identity,
                 chain=names_in(chain),
@@ -91,27 +99,33 @@ class LocalCopy(Closing):
         delta_bytes = sum(copied) if copied else None
         return Publication.of(manifest.version, footer.layout, started, delta_bytes)
 
-    def _fill(self, draft: Draft, held: Held, receiver: WeightReceiver, remote: Layout) -> bool:
-        """Fill a draft with a held version; False if a writer was faster.
+    def _fill(
+        self, draft: Draft, held: Held, receiver: WeightReceiver, remote: Layout
+    ) -> list[int] | None:
+        """Fill a draft with a held version; return its checksums, if it has any.
 
         Only what changed since the version in the draft's file is read, if deltas lead from there
         and checksums show that the file still holds it.
+
+        Raises:
+            StoreNotFoundError: the version's files are gone.
         """
-        layout = draft.footer.layout
+        total = draft.footer.layout.checksums_offset
         if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
-            on_bytes = counter(self._progress, layout.checksums_offset)
-            since = draft.claim.held_before
-            draft.checksums = receiver.apply_changes(draft.mapped, since, held, on_bytes)
-            if draft.checksums is not None:
-                return True
-        try:
-            on_bytes = counter(self._progress, layout.checksums_offset)
-            draft.fill_from(held, remote, self._copier, on_bytes)
-        except StoreNotFoundError as error:
-            held.require_overtaken(error)
+            since, on_bytes = draft.claim.held_before, counter(self._progress, total)
+            checksums = receiver.apply_changes(draft.mapped, since, held, on_bytes)
+            if checksums is not None:
+                return checksums
+        return draft.fill_from(held, remote, self._copier, counter(self._progress, total))
+
+    @staticmethod
+    def _is_whole(
+        checksums: list[int] | None, held: Held, receiver: WeightReceiver, layout: Layout
+    ) -> bool:
+        """Whether what was read is the held version, which no writer has overwritten meanwhile."""
+        if checksums is not None and not receiver.checksums_match(held, layout, checksums):
             return False
-        checksums = draft.checksums
-        return checksums is None or receiver.checksums_match(held, layout, checksums)
+        return held.is_unchanged()
 
     def _copy_deltas(self, held: Held, draft: Draft, layouts: _Layouts) -> dict[str, int]:
         """Copy the deltas that lead from the version copied last; return the chain they make."""

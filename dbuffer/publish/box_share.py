@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,27 +19,28 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors
 from dbuffer.publish import shards
-from dbuffer.publish.draft import Draft, Progress
-from dbuffer.publish.shard_writer import ShardWriter, join_shares
+from dbuffer.publish.draft import Progress
+from dbuffer.publish.shard_writer import ShardWriter, join_digests_of_parts
 from dbuffer.publish.shards import Box, WriteAssignment
 from dbuffer.publish.shares import ClaimInfo, Share, apply_detached
-from dbuffer.ranks.world import Arrays, World
+from dbuffer.ranks.agreement import Agreement, Arrays
 from dbuffer.store.hold import Held
 from dbuffer.weights.sources import Source
 
 Positions: TypeAlias = npt.NDArray[np.integer[Any]]
 
-T = TypeVar("T")
+GetElements: TypeAlias = Callable[[int], torch.Tensor]
+"""Function that returns the elements in the box of this number."""
 
 
 class BoxShare(Share):
-    """The boxes of tensors that one rank writes: of what it holds, then of what is gathered.
+    """The boxes of tensors that one rank writes: its local ones, then those that are gathered.
 
-    With deltas, every rank keeps a copy of its boxes as they were published last, finds what
-    differs, and tells rank 0, which writes the delta.
+    With deltas, every rank keeps a copy of its boxes as they were published last, finds the
+    differences, and sends them to rank 0, which writes the delta.
 
     Args:
-        footer: as for `Share`.
+        footer: footer of the versions.
         world: the ranks.
         writer: this rank's.
         copier: its threads do the work.
@@ -50,7 +52,7 @@ class BoxShare(Share):
     def __init__(
         self,
         footer: Footer,
-        world: World,
+        world: Agreement,
         writer: ShardWriter,
         copier: Copier,
         assignment: WriteAssignment,
@@ -59,7 +61,6 @@ class BoxShare(Share):
         is_kept: bool,
     ) -> None:
         super().__init__(footer)
-        self._written = footer
         self._layout = footer.layout
         self._world = world
         self._writer = writer
@@ -68,161 +69,147 @@ class BoxShare(Share):
         self._hashed = hashed
         self._is_kept = is_kept
         specs = footer.layout.specs
-        held, gathered = assignment.boxes[world.rank], assignment.gathered
+        local, gathered = assignment.boxes[world.rank], assignment.gathered
         mine = [index for index, writer_rank in gathered if writer_rank == world.rank]
-        self._num_held = len(held)
-        self._boxes = [*held, *(shards.whole_box(index, specs[index].shape) for index in mine)]
-        self._number = {index: number for number, index in enumerate(mine, len(held))}
+        self._num_local = len(local)
+        self._boxes = [*local, *(shards.whole_box(index, specs[index].shape) for index in mine)]
+        self._number = {index: number for number, index in enumerate(mine, len(local))}
         """Number of the box of each tensor that is gathered and written here."""
         self._changes: list[TensorDiff] = []
         """Differences from the copy, each with the number of its box in place of the tensor."""
         self._diff: list[TensorDiff] = []
         """Differences from the copy, each as a change of its whole tensor."""
         self._last_diff: list[TensorDiff] | None = None
-        """Differences of the version before, to be written again; None: not known."""
+        """Last version's ``_diff``, to be written again into the other buffer; None: not known."""
         self._joined_diff: list[TensorDiff] = []
         """Differences of all ranks; on rank 0."""
         self._digests: dict[int, list[int]] = {}
         """Digests of the copy's blocks, by the number of the box."""
+        self._parts: dict[range, FileTensors] = {}
 
-    def _allocate(self) -> None:
-        """Make room for the copy, in a step: one rank may have none."""
-        self._copy = FileTensors.in_memory(_layout_of(self._boxes, self._layout.specs))
-        self._held_copy = self._copy_of(0, self._num_held)
+    @functools.cached_property
+    def _contents(self) -> FileTensors:
+        """Copy of this rank's boxes in the last version, each as a tensor.
 
-    def _copy_of(self, first: int, end: int) -> FileTensors:
-        """Return the copy of some of the boxes."""
-        layout = self._copy.layout
-        start = layout.offsets[first] if first < end else 0
-        boxes = _layout_of(self._boxes[first:end], self._layout.specs)
-        return FileTensors(self._copy.data[start:], boxes)
+        It is allocated in a step: a rank may have no memory for it.
+        """
+        return FileTensors.in_memory(_layout_of(self._boxes, self._layout.specs))
 
-    def _held_elements(self, source: Source) -> list[torch.Tensor]:
-        return [self._elements_in(box, source) for box in self._boxes[: self._num_held]]
+    def _contents_of(self, numbers: range) -> FileTensors:
+        """Return the copy of some of the boxes, which follow each other."""
+        if numbers not in self._parts:
+            start = self._contents.layout.offsets[numbers.start] if numbers else 0
+            layout = _layout_of(self._boxes[numbers.start : numbers.stop], self._layout.specs)
+            self._parts[numbers] = FileTensors(self._contents.data[start:], layout)
+        return self._parts[numbers]
 
-    def _elements_in(self, box: Box, source: Source) -> torch.Tensor:
-        name = self._layout.specs[box.tensor].name
-        return shards.held_elements(source.tensors[box.tensor], box, name)
+    def _each_box(
+        self, what: str, source: Source, action: Callable[[range, GetElements], int]
+    ) -> int:
+        """Do ``action`` with this rank's boxes on all ranks; return the sum of its results.
 
-    def _each_gathered(self, source: Source, action: Callable[[int, torch.Tensor], T]) -> list[T]:
-        """Gather tensors one by one; ``action`` gets the box number and the whole of its own."""
-        return shards.each_gathered(
-            source.tensors,
-            self._assignment,
-            self._world.rank,
-            lambda index, whole: action(self._number[index], whole),
-        )
+        In one step with all local boxes, in another with each tensor that is gathered: a rank that
+        fails or is lost in the first must not let others wait in a gather. ``action`` gets the
+        numbers of boxes, and a function that returns the elements in one of them.
+        """
+
+        def with_gathered(index: int, whole: torch.Tensor) -> int:
+            number = self._number[index]
+            return action(range(number, number + 1), lambda _: whole)
+
+        def with_all_gathered() -> int:
+            rank, assignment = self._world.rank, self._assignment
+            return sum(shards.each_gathered(source.tensors, assignment, rank, with_gathered))
+
+        def local_elements(number: int) -> torch.Tensor:
+            box = self._boxes[number]
+            name = self._layout.specs[box.tensor].name
+            return shards.local_elements(source.tensors[box.tensor], box, name)
+
+        local = range(self._num_local)
+        results = self._world.each(f"{what} what it holds", lambda: action(local, local_elements))
+        if self._assignment.gathered:
+            results += self._world.each(f"gather and {what}", with_all_gathered)
+        return sum(results)
 
     def read_back(self, held: Held) -> None:
-        self._allocate()
-        self._writer.read_back(held, self._written, self._boxes, self._copy, self._copier)
+        self._writer.read_back(held, self.footer, self._boxes, self._contents, self._copier)
 
     def checksums(self) -> list[int] | None:
-        found = self._writer.checksums_read(self._world, self._layout, self._hash_copy)
+        checksums = self._writer.checksums_read(self._world, self._layout, self._hash_copy)
         self._writer.drop()
-        return found
+        return checksums
 
-    def find(self, source: Source) -> int:
+    def compare(self, source: Source) -> int:
         self._changes = []
-        counts = self._world.each("find what changed in what it holds", lambda: self._find(source))
-        if self._assignment.gathered:
-            what = "gather and find what changed"
-            counts += self._world.each(what, lambda: self._find_gathered(source))
-        return sum(counts)
 
-    def _find(self, source: Source) -> int:
-        elements = self._held_elements(source)
-        found = find_changes(self._held_copy, elements, self._copier, hashed=False)
-        self._changes += found.changes
-        return found.num_changed
+        def compare(numbers: range, elements_in: GetElements) -> int:
+            elements = list(map(elements_in, numbers))
+            diff = find_changes(self._contents_of(numbers), elements, self._copier, hashed=False)
+            changes = diff.changes
+            if numbers.stop > self._num_local:  # numbered anew, and out of what will be dropped
+                changes = [_moved(change, numbers.start) for change in changes]
+            self._changes += changes
+            return diff.num_changed
 
-    def _find_gathered(self, source: Source) -> int:
-        return sum(self._each_gathered(source, self._find_one))
-
-    def _find_one(self, number: int, whole: torch.Tensor) -> int:
-        copy = self._copy_of(number, number + 1)
-        found = find_changes(copy, [whole], self._copier, hashed=False)
-        for change in found.changes:
-            # What was gathered is dropped.
-            values = change.values.copy() if change.positions is None else change.values
-            self._changes.append(replace(change, tensor=number, values=values))
-        return found.num_changed
+        return self._each_box("compare", source, compare)
 
     def write_all(
         self,
         source: Source,
         info: ClaimInfo,
-        draft: Draft | None,  # noqa: ARG002
         progress: Progress | None,  # noqa: ARG002
     ) -> list[int] | None:
-        world, has_gathered = self._world, bool(self._assignment.gathered)
+        def copy(numbers: range, elements_in: GetElements) -> int:
+            self._copier.write(self._contents_of(numbers), list(map(elements_in, numbers)))
+            return 0
+
+        def write(numbers: range, elements_in: GetElements) -> int:
+            if numbers.stop <= self._num_local:
+                self._writer.begin(info, self.footer)
+            self._write_boxes(numbers, elements_in)
+            return 0
+
         if self._is_kept:
-            world.each("copy what it holds", lambda: self._copy_held(source))
-            if has_gathered:
-                world.each("gather and copy", lambda: self._copy_gathered(source))
-            world.each("write what it holds", lambda: self._write_copy(info))
+            self._each_box("copy", source, copy)
+            self._world.each("write what it holds", lambda: self._write_copy(info))
         else:
-            world.each("write what it holds", lambda: self._write_held(info, source))
-            if has_gathered:
-                world.each("gather and write", lambda: self._write_gathered(source))
-        return self._writer.finish(world, hashed=self._hashed)
-
-    def _copy_held(self, source: Source) -> None:
-        self._allocate()
-        self._copier.write(self._held_copy, self._held_elements(source))
-
-    def _copy_gathered(self, source: Source) -> None:
-        def copy(number: int, whole: torch.Tensor) -> None:
-            self._copier.write(self._copy_of(number, number + 1), [whole])
-
-        self._each_gathered(source, copy)
+            self._each_box("write", source, write)
+        return self._writer.finish(self._world, hashed=self._hashed)
 
     def _write_copy(self, info: ClaimInfo) -> None:
-        self._writer.begin(info, self._written)
-        self._write_boxes(self._boxes, self._copy.views.__getitem__)
+        self._writer.begin(info, self.footer)
+        self._write_boxes(range(len(self._boxes)), self._contents.views.__getitem__)
 
-    def _write_held(self, info: ClaimInfo, source: Source) -> None:
-        self._writer.begin(info, self._written)
-        boxes = self._boxes[: self._num_held]
-        self._write_boxes(boxes, lambda number: self._elements_in(boxes[number], source))
-
-    def _write_boxes(
-        self, boxes: Sequence[Box], elements_in: Callable[[int], torch.Tensor]
-    ) -> None:
+    def _write_boxes(self, numbers: range, elements_in: GetElements) -> None:
         def work(first: int, end: int) -> None:
-            for number in range(first, end):
-                self._writer.write(boxes[number], elements_in(number))
+            for number in numbers[first:end]:
+                self._writer.write(self._boxes[number], elements_in(number))
 
-        specs = self._layout.specs
+        specs, boxes = self._layout.specs, self._boxes[numbers.start : numbers.stop]
         sizes = [math.prod(box.shape) * ITEM_BYTES[specs[box.tensor].dtype] for box in boxes]
         self._copier.in_parallel(work, cut_work(sizes, self._copier))
 
-    def _write_gathered(self, source: Source) -> None:
-        def write(number: int, whole: torch.Tensor) -> None:
-            self._writer.write(self._boxes[number], whole)
-
-        self._each_gathered(source, write)
-
-    def write_diff(self, info: ClaimInfo, draft: Draft | None) -> list[int] | None:  # noqa: ARG002
+    def write_diff(self, info: ClaimInfo) -> list[int] | None:
         world = self._world
-        by_rank = world.collect("tell what changed", self._update_copy)
+        by_rank = world.collect("send what changed", self._update_copy)
         self._joined_diff = _joined(change for arrays in by_rank for change in _changes_in(arrays))
-        if info.identity is not None:
+        if info.inode is not None:
             world.each("write what it holds", lambda: self._write_changes(info))
             return self._writer.finish(world, hashed=self._hashed)
         if not self._hashed:
             return None
-        return join_shares(self._layout, world.each("hash what changed", self._hash_copy))
+        return join_digests_of_parts(self._layout, world.each("hash what changed", self._hash_copy))
 
     def _update_copy(self) -> Arrays:
         """Bring the copy up to date, and return the arrays of what changed, out of it."""
-        self._changes = apply_detached(self._changes, self._copy, self._copier)
+        self._changes = apply_detached(self._changes, self._contents, self._copier)
         for change in self._changes:
             self._digests.pop(change.tensor, None)
-        self._diff = list(map(self._in_whole, self._changes))
+        self._diff = list(map(self._as_tensor_diff, self._changes))
         return list(_flat(self._diff))
 
-    def _in_whole(self, change: TensorDiff) -> TensorDiff:
+    def _as_tensor_diff(self, change: TensorDiff) -> TensorDiff:
         """Return a change of a box as one of its tensor."""
         box = self._boxes[change.tensor]
         spec = self._layout.specs[box.tensor]
@@ -230,8 +217,8 @@ class BoxShare(Share):
             positions = change.positions
             if positions is None:
                 positions = np.arange(len(change.values))
-            return replace(change, tensor=box.tensor, positions=_in_whole(positions, box, spec))
-        # A whole tensor is told without what it replaces, in half the bytes.
+            return replace(change, tensor=box.tensor, positions=_in_tensor(positions, box, spec))
+        # A whole tensor is sent to rank 0 without its old words, in half the bytes.
         replaced = None if change.positions is None else change.replaced
         return replace(change, tensor=box.tensor, replaced=replaced)
 
@@ -239,7 +226,7 @@ class BoxShare(Share):
         if self._last_diff is None or not info.is_patched:
             self._write_copy(info)
         else:
-            self._writer.begin(info, self._written)
+            self._writer.begin(info, self.footer)
             for changes in (self._last_diff, self._diff):
                 self._writer.patch(changes, self._copier)
         self._last_diff = self._diff
@@ -257,7 +244,7 @@ class BoxShare(Share):
 
         A box is hashed if it changed since the last time.
         """
-        copy = self._copy
+        copy = self._contents
         missing = [block for block in copy.layout.blocks if block.tensor not in self._digests]
         digests = [0] * len(missing)
 
@@ -273,13 +260,19 @@ class BoxShare(Share):
         return [digest for number in in_order for digest in self._digests[number]]
 
 
+def _moved(change: TensorDiff, first: int) -> TensorDiff:
+    """Return a change with the number of its box, and in memory of its own."""
+    values = change.values.copy() if change.positions is None else change.values
+    return replace(change, tensor=first + change.tensor, values=values)
+
+
 def _layout_of(boxes: Iterable[Box], specs: Sequence[TensorSpec]) -> Layout:
     """Return a layout of boxes as tensors of their own."""
     return Layout.of(specs[box.tensor]._replace(shape=box.shape) for box in boxes)
 
 
-def _in_whole(positions: Positions, box: Box, spec: TensorSpec) -> Positions:
-    """Return where words at these positions in a box are in the tensor: in the same order."""
+def _in_tensor(positions: Positions, box: Box, spec: TensorSpec) -> Positions:
+    """Return the positions in a tensor of words at positions in a box, in the same order."""
     words = words_per_element(spec)
     elements, rest = np.divmod(positions.astype(np.int64), words)
     inside = np.unravel_index(elements, box.shape)

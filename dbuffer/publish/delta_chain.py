@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
-from dbuffer.errors import (
-    StoreAccessError,
-    StoreCorruptError,
-    StoreFullError,
-    StoreNotFoundError,
-)
+from dbuffer.errors import StoreAccessError, StoreFullError, StoreNotFoundError
 from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import UNDECODABLE, Manifest
-from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.changes import Diff
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import encode_delta
 from dbuffer.io.footer import Footer
-from dbuffer.publish.draft import Draft, Drafts
+from dbuffer.io.tensors import KeptMappings, MappedTensors
+from dbuffer.publish.chain_head import ChainHead
+from dbuffer.publish.draft import Draft, map_shared
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store.hold import Held, hold_newest
+from dbuffer.store.writer import BufferWriter
 
 logger = logging.getLogger(__name__)
 
@@ -30,236 +27,179 @@ MAX_CHAIN = 64
 """Most deltas that a version names: late readers apply them one after another."""
 
 MAX_CHAIN_SHARE = 0.5
-"""Largest share that a chain's deltas may have of the whole version's bytes. Beyond, an anchor is
-the cheaper way."""
+"""Largest fraction of a full version's bytes that a chain's deltas may have. Beyond, an anchor is
+smaller."""
 
 MAX_CHANGED_SHARE = 0.5
-"""Largest share of all elements that a delta may change. Beyond, a version is published whole."""
+"""Largest fraction of all elements that a delta may change. Beyond, a full version is published."""
 
 UNREADABLE = (*UNDECODABLE, StoreAccessError, StoreNotFoundError)
 """Errors of a version that cannot be read back, or is not what was published."""
 
 
 def is_worth_a_delta(num_changed: int, layout: Layout) -> bool:
-    """Whether so many changed words are few enough not to publish the version whole."""
+    """Whether so many changed words are few enough for a delta."""
     return num_changed <= MAX_CHANGED_SHARE * layout.num_elements
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ChainHead:
-    """The version that was published last, at the end of its chain."""
-
-    manifest: Manifest
-    buffer: str
-    """Buffer with its manifest."""
-    footer: Footer
-    checksums: list[int] | None
-    """Checksums of its tensors, as they were published; None: it has none."""
-    chain: dict[str, int]
-    """Bytes of the deltas of the versions up to it, by identity, oldest first. No delta leads to
-    the first."""
-    anchor_version: int
-    """Version in whose weights file it lies; its own, where that is whole."""
-
-    @classmethod
-    def of(cls, held: Held, chain: ChainReader, footer: Footer, *, hashed: bool) -> Self:
-        """Describe a held version by its own records; ``hashed``: with its checksums."""
-        manifest = held.manifest
-        checksums = chain.expected({}) if hashed else None
-        if hashed and checksums is None:
-            raise StoreCorruptError(
-                f"{held.path}: its checksums were damaged after it was published"
-            )
-        first, *later = manifest.chain or [manifest.identity]
-        chain_bytes = {first: 0} | {name: chain.header(name).num_bytes for name in later}
-        anchor_version = manifest.version
-        if since_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
-            anchor_version = chain.header(since_anchor[0]).record.version - 1
-        return cls(manifest, held.buffer, footer, checksums, chain_bytes, anchor_version)
-
-    @property
-    def anchor(self) -> str:
-        """Identity of the version in whose weights file it lies."""
-        return self.manifest.anchor or self.manifest.identity
-
-    @property
-    def is_far_from_anchor(self) -> bool:
-        """Whether late readers fare better with a new anchor than with one more delta."""
-        names = list(self.chain)
-        since = names[names.index(self.anchor) + 1 :]
-        return _is_long([self.chain[name] for name in since], self.footer.layout)
-
-    def follows(self, identity: str | None) -> bool:
-        """Whether a delta leads to it from this version."""
-        return len(self.chain) > 1 and list(self.chain)[-2] == identity
-
-    def checksums_after(self, changed: dict[int, int] | None) -> list[int] | None:
-        """Return the checksums of all tensors when some have ``changed``; None: it has none.
-
-        Those of the others are as they were published, whatever lies in the file now.
-        """
-        if self.checksums is None or changed is None:
-            return None
-        return [changed.get(index, known) for index, known in enumerate(self.checksums)]
-
-
 class DeltaChain:
-    """Begins and commits versions: whole ones, and such as build upon the last.
+    """Begins and commits a store's versions: full ones, and deltas from the version before.
 
-    Only the writer of a store has one: of a trainer's ranks, the first.
+    Each store has one: its sender's, or rank 0's of a sharded trainer.
+
+    Args:
+        writer: writes the store; closed with the chain.
+        hashed: whether versions have checksums.
     """
 
-    def __init__(self, drafts: Drafts) -> None:
-        self.drafts = drafts
+    def __init__(self, writer: BufferWriter, *, hashed: bool) -> None:
+        self.writer = writer
+        self.hashed = hashed
+        self.mappings = KeptMappings()
         self.head: ChainHead | None = None
-        """Version that was published last, as far as the next may build upon it."""
-        self._version = 0
-        """Version that was begun, as all that follows."""
-        self._base: ChainHead | None = None
-        """Version that it builds upon; None: it is whole."""
-        self._chain: dict[str, int] = {}
-        """Chain that leads to its base, as `ChainHead.chain`; empty: none does."""
-        self._needs_file = True
-        self._delta_bytes: int | None = None
+        """Version that was published last; None: the next version cannot be a delta."""
+        self.draft: Draft | None = None
+        """Version that was begun."""
+
+    @property
+    def begun(self) -> Draft:
+        """Draft, while there is one."""
+        assert self.draft is not None  # noqa: S101 - between begin and commit
+        return self.draft
+
+    @property
+    def base(self) -> ChainHead:
+        """Version that the begun delta leads from."""
+        assert self.begun.base is not None  # noqa: S101 - it was begun as a delta
+        return self.begun.base
 
     @property
     def last(self) -> ChainHead:
-        """Head, for callers that have just made it."""
+        """Head, for callers that have just committed or resumed."""
         assert self.head is not None  # noqa: S101
         return self.head
 
     @property
-    def base(self) -> ChainHead:
-        """Version that the begun one builds upon."""
-        assert self._base is not None  # noqa: S101 - it was begun as a delta
-        return self._base
-
-    @property
     def keeps_buffers_whole(self) -> bool:
         """Whether every version has a file that holds all of it."""
-        return self.drafts.writer.medium.maps_files
+        return self.writer.medium.maps_files
 
-    def resume_from_store(self, footer: Footer | None, *, hashed: bool) -> ChainHead | None:
+    def map_published(self, held: Held, footer: Footer) -> MappedTensors:
+        """Map a held version's weights file, as drafts map theirs."""
+        return map_shared(self.mappings, held.path, held.file.number, footer)
+
+    def resume_from_store(self, footer: Footer | None) -> ChainHead | None:
         """Make the version that an earlier sender left the head, and return it.
 
-        None: there is none, it has other tensors or is not as this sender would publish it; or,
-        logged, it cannot be read.
+        None: there is none, it has other tensors, or this sender would publish it in another way.
+        If it cannot be read, that is logged.
 
         Args:
-            footer: footer of the tensors to be published; None: whatever that version has.
-            hashed: whether this sender's versions have checksums.
+            footer: footer of the tensors to be published; None: accept any tensors.
         """
         self.head = None
-        store = self.drafts.writer.store
         try:
-            held = hold_newest(store, newer_than=None)
+            held = hold_newest(self.writer.store, newer_than=None)
             if held is None:
                 return None
             with held:
-                if not self._could_have_published(held.manifest, hashed=hashed):
+                if not self._could_have_published(held.manifest):
                     return None
                 if footer is None:
                     layout = held.read_layout()
-                    footer = self.drafts.footer_of(layout.specs, layout.aliases)
+                    footer = Footer.like(None, layout.specs, layout.aliases)
                 if footer.layout_xxh3 == held.manifest.layout_xxh3:
-                    chain = ChainReader(held, footer.layout)
-                    self.head = ChainHead.of(held, chain, footer, hashed=hashed)
+                    self.head = ChainHead.of(held, footer, hashed=self.hashed)
         except UNREADABLE as error:
             self.log_full_publish(str(error))
         return self.head
 
     def log_full_publish(self, reason: str) -> None:
-        """Log why the next version does not build upon the last."""
-        root = self.drafts.writer.root
+        """Log why the next version is not a delta from the last."""
+        root = self.writer.root
         logger.warning("%s: publishing a whole version, not upon its last: %s", root, reason)
 
-    def _could_have_published(self, manifest: Manifest, *, hashed: bool) -> bool:
-        writer = self.drafts.writer
+    def _could_have_published(self, manifest: Manifest) -> bool:
         return (
-            manifest.history == writer.record.history
-            and manifest.is_final != writer.medium.can_rewrite_in_place
-            and (manifest.checksums_xxh3 is not None) == hashed
+            manifest.history == self.writer.record.history
+            and manifest.is_final != self.writer.medium.can_rewrite_in_place
+            and (manifest.checksums_xxh3 is not None) == self.hashed
             and (manifest.anchor is None or not self.keeps_buffers_whole)
         )
 
-    def begin(
-        self, version: int, footer: Footer | None, *, is_delta: bool, hashed: bool = False
-    ) -> Draft:
-        """Begin a version of these tensors.
+    def open(self, version: int, footer: Footer | None, *, with_file: bool = True) -> Draft:
+        """Claim the idle buffer for a version of these tensors.
 
         Args:
             version: its number.
-            footer: that of its tensors; None where they are known only when the last has come.
-            is_delta: it builds upon the head, and has a file only where buffers are kept whole or
-                its anchor is far.
-            hashed: its draft takes the checksums as it is filled.
+            footer: footer of its tensors; None: known when the last of a stream has come.
+            with_file: whether it has a weights file; else it is committed upon an earlier one's.
         """
-        self.adopt(version, is_delta=is_delta)
-        # A delta's checksums are known: nothing is hashed as it is written.
-        hashed = hashed and not is_delta
-        return self.drafts.begin(version, footer, hashed=hashed, with_file=self._needs_file)
+        self.draft = Draft(
+            self.writer, self.mappings, version, footer, hashed=self.hashed, with_file=with_file
+        )
+        return self.draft
 
-    def adopt(self, version: int, *, is_delta: bool) -> None:
-        """Let the next commit be this version, in a draft that was begun elsewhere."""
-        head, self.head = self.head, None
-        self._version, self._delta_bytes = version, None
-        self._base, self._chain, self._needs_file = None, {}, True
-        if is_delta and head is not None:
-            is_broken = self._is_broken(head)
-            self._base = head
-            self._chain = {head.manifest.identity: 0} if is_broken else head.chain
-            if not (is_broken or self.keeps_buffers_whole):
-                self._needs_file = head.is_far_from_anchor
+    def begin(self, version: int, footer: Footer | None, *, is_delta: bool) -> Draft:
+        """Begin a version: a delta from the head, or a full one.
 
-    def _is_broken(self, head: ChainHead) -> bool:
-        """Whether readers cannot have the head or its deltas: by its files, or one said so.
-
-        Nor do they take what others could have written.
+        A delta has a weights file only where buffers are kept whole, or its anchor is far. A draft
+        that was opened before is used.
         """
-        writer = self.drafts.writer
-        manifest = writer.store.undamaged_manifest(head.buffer)
+        base, self.head = self.head if is_delta else None, None
+        with_file = True
+        if base is not None:
+            problem = self._problem_with(base)
+            if problem is not None:
+                self.log_full_publish(problem)
+                base = replace(base, delta_bytes={base.manifest.identity: 0})
+            elif not self.keeps_buffers_whole:
+                with_file = _is_far_from_anchor(base)
+        draft = self.draft or self.open(version, footer, with_file=with_file)
+        draft.version, draft.base = version, base
+        return draft
+
+    def _problem_with(self, head: ChainHead) -> str | None:
+        """Return why readers cannot have the head or its deltas; None: they can.
+
+        By its files, which other users must not be able to write, and receivers' records.
+        """
+        store = self.writer.store
+        manifest = store.undamaged_manifest(head.buffer)
         if manifest is None or manifest.identity != head.manifest.identity:
-            # What no manifest names is removed with the next claim.
-            logger.warning("%s lost its newest manifest: publishing a whole version", writer.root)
-            return True
-        _, *later = head.chain.items()
-        files = {writer.store.delta_path(name): num_bytes for name, num_bytes in later}
-        files[writer.store.weights_path(head.buffer, manifest)] = manifest.file_bytes
-        problem = writer.problem_with(files)
-        if problem is not None:
-            self.log_full_publish(problem)
-            return True
-        if self.keeps_buffers_whole:
-            return False
+            # Files that no manifest names are removed with the next claim.
+            return "it lost its newest manifest"
+        _, *later = head.delta_bytes.items()
+        files = {store.delta_path(name): num_bytes for name, num_bytes in later}
+        files[store.weights_path(head.buffer, manifest)] = manifest.file_bytes
+        problem = self.writer.problem_with(files)
+        if problem is not None or self.keeps_buffers_whole:
+            return problem
         versions = range(head.anchor_version + 1, head.manifest.version + 1)
-        for record in writer.store.receivers():
-            if record.cannot_read(versions, writer.record.history):
-                logger.warning(
-                    "%s cannot read version %s of %s, which stands on deltas: publishing it whole",
-                    record.receiver,
-                    record.unreadable_version,
-                    writer.root,
+        for record in store.receivers():
+            if record.cannot_read(versions, self.writer.record.history):
+                return (
+                    f"{record.receiver} cannot read version {record.unreadable_version}, which "
+                    "stands on deltas"
                 )
-                return True
-        return False
+        return None
 
     def add_delta(self, draft: Draft, diff: Diff, copier: Copier) -> None:
         """Write the delta that leads from the base to a draft.
 
-        A version that has a file does without its delta, where there is no room.
+        Without room for it, a version that has a file is published without its delta.
         """
         base = self.base
         encoded = encode_delta(
             diff,
-            None,
             copier,
             base=base.manifest.identity,
             identity=draft.claim.identity,
-            version=self._version,
+            version=draft.version,
             layout_xxh3=base.footer.layout_xxh3,
         )
         try:
-            self._delta_bytes = draft.add_delta((encoded.header, *encoded.chunks))
+            draft.delta_bytes = draft.add_delta((encoded.header, *encoded.chunks))
         except StoreFullError:
             if not draft.has_file:
                 raise
@@ -268,34 +208,52 @@ class DeltaChain:
                 "%s has no room for deltas: publishing versions without, until it has",
                 draft.root,
             )
-            self._chain = {}
 
     def commit(
         self, draft: Draft, metadata: dict[str, Any], checksums: list[int] | None
     ) -> int | None:
-        """Publish a draft, which is the head then.
+        """Publish a draft, which becomes the head.
 
         Args:
-            draft: as it was begun last, here or elsewhere.
+            draft: begun and filled.
             metadata: the version's.
             checksums: of all its tensors.
 
         Returns:
             The bytes of the delta that leads to it; None: there is none.
         """
-        base, version = self._base, self._version
-        chain = {**self._chain, draft.claim.identity: self._delta_bytes or 0}
-        anchor_version, anchor_fields = version, {}
+        base, identity = draft.base, draft.claim.identity
+        delta_bytes = {identity: 0}
+        if base is not None and draft.delta_bytes is not None:
+            delta_bytes = {**base.delta_bytes, identity: draft.delta_bytes}
+        anchor_version, anchor_fields = draft.version, {}
         if base is not None and not draft.has_file:
             anchor_version = base.anchor_version
             anchor_fields = base.manifest.upon(base.buffer)
-        chain = trimmed(chain, draft.layout, anchor_fields.get("anchor"))
-        draft.checksums = checksums
-        manifest = draft.commit(metadata, version=version, chain=names_in(chain), **anchor_fields)
-        buffer, footer = draft.claim.buffer, draft.footer
-        self.head = ChainHead(manifest, buffer, footer, checksums, chain, anchor_version)
-        self._base = None
-        return self._delta_bytes
+        footer = draft.footer
+        delta_bytes = trimmed(delta_bytes, footer.layout, anchor_fields.get("anchor"))
+        manifest = draft.commit(metadata, checksums, chain=names_in(delta_bytes), **anchor_fields)
+        buffer = draft.claim.buffer
+        self.head = ChainHead(manifest, buffer, footer, checksums, delta_bytes, anchor_version)
+        self.draft = None
+        return draft.delta_bytes
+
+    def abandon(self) -> None:
+        """Abandon the draft, if there is one."""
+        if self.draft is not None:
+            self.draft.abandon()
+            self.draft = None
+
+    def close(self) -> None:
+        self.mappings.clear()
+        self.writer.close()
+
+
+def _is_far_from_anchor(head: ChainHead) -> bool:
+    """Whether a new anchor serves late readers better than one more delta."""
+    names = list(head.delta_bytes)
+    since = names[names.index(head.anchor) + 1 :]
+    return _is_long([head.delta_bytes[name] for name in since], head.footer.layout)
 
 
 def _is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:
@@ -303,16 +261,16 @@ def _is_long(delta_bytes: Iterable[int], layout: Layout) -> bool:
     return len(sizes) >= MAX_CHAIN or sum(sizes) > MAX_CHAIN_SHARE * layout.num_bytes
 
 
-def trimmed(chain: dict[str, int], layout: Layout, anchor: str | None) -> dict[str, int]:
-    """Drop the oldest versions of a long chain, but for the anchor and what leads from it."""
-    names = list(chain)
+def trimmed(delta_bytes: dict[str, int], layout: Layout, anchor: str | None) -> dict[str, int]:
+    """Drop the oldest versions of a long chain, except the anchor and what leads from it."""
+    names = list(delta_bytes)
     while len(names) > 1 and names[0] != anchor:
-        if not _is_long([chain[name] for name in names[1:]], layout):
+        if not _is_long([delta_bytes[name] for name in names[1:]], layout):
             break
         names = names[1:]
-    return {name: chain[name] for name in names}
+    return {name: delta_bytes[name] for name in names}
 
 
-def names_in(chain: dict[str, int]) -> list[str]:
-    """Return a chain as a manifest has it: none, where no delta leads to the version."""
-    return list(chain) if len(chain) > 1 else []
+def names_in(delta_bytes: dict[str, int]) -> list[str]:
+    """Return a chain as a manifest has it: empty if no delta leads to the version."""
+    return list(delta_bytes) if len(delta_bytes) > 1 else []

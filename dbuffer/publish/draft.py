@@ -1,4 +1,4 @@
-"""`Draft`: how a version comes to be, whoever fills it: begun, filled, committed or abandoned."""
+"""`Draft`: a version in the making: begun, filled, committed or abandoned."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from dbuffer.io.tensors import (
     join_digests,
 )
 from dbuffer.io.transfer import OnBytes, part_path, read_tensors, write_tensor, write_tensors
+from dbuffer.publish.chain_head import ChainHead
 from dbuffer.store import filesystem
 from dbuffer.store.hold import Held
-from dbuffer.store.writer import BufferWriter, Claim
+from dbuffer.store.writer import BufferWriter
 
 Progress = Callable[[int, int], None]
 """Called with the bytes copied so far and in all; 0: the total is not known."""
@@ -39,78 +40,55 @@ MAX_METADATA_DEPTH = 100
 """Nesting that any reader can parse, however deep its stack is already."""
 
 
-class Drafts:
-    """The drafts of one writer, one after another, and what one leaves for the next.
+class Draft:
+    """A version in the making. Leaving its ``with`` block without a commit abandons it.
 
-    That is the mappings of files which are written again, and the footer, while nothing changes.
+    Args:
+        writer: writes the store.
+        mappings: mappings of the store's files, kept from one draft to the next.
+        version: number of the version.
+        footer: footer of its tensors; None: known when the last of a stream has come.
+        hashed: whether its checksums are computed as it is filled.
+        with_file: whether it has a weights file; else it is committed upon an earlier version's.
     """
 
-    def __init__(self, writer: BufferWriter) -> None:
-        self.writer = writer
-        self.mapped = KeptMappings()
-        self._footer: Footer | None = None
-
-    def footer_of(self, specs: tuple[TensorSpec, ...], aliases: dict[str, str]) -> Footer:
-        self._footer = Footer.like(self._footer, specs, aliases)
-        return self._footer
-
-    def map_file(self, path: Path, file: int, footer: Footer) -> MappedTensors:
-        """A weights file with these tensors in memory, shared with all who have it open."""
-        return self.mapped.of(
-            path,
-            file,
-            lambda: MappedTensors(file, footer.file_bytes, footer.layout, shared=True),
-        )
-
-    def begin(
-        self, version: int, footer: Footer | None, *, hashed: bool, with_file: bool = True
-    ) -> Draft:
-        """Claim the idle buffer for a version; with checksums, if ``hashed``.
-
-        ``footer`` is that of its tensors; None where they are known only when the last has come.
-        One without a file is to be committed upon that of an earlier version.
-        """
+    def __init__(
+        self,
+        writer: BufferWriter,
+        mappings: KeptMappings,
+        version: int,
+        footer: Footer | None,
+        *,
+        hashed: bool,
+        with_file: bool = True,
+    ) -> None:
         # A mapping keeps an unlinked file's room, which the next version may need.
-        self.mapped.keep_only(None if footer is None else footer.layout)
-        layout_xxh3, file_bytes = None, 0
-        if footer is not None:
-            layout_xxh3, file_bytes = footer.layout_xxh3, footer.file_bytes
+        mappings.keep_only(None if footer is None else footer.layout)
         try:
-            claim = self.writer.claim(
-                version, layout_xxh3=layout_xxh3, file_bytes=file_bytes, with_file=with_file
+            self.claim = writer.claim(
+                version,
+                layout_xxh3=None if footer is None else footer.layout_xxh3,
+                file_bytes=0 if footer is None else footer.file_bytes,
+                with_file=with_file,
             )
         except BaseException:
-            self.mapped.clear()
+            mappings.clear()
             raise
-        return Draft(self, claim, footer, hashed=hashed)
-
-    def close(self) -> None:
-        self.mapped.clear()
-        self.writer.close()
-
-
-class Draft:
-    """A version in the making. Leaving its ``with`` block without a commit abandons it."""
-
-    def __init__(
-        self, drafts: Drafts, claim: Claim, footer: Footer | None, *, hashed: bool
-    ) -> None:
-        self._drafts = drafts
-        self.claim = claim
-        """The buffer that it was given."""
+        self._writer = writer
+        self._mappings = mappings
+        self.version = version
+        self.base: ChainHead | None = None
+        """Version that its delta leads from; None: a full version."""
+        self.delta_bytes: int | None = None
+        """Bytes of the delta that leads to it; None: there is none."""
         self._footer = footer
         self._hashed = hashed
         self._is_done = False
-        self._specs: list[TensorSpec] = []
-        self._end = 0
-        self._written: list[int] = []
-        self.checksums: list[int] | None = None
-        """Checksums of its tensors, in the layout's order; None: it gets none."""
 
     @property
     def root(self) -> Path:
         """The store's directory."""
-        return self._drafts.writer.root
+        return self._writer.root
 
     @property
     def has_file(self) -> bool:
@@ -119,81 +97,90 @@ class Draft:
 
     @property
     def footer(self) -> Footer:
-        if self._footer is None:
-            if not self._specs:
-                raise InvalidWeightsError("there is no tensor in the weights to publish")
-            self._footer = Footer.of(Layout.of(self._specs))
+        assert self._footer is not None  # noqa: S101 - given, or of a stream that has come
         return self._footer
 
     @property
-    def layout(self) -> Layout:
-        return self.footer.layout
-
-    @property
     def is_mapped(self) -> bool:
-        return self._drafts.writer.medium.maps_files
+        return self._writer.medium.maps_files
 
     @property
     def mapped(self) -> MappedTensors:
-        return self._drafts.map_file(self.claim.path, self.claim.weights.number, self.footer)
+        """Its weights file in memory, on a local mount."""
+        file = self.claim.weights.number
+        return map_shared(self._mappings, self.claim.path, file, self.footer)
 
-    def fill(self, tensors: list[torch.Tensor], copier: Copier) -> None:
-        """Write all tensors, cast where dtypes differ."""
-        hashed = self._hashed
+    def fill(self, tensors: list[torch.Tensor], copier: Copier) -> list[int] | None:
+        """Write all tensors, cast where dtypes differ; return their checksums, if ``hashed``."""
+        hashed = self._hashed and self.base is None  # a delta's checksums are known
         if self.is_mapped:
-            self.checksums = copier.write(self.mapped, tensors, hashed=hashed)
-        else:
-            file, path, layout = self.claim.weights, self.claim.path, self.layout
-            self.checksums = write_tensors(file, path, layout, tensors, copier, hashed=hashed)
+            return copier.write(self.mapped, tensors, hashed=hashed)
+        file, path, layout = self.claim.weights, self.claim.path, self.footer.layout
+        return write_tensors(file, path, layout, tensors, copier, hashed=hashed)
 
     def fill_one_by_one(
-        self, tensors: Iterable[torch.Tensor], copier: Copier, on_bytes: OnBytes | None = None
-    ) -> None:
-        """Write tensors that are made when they are asked for, and dropped when written.
+        self, tensors: Iterable[torch.Tensor], copier: Copier, progress: Progress | None
+    ) -> list[int] | None:
+        """Write tensors that are made one at a time and dropped when written.
 
-        ``on_bytes`` is called with the bytes of each.
+        Returns their checksums, if ``hashed``.
         """
-        layout = self.layout
+        layout = self.footer.layout
+        on_bytes = counter(progress, layout.num_bytes)
         mapped = self.mapped if self.is_mapped else None
+        checksums = []
         for index, (spec, tensor) in enumerate(zip(layout.specs, tensors, strict=True)):
             if mapped is not None:
                 copy_one(mapped.views[index], tensor)
             else:
-                self._write(spec, layout.offsets[index], tensor)
+                checksums += self._write(spec, layout.offsets[index], tensor)
             if on_bytes is not None:
                 on_bytes(spec.num_bytes)
-        if self._hashed:
-            self.checksums = self._written if mapped is None else copier.checksums(mapped)
+        if not self._hashed:
+            return None
+        return checksums if mapped is None else copier.checksums(mapped)
 
-    def append(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
-        """Write one tensor behind those before, where the layout is not known beforehand."""
-        self._write(spec, self._end, tensor)
-        self._specs.append(spec)
-        self._end = align(self._end + spec.num_bytes)
-        self.checksums = self._written if self._hashed else None
+    def fill_from_stream(
+        self, stream: Iterable[tuple[TensorSpec, torch.Tensor]], progress: Progress | None
+    ) -> list[int] | None:
+        """Write tensors one behind the other; their layout is known when the last has come.
+
+        Returns their checksums, if ``hashed``.
+        """
+        on_bytes = counter(progress, 0)
+        specs, end, checksums = [], 0, []
+        for spec, tensor in stream:
+            checksums += self._write(spec, end, tensor)
+            specs.append(spec)
+            end = align(end + spec.num_bytes)
+            if on_bytes is not None:
+                on_bytes(spec.num_bytes)
+        if not specs:
+            raise InvalidWeightsError("there is no tensor in the weights to publish")
+        self._footer = Footer.of(Layout.of(specs))
+        return checksums if self._hashed else None
 
     def fill_from(
         self, held: Held, layout: Layout, copier: Copier, on_bytes: OnBytes | None
-    ) -> None:
-        """Copy another store's version, which has this layout there."""
-        chain, hashed = ChainReader(held, layout), self._hashed
+    ) -> list[int] | None:
+        """Copy another store's version, which has this layout there; return its checksums."""
+        reader, hashed = ChainReader(held, layout), self._hashed
         if self.is_mapped:
-            self.checksums = chain.read(self.mapped, copier, on_bytes=on_bytes, hashed=hashed)
-        elif held.manifest.anchor is None:
+            return reader.read(self.mapped, copier, on_bytes=on_bytes, hashed=hashed)
+        if held.manifest.anchor is None:
             file, own = held.file.number, self.claim.weights
-            self.checksums = read_tensors(
+            return read_tensors(
                 file, held.path, layout, own, copier, hashed=hashed, on_bytes=on_bytes
             )
-        else:
-            tensors = FileTensors.in_memory(self.layout)
-            chain.read(tensors, copier, on_bytes=on_bytes)
-            self.fill(tensors.views, copier)
+        tensors = FileTensors.in_memory(self.footer.layout)
+        reader.read(tensors, copier, on_bytes=on_bytes)
+        return self.fill(tensors.views, copier)
 
-    def _write(self, spec: TensorSpec, offset: int, tensor: torch.Tensor) -> None:
+    def _write(self, spec: TensorSpec, offset: int, tensor: torch.Tensor) -> list[int]:
+        """Write one tensor; return its checksum in a list, which is empty unless ``hashed``."""
         file, dtype, hashed = self.claim.weights, DTYPES[spec.dtype], self._hashed
         digests = write_tensor(file, self.claim.path, offset, tensor, dtype, hashed=hashed)
-        if hashed:
-            self._written.append(join_digests(digests))
+        return [join_digests(digests)] if hashed else []
 
     def add_delta(self, chunks: Iterable[bytes], identity: str | None = None) -> int:
         """Write the file of a delta that leads to it, or to another version of its chain.
@@ -201,10 +188,14 @@ class Draft:
         Returns:
             The file's size.
         """
-        return self._drafts.writer.add_delta(self.claim, identity or self.claim.identity, chunks)
+        return self._writer.add_delta(self.claim, identity or self.claim.identity, chunks)
 
-    def commit(self, metadata: dict[str, Any], **described: Any) -> Manifest:
-        """Publish it. ``described``: fields of the manifest that are not this writer's to say.
+    def commit(
+        self, metadata: dict[str, Any], checksums: list[int] | None, **described: Any
+    ) -> Manifest:
+        """Publish it, with the checksums of its tensors, or without any.
+
+        ``described``: further fields of the manifest.
 
         Raises:
             WriterSupersededError, StoreFullError, StoreAccessError, ClosedError: as
@@ -214,14 +205,16 @@ class Draft:
             raise ClosedError("this draft was committed, or abandoned")
         if self.has_file:
             self._check_parts()
-            described |= self.footer.seal(self.claim, self.checksums)
-        manifest = self._drafts.writer.commit(self.claim, metadata=metadata, **described)
+            described |= self.footer.seal(self.claim, checksums)
+        manifest = self._writer.commit(
+            self.claim, metadata=metadata, version=self.version, **described
+        )
         self._is_done = True
         return manifest
 
     def _check_parts(self) -> None:
         """Require every part that ranks have written to be there, whole, on this host too."""
-        path, layout = self.claim.path, self.layout
+        path, layout = self.claim.path, self.footer.layout
         if not layout.is_in_parts:
             return
         with filesystem.os_errors("look at the parts", path):
@@ -243,9 +236,9 @@ class Draft:
         """Give it up, unless it was committed: its buffer is started over the next time."""
         if not self._is_done:
             self._is_done = True
-            self._drafts.writer.abandon(self.claim)
+            self._writer.abandon(self.claim)
             # A mapping keeps an unlinked file's room, which the next version needs.
-            self._drafts.mapped.clear()
+            self._mappings.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -254,8 +247,15 @@ class Draft:
         self.abandon()
 
 
+def map_shared(mappings: KeptMappings, path: Path, file: int, footer: Footer) -> MappedTensors:
+    """Map an open weights file with these tensors, shared with all processes that map it."""
+    return mappings.of(
+        path, file, lambda: MappedTensors(file, footer.file_bytes, footer.layout, shared=True)
+    )
+
+
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metadata as a reader will get it."""
+    """Return the metadata as a reader gets it, or raise an `InvalidWeightsError`."""
     try:
         text = json.dumps(dict(metadata or {}), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""`SparsePatch`: what a trainer says has changed, in its own terms; checked, and in a layout's."""
+"""`SparsePatch`: changed values that a trainer names; checked, and turned into differences."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SparsePatch:
 
 
 def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[TensorDiff]:
-    """The patches in the layout's terms, checked.
+    """Return the differences that patches make in a layout's tensors, checked.
 
     Raises:
         InvalidWeightsError: one is no `SparsePatch` of plain tensors, or says two things of one
@@ -50,7 +50,7 @@ def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[TensorDif
         WeightsMismatchError: it is of a tensor, a shape, a place or a dtype that there is not.
     """
     indices = {spec.name: index for index, spec in enumerate(layout.specs)}
-    found: dict[int, TensorDiff] = {}
+    changes: dict[int, TensorDiff] = {}
     if not isinstance(patches, Iterable):
         raise InvalidWeightsError(f"patches are a list of SparsePatch, not {patches!r:.80}")
     for patch in patches:
@@ -59,11 +59,11 @@ def changes_of(patches: Iterable[SparsePatch], layout: Layout) -> list[TensorDif
         if name not in indices:
             raise WeightsMismatchError(f"a patch of {patch.name!r:.200}, which was not published")
         index = indices[name]
-        if index in found:
+        if index in changes:
             raise InvalidWeightsError(f"two patches of {patch.name!r}, or of a tensor tied to it")
         spec = layout.specs[index]
-        found[index] = _change_of(_cast(patch, DTYPES[spec.dtype]), index, spec)
-    return [found[index] for index in sorted(found) if len(found[index].values)]
+        changes[index] = _change_of(_cast(patch, DTYPES[spec.dtype]), index, spec)
+    return [changes[index] for index in sorted(changes) if len(changes[index].values)]
 
 
 def _check_form(patch: Any) -> None:
@@ -94,7 +94,7 @@ def is_dense(tensor: Any) -> bool:
 
 
 def _cast(patch: SparsePatch, dtype: torch.dtype) -> SparsePatch:
-    """With values in this dtype, where they are floating-point numbers of another width.
+    """Return a patch with its floating-point values cast to this dtype.
 
     Not to or from eight bits: those have scales, which a patch of other numbers does not know.
     """
@@ -122,7 +122,7 @@ def _change_of(patch: SparsePatch, index: int, spec: TensorSpec) -> TensorDiff:
     values = patch.values.detach().reshape(-1).cpu().resolve_conj().resolve_neg()
     # Copies: what changed is written into the other buffer by the next publish.
     values = values.clone(memory_format=torch.contiguous_format)
-    if not (places[1:] > places[:-1]).all():  # who has found them in order need not wait for this
+    if not (places[1:] > places[:-1]).all():  # sorting takes longer than the check
         places, values = _in_order(what, places, values)
     if len(places) and not 0 <= int(places[0]) <= int(places[-1]) < count:
         raise WeightsMismatchError(f"{what} has indices outside of 0 to {count - 1}")

@@ -1,6 +1,6 @@
 """`Publication`, and `PendingPublication`: a version that is published while the trainer goes on.
 
-The tensors of a pending one are read meanwhile, so nobody may write into them: a forward and a
+The tensors of a pending one are read meanwhile and must not be written to: a forward and a
 backward pass do not, an optimizer's step does.
 """
 
@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from typing import Self
@@ -35,7 +35,7 @@ class Publication:
     duration_s: float
     """From the call of `send` to its return, waiting for slow readers included."""
     delta_bytes: int | None = None
-    """Bytes of the delta that tells what changed since the version before; None: there is none."""
+    """Bytes of the delta from the version before; None: there is none."""
 
     @classmethod
     def of(
@@ -60,7 +60,7 @@ class PendingPublication(ProcessBound):
     def __init__(self) -> None:
         self._future: Future[Publication] = Future()
         self._pid = os.getpid()
-        self._is_told = False
+        self._is_reported = False
 
     def begin(self, publish: Callable[[], Publication]) -> None:
         """Publish from a thread, unless it is cancelled before the thread begins."""
@@ -111,7 +111,7 @@ class PendingPublication(ProcessBound):
             raise WaitTimeoutError(
                 f"weights were not published within {timeout_s:g} s, and still are being read"
             )
-        self._is_told = True
+        self._is_reported = True
         return self._future.result()
 
     def finish(self) -> None:
@@ -119,10 +119,10 @@ class PendingPublication(ProcessBound):
         with contextlib.suppress(CancelledError):
             self._future.exception()
 
-    def untold_error(self) -> BaseException | None:
+    def unreported_error(self) -> BaseException | None:
         """Return the error of a publish that is over, unless it was raised or returned before."""
-        is_told, self._is_told = self._is_told, True
-        return None if is_told or self._future.cancelled() else self._future.exception()
+        is_reported, self._is_reported = self._is_reported, True
+        return None if is_reported or self._future.cancelled() else self._future.exception()
 
     def _check_not_forked(self) -> None:
         # Nobody publishes it here; and a lock that was held during the fork is never released.
@@ -133,23 +133,21 @@ class PendingPublication(ProcessBound):
             )
 
 
-class Unchanged:
-    """Tells whether tensors were written into, by the count that autograd keeps of that.
+def watch_writes(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Return a function that raises an `InvalidWeightsError` if a tensor was written to since now.
 
-    It does not see what goes past autograd (``tensor.data``, NumPy, another process), nor a write
-    that is under way, and inference tensors are not counted.
+    It goes by the count that autograd keeps of writes. Writes that bypass autograd
+    (``tensor.data``, NumPy, another process) are not detected, nor one that is under way, and
+    inference tensors are not counted.
     """
+    watched = [
+        (name, tensor, tensor._version)  # noqa: SLF001 - autograd's own count
+        for name, tensor in zip(names, tensors, strict=True)
+        if not tensor.is_inference()
+    ]
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        self._watched = [
-            (name, tensor, tensor._version)  # noqa: SLF001 - what autograd itself goes by
-            for name, tensor in zip(names, tensors, strict=True)
-            if not tensor.is_inference()
-        ]
-
-    def require(self) -> None:
-        """Raise :class:`InvalidWeightsError` if one was."""
-        changed = [name for name, tensor, at in self._watched if tensor._version != at]  # noqa: SLF001
+    def require_unchanged() -> None:
+        changed = [name for name, tensor, count in watched if tensor._version != count]  # noqa: SLF001
         if changed:
             raise InvalidWeightsError(
                 f"{listed(changed)} changed while they were being published, so nothing was: call "
@@ -157,24 +155,24 @@ class Unchanged:
                 "sender.guard(optimizer) once"
             )
 
+    return require_unchanged
 
-class StreamsOf:
-    """Lets another thread go on where this one's CUDA streams are now, on streams of its own.
 
-    Written from CUDA's rules; not run on a GPU yet.
+def fork_streams(tensors: Sequence[torch.Tensor]) -> Callable[[], contextlib.ExitStack]:
+    """Return a function that makes a ``with`` block, in which another thread has CUDA streams.
+
+    Work in the block begins when this thread's streams have done what they have been given by now.
+    Not tested on a GPU.
     """
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    events = {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-        self._events = {
-            device: torch.cuda.current_stream(device).record_event() for device in devices
-        }
-
-    @contextlib.contextmanager
-    def followed(self) -> Iterator[None]:
+    def on_own_streams() -> contextlib.ExitStack:
         with contextlib.ExitStack() as stack:
-            for device, event in self._events.items():
+            for device, event in events.items():
                 stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 stream.wait_event(event)
                 stack.enter_context(torch.cuda.stream(stream))
-            yield
+            return stack.pop_all()
+
+    return on_own_streams

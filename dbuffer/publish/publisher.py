@@ -1,7 +1,7 @@
-"""`Publisher`: the path of every version: find what changed, claim, write, commit.
+"""`Publisher`: the path of every version: compare, claim, write, commit.
 
 One thread at a time publishes or closes, and no forked child does. A writer that was closed in the
-middle of a publish would write into whatever file has got its descriptor's number since; a lock
+middle of a publish would write into another file that has its descriptor's number since; a lock
 that was held during a fork is never released in the child.
 """
 
@@ -11,18 +11,17 @@ import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dbuffer.errors import ClosedError, StoreBusyError
-from dbuffer.format.layout import Layout
 from dbuffer.format.manifest import Manifest, decode, encode
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.publish.delta_chain import UNREADABLE, DeltaChain, is_worth_a_delta
-from dbuffer.publish.draft import Draft, Progress, checked_metadata
+from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.shares import ClaimInfo, Share
 from dbuffer.ranks.world import World
@@ -39,27 +38,20 @@ EARLIER_SENDER = 0
 class PublishRequest:
     """Weights to publish, and what is published with them."""
 
+    started: float
+    """Time of the call, by `time.monotonic`."""
     source: Source
     footer: Footer | None
     """Footer of their file; None for a stream."""
-    version: int | None
-    """Number of the version on rank 0; None: one above the last."""
-    metadata: Mapping[str, Any] | None
-    """Metadata on rank 0."""
+    version: int
+    """Number of the version, above the last one; on rank 0."""
+    metadata: dict[str, Any]
+    """Checked metadata; on rank 0."""
     base: int | None = None
-    """Version that a delta may lead from, alike on all ranks; None: none."""
+    """Version that a delta may lead from, the same on all ranks; None: none."""
     progress: Progress | None = None
     check: Callable[[], None] = lambda: None
     """Called when the weights have been read, before the commit; an error prevents that."""
-
-
-class Published(NamedTuple):
-    """Result of a publish."""
-
-    version: int
-    layout: Layout
-    delta_bytes: int | None
-    """Bytes of the delta that leads to the version; None: there is none."""
 
 
 class Publisher(Closing, ProcessBound, ABC):
@@ -71,7 +63,7 @@ class Publisher(Closing, ProcessBound, ABC):
         copier: its threads do the work.
         chain: rank 0's; None on all others.
         hashed: whether versions have checksums.
-        has_deltas: whether versions are published as deltas where that is worth it.
+        has_deltas: whether versions with few changes are published as deltas.
     """
 
     _closed_message: str
@@ -88,7 +80,7 @@ class Publisher(Closing, ProcessBound, ABC):
         has_deltas: bool,
     ) -> None:
         self._pid = os.getpid()
-        # Reentrant: a callback in a publish, or a signal handler on top of it, may come here too.
+        # Reentrant: a progress callback, or a signal handler during a publish, may call close().
         self._lock = threading.RLock()
         self._publishing_thread: int | None = None
         self._must_close = False
@@ -101,12 +93,10 @@ class Publisher(Closing, ProcessBound, ABC):
         self._hashed = hashed
         self._has_deltas = has_deltas
         self._base = EARLIER_SENDER if has_deltas else None
-        """Version that the next one may build upon, as far as this rank knows; None: none."""
+        """Version that the next delta may lead from, as far as this rank knows; None: none."""
         self._share: Share | None = None
         """This rank's part of that version."""
-        self._draft: Draft | None = None
-        """Version that is being published; on rank 0."""
-        self._metadata: dict[str, Any] = {}
+        self._footer: Footer | None = None
 
     @property
     def store(self) -> Path:
@@ -141,17 +131,17 @@ class Publisher(Closing, ProcessBound, ABC):
         self._check_open()
         self._world.first(
             "wait for receivers",
-            lambda: self._lead().drafts.writer.wait_applied(version, receivers, timeout_s),
+            lambda: self._lead().writer.wait_applied(version, receivers, timeout_s),
         )
 
     def close(self) -> None:
         """Give the store up, after the publish under way. The last version stays published."""
-        if self._pid != os.getpid():  # nobody publishes here, and who had the lock is not here
+        if self._pid != os.getpid():  # the thread that holds the lock is not in this process
             self._close()
             return
         with self._lock:
-            if self._is_publishing:
-                self._must_close = True  # this very thread: when it ends
+            if self._publishing_thread is not None:
+                self._must_close = True  # in this very thread: when its publish ends
             else:
                 self._close()
 
@@ -160,17 +150,12 @@ class Publisher(Closing, ProcessBound, ABC):
         self._world.close()
         self._copier.close()
         if self._chain is not None:
-            self._chain.drafts.close()
+            self._chain.close()
 
     def _check_open(self) -> None:
         """Raise a `ClosedError` where it is closed, or this is a forked child."""
         if self._pid != os.getpid() or not self._world.is_open:
             raise ClosedError(self._closed_message.format(store=self.store))
-
-    @property
-    def _is_publishing(self) -> bool:
-        """Whether a publish is under way; with the lock held, in this very thread."""
-        return self._publishing_thread is not None
 
     @contextlib.contextmanager
     def _publishing(self) -> Iterator[None]:
@@ -182,7 +167,7 @@ class Publisher(Closing, ProcessBound, ABC):
         """
         self._check_open()
         with self._lock:
-            if self._is_publishing:
+            if self._publishing_thread is not None:
                 raise StoreBusyError("this thread is already publishing with this sender")
             self._publishing_thread = threading.get_ident()
             try:
@@ -193,128 +178,116 @@ class Publisher(Closing, ProcessBound, ABC):
                 if self._must_close:
                     self._close()
 
-    def _note(self, started: float, published: Published) -> Publication:
-        """Count a version in, which took since ``started``, by `time.monotonic`."""
-        version, layout, delta_bytes = published
-        publication = Publication.of(version, layout, started, delta_bytes)
+    def _count(self, publication: Publication) -> Publication:
+        """Add a version to the statistics."""
         self._stats["versions"] += 1
         self._stats["bytes"] += publication.num_bytes
         self._stats["publish_s"] += publication.duration_s
-        if delta_bytes is not None:
+        if publication.delta_bytes is not None:
             self._stats["deltas"] += 1
-            self._stats["delta_bytes"] += delta_bytes
+            self._stats["delta_bytes"] += publication.delta_bytes
         return publication
+
+    def _footer_of(self, source: Source) -> Footer:
+        """Return the footer of a source's file: the last one, if the tensors are the same."""
+        self._footer = Footer.like(self._footer, source.specs, source.aliases)
+        return self._footer
 
     @abstractmethod
     def _make_share(self, footer: Footer | None) -> Share:
-        """Return this rank's part of versions with such a file, empty."""
+        """Return this rank's part of versions with this footer, without bytes."""
 
     def _lead(self) -> DeltaChain:
-        if self._chain is None:
-            raise ClosedError(f"rank {self._world.rank} is not the writer of {self.store}")
+        assert self._chain is not None  # noqa: S101 - on rank 0
         return self._chain
 
-    def _publish(self, request: PublishRequest) -> Published:
-        """Publish weights, whole or as what changed. Collective.
+    def _publish(self, request: PublishRequest) -> Publication:
+        """Publish weights: a delta if there is a base and few changes, else in full. Collective.
 
         Raises:
-            DBufferError: nothing was published, on any rank, and the next version is whole.
+            DBufferError: nothing was published, on any rank, and the next version is a full one.
         """
-        return self._write(request, self._find_diff(request))
+        share = self._take_base(request)
+        if share is not None:
+            num_changed = share.compare(request.source)
+            if not is_worth_a_delta(num_changed, share.footer.layout):
+                share = None
+        return self._write(request, share)
 
-    def _find_diff(self, request: PublishRequest) -> Share | None:
-        """Return this rank's part of the base, with what changed since; None: publish it whole.
+    def _take_base(self, request: PublishRequest) -> Share | None:
+        """Return this rank's part of the version that a delta may lead from; None: there is none.
 
-        Until the version is committed, there is no base for the next one.
+        Until the version is committed, the next one has no base.
         """
         share, footer = self._share, request.footer
         self._share, self._base = None, None
+        if request.base is None or footer is None:
+            return None
         if request.base == EARLIER_SENDER:
             share = self._resume(footer)
-        if request.base is None or share is None or share.footer is None or footer is None:
-            return None
         # By content: the footers of one rank may be the same object, and those of another not.
-        if share.footer.layout_xxh3 != footer.layout_xxh3:
+        if share is None or share.footer.layout_xxh3 != footer.layout_xxh3:
             return None
-        num_changed = share.find(request.source)
-        return share if is_worth_a_delta(num_changed, footer.layout) else None
+        return share
 
-    def _write(self, request: PublishRequest, base: Share | None) -> Published:
-        """Claim a buffer, write and commit: what changed in ``base``, or all weights without it."""
+    def _write(self, request: PublishRequest, base: Share | None) -> Publication:
+        """Claim a buffer, write and commit: the changes in ``base``, or without it all weights."""
+        world, is_delta = self._world, base is not None
+        share = base or self._make_share(request.footer)
         try:
-            return self._claim_write_commit(request, base)
+            fields = world.first("claim a buffer", lambda: self._claim(request, is_delta=is_delta))
+            info = ClaimInfo(**fields)
+            if is_delta:
+                checksums = share.write_diff(info)
+            else:
+                checksums = share.write_all(request.source, info, request.progress)
+            delta_bytes = world.first(
+                "commit the version", lambda: self._commit(request, share, checksums)
+            )
         except BaseException:
             self._abandon()
             raise
-
-    def _claim_write_commit(self, request: PublishRequest, base: Share | None) -> Published:
-        is_delta = base is not None
-        claim = self._world.first("claim a buffer", lambda: self._claim(request, is_delta=is_delta))
-        info, draft = ClaimInfo(**claim), self._draft
-        if base is not None:
-            share = base
-            checksums = share.write_diff(info, draft)
-        else:
-            share = self._make_share(request.footer)
-            checksums = share.write_all(request.source, info, draft, request.progress)
-        delta_bytes = self._world.first(
-            "commit the version", lambda: self._commit(request, share, checksums, is_delta=is_delta)
-        )
         if self._has_deltas:
             self._share, self._base = share, info.version
         footer = request.footer or self._lead().last.footer
-        return Published(info.version, footer.layout, delta_bytes)
+        return Publication.of(info.version, footer.layout, request.started, delta_bytes)
 
     def _claim(self, request: PublishRequest, *, is_delta: bool) -> dict[str, Any]:
         """Begin a version on rank 0, for all ranks to fill: the fields of a `ClaimInfo`."""
         chain = self._lead()
-        version = chain.drafts.writer.next_version(request.version)
-        self._metadata = checked_metadata(request.metadata)
-        hashed = self._hashed
-        draft = chain.begin(version, request.footer, is_delta=is_delta, hashed=hashed)
-        self._draft = draft
-        # Not where there are checksums: those of a file's bytes are taken as they lie there, and
-        # what is not written now may have been damaged since it was.
-        is_patched = is_delta and not hashed and chain.base.follows(draft.claim.held_before)
-        return asdict(ClaimInfo.of(version, draft, is_patched=is_patched))
+        draft = chain.begin(request.version, request.footer, is_delta=is_delta)
+        # Not with checksums: a byte that was damaged since it was written would be hashed as it is.
+        is_patched = is_delta and not self._hashed and chain.base.follows(draft.claim.held_before)
+        return asdict(ClaimInfo.of(draft, is_patched=is_patched))
 
     def _commit(
-        self,
-        request: PublishRequest,
-        share: Share,
-        checksums: list[int] | None,
-        *,
-        is_delta: bool,
+        self, request: PublishRequest, share: Share, checksums: list[int] | None
     ) -> int | None:
         """Publish on rank 0 what all ranks have written; the bytes of the delta that leads to it.
 
-        Where the store is to be flushed, one flush is enough: pages that other processes of this
+        In a store that is flushed, rank 0's flush is enough: pages that other processes of this
         machine have written are pages of the same file.
         """
-        chain, draft = self._lead(), self._draft
-        if draft is None:
-            raise ClosedError("no version was begun, so there is nothing to commit")
-        if is_delta:
+        chain = self._lead()
+        draft = chain.begun
+        if draft.base is not None:
             chain.add_delta(draft, share.take_diff(checksums), self._copier)
         request.check()
-        delta_bytes = chain.commit(draft, self._metadata, checksums)
-        self._draft = None
-        return delta_bytes
+        return chain.commit(draft, request.metadata, checksums)
 
     def _abandon(self) -> None:
-        """Give up what was begun, if anything was."""
-        if self._draft is not None:
-            self._draft.abandon()
-            self._draft = None
+        """Abandon the version that was begun, if one was."""
+        if self._chain is not None:
+            self._chain.abandon()
 
     def _resume(self, footer: Footer | None) -> Share | None:
-        """Build upon the version that an earlier sender left, if all ranks can read it. Collective.
+        """Return this rank's part of the version that an earlier sender left. Collective.
 
-        It is read whole, and compared with its checksums, where it has them. Once: after an error,
-        the next version is whole.
+        It is read whole, and compared with its checksums, if it has any; None: it is not there, or
+        a rank cannot read it. Done once: after an error, the next version is a full one.
         """
         world = self._world
-        encoded = world.first("look at the last version", lambda: self._look(footer))
+        encoded = world.first("look at the last version", lambda: self._encoded_last(footer))
         if encoded is None:
             return None
         manifest = decode(Manifest, encoded.encode())
@@ -323,16 +296,16 @@ class Publisher(Closing, ProcessBound, ABC):
         checksums = None
         if self._hashed and not any(problems):
             checksums = share.checksums()
-        is_right = world.first("compare it", lambda: self._is_right(problems, checksums))
-        return share if is_right else None
+        is_undamaged = world.first("compare it", lambda: self._is_undamaged(problems, checksums))
+        return share if is_undamaged else None
 
-    def _look(self, footer: Footer | None) -> str | None:
-        """Return on rank 0 the manifest of the version that can be built upon, encoded."""
-        head = self._lead().resume_from_store(footer, hashed=self._hashed)
+    def _encoded_last(self, footer: Footer | None) -> str | None:
+        """Return on rank 0 the encoded manifest of the version that a delta may lead from."""
+        head = self._lead().resume_from_store(footer)
         return None if head is None else encode(head.manifest).decode()
 
     def _read_back(self, manifest: Manifest, share: Share) -> str | None:
-        """Read this rank's part of a version; return what hinders that, if anything does."""
+        """Read this rank's part of a version; return the problem, if there is one."""
         try:
             held = hold_version(self._buffers, manifest.version, manifest.history)
             if held is not None:
@@ -344,16 +317,15 @@ class Publisher(Closing, ProcessBound, ABC):
             return str(error)
         return f"it does not see version {manifest.version} as rank 0 does"
 
-    def _is_right(self, problems: Sequence[str | None], checksums: list[int] | None) -> bool:
-        """Whether all ranks have what was published; else log why not. On rank 0."""
+    def _is_undamaged(self, problems: Sequence[str | None], checksums: list[int] | None) -> bool:
+        """Whether all ranks have read what was published; if not, log why. On rank 0."""
         chain = self._lead()
         for rank, problem in enumerate(problems):
             if problem is not None:
-                chain.log_full_publish(
-                    f"rank {rank}: {problem}" if self._world.size > 1 else problem
-                )
+                prefix = f"rank {rank}: " if self._world.size > 1 else ""
+                chain.log_full_publish(prefix + problem)
                 return False
-        if chain.head is None or chain.head.checksums != checksums:
+        if chain.last.checksums != checksums:
             chain.log_full_publish("it was damaged after it was published")
             return False
         return True

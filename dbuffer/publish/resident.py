@@ -1,20 +1,19 @@
 """`ResidentModel`: a model whose parameters live in the buffer that is not being read.
 
 A `WeightSender` copies a trainer's weights into the idle buffer. Here they are there already: the
-optimizer writes them where they will be published, and a publish writes the manifest and moves the
-pointer. Then the model changes sides: the bytes just published are copied into the other buffer,
-and training goes on there. That copy comes after the flip, so no reader waits for it, and what has
-been published is never written again: half of an optimizer's step is in no version.
+optimizer writes them where they will be published, and a publish writes the manifest and flips the
+version pointer. Then the model changes sides: the bytes just published are copied into the other
+buffer, and training goes on there. That copy comes after the flip, so no reader waits for it, and
+published bytes are never written again: no version has half of an optimizer's step.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,12 +24,12 @@ from dbuffer.format.delta import require_compression
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import MappedTensors
-from dbuffer.publish.delta_chain import DeltaChain, is_worth_a_delta
-from dbuffer.publish.draft import Draft, Drafts, checked_metadata
+from dbuffer.publish.delta_chain import DeltaChain
+from dbuffer.publish.draft import Draft, checked_metadata
 from dbuffer.publish.publication import Publication
-from dbuffer.publish.publisher import Published, Publisher
-from dbuffer.publish.shares import WholeShare
-from dbuffer.ranks.world import Solo
+from dbuffer.publish.publisher import Publisher, PublishRequest
+from dbuffer.publish.shares import ResidentShare, WholeShare
+from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.store.medium import medium_of
 from dbuffer.store.writer import BufferWriter
@@ -38,20 +37,6 @@ from dbuffer.weights.names import Rename
 from dbuffer.weights.sources import Describer, Source, is_same_memory, own_tensors
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Home:
-    """The claimed buffer in which the parameters live."""
-
-    draft: Draft
-    mapped: MappedTensors
-    tensors: list[torch.Tensor]
-    """Tensors that the parameters share their memory with, in the layout's order."""
-    addresses: list[int]
-    """Addresses of the tensors in the mapped file. ``share_memory()``, which torch.multiprocessing
-    calls for what it hands to another process, moves a storage elsewhere, under all tensors that
-    share it."""
 
 
 class ResidentModel(Publisher):
@@ -122,7 +107,8 @@ class ResidentModel(Publisher):
         if options.flag("delta", delta):
             require_compression()
         self._describer = Describer(rename=rename)
-        self._home: _Home | None = None
+        self._home: MappedTensors | None = None
+        """File in which the parameters live; None: they are in ordinary memory."""
         source = self._describe_movable()
         copier = Copier(num_threads)
         self._writer = BufferWriter(
@@ -132,10 +118,10 @@ class ResidentModel(Publisher):
             allow_shared_store=allow_shared_store,
             move_torchrl_aside=move_torchrl_aside,
         )
-        self._drafts = Drafts(self._writer)
-        chain = DeltaChain(self._drafts)
+        chain = DeltaChain(self._writer, hashed=checksum)
         buffers = self._writer.store
-        super().__init__(buffers, Solo(), copier, chain, hashed=checksum, has_deltas=delta)
+        super().__init__(buffers, World(), copier, chain, hashed=checksum, has_deltas=delta)
+        self._base = None  # an earlier sender's version is not read: the first is published in full
         try:
             self._move_in(source)
         except BaseException:
@@ -147,7 +133,7 @@ class ResidentModel(Publisher):
     ) -> Publication:
         """Publish the parameters as they are, then let the model live in the other buffer.
 
-        What something has moved out of the buffer since the last publish (``.half()``, an
+        A tensor that was moved out of the buffer since the last publish (``.half()``, an
         assignment, a new parameter) is copied back in before, with a warning.
 
         Args:
@@ -167,37 +153,34 @@ class ResidentModel(Publisher):
         """
         started = time.monotonic()
         with self._publishing():
-            published = self._publish_home(version, metadata)
-        return self._note(started, published)
-
-    def _publish_home(self, version: int | None, metadata: Mapping[str, Any] | None) -> Published:
-        version = self._writer.next_version(version)
-        checked = checked_metadata(metadata)
-        source = self._describer.describe(self.module)
-        if self._home is None or not _is_at(self._home, source):
-            source = self._describe_movable()
-            if self._home is not None:
-                logger.warning(
-                    "%s: something was moved out of the store since the last publish (by .half(), "
-                    "share_memory() or an assignment?), and is copied back in",
-                    self.store,
-                )
-                self._leave(self._home)
-            self._move_in(source)
-        home = self._home
-        assert home is not None  # noqa: S101 - it has just been found, or made
-        delta_bytes = self._flip(home, version, checked)
-        self._change_sides(home, source)
-        return Published(version, home.draft.layout, delta_bytes)
+            version = self._writer.next_version(version)
+            checked = checked_metadata(metadata)
+            source = self._describer.describe(self.module)
+            if self._home is None or not _is_at(self._home, source):
+                source = self._describe_movable()
+                if self._home is not None:
+                    logger.warning(
+                        "%s: something was moved out of the store since the last publish (by "
+                        ".half(), share_memory() or an assignment?), and is copied back in",
+                        self.store,
+                    )
+                    self._abandon()
+                self._move_in(source)
+            footer = self._footer_of(source)
+            request = PublishRequest(started, source, footer, version, checked, self._base)
+            publication = self._publish(request)
+            self._change_sides(source)
+        duration_s = time.monotonic() - started  # readers of the other buffer included
+        return self._count(replace(publication, duration_s=duration_s))
 
     def close(self) -> None:
         """Move the parameters to ordinary memory, and give the store up; after a publish."""
         super().close()
 
     def _close(self) -> None:
-        # A forked child has nothing to give up, and must not remove what its parent writes.
-        if self._writer.is_open and self._home is not None:
-            self._leave(self._home)
+        # A forked child has nothing to abandon, and must not remove what its parent writes.
+        if self._writer.is_open:
+            self._abandon()
         super()._close()
 
     def _describe_movable(self) -> Source:
@@ -232,67 +215,42 @@ class ResidentModel(Publisher):
     def _move_in(self, source: Source, *, is_published: bool = False) -> None:
         """Claim the idle buffer, copy everything into it, and let the parameters live there.
 
-        ``is_published``: they are as they were published last, so that what changed since the
-        version before is enough.
+        ``is_published``: they are as they were published last, so that the changes since the
+        version before are enough.
         """
-        tensors = source.eager
-        version = self._writer.next_version(None)
-        footer = self._drafts.footer_of(source.specs, source.aliases)
-        with contextlib.ExitStack() as on_error:
-            begun = self._drafts.begin(version, footer, hashed=self._hashed)
-            draft = on_error.enter_context(begun)
-            mapped = draft.mapped
-            if not (is_published and self._brought_up_to_date(draft, mapped)):
-                self._copier.write(mapped, tensors)
-            on_error.pop_all()  # it stays open, for the model to live in
-        housed = _separate_tensors(mapped)
-        addresses = [tensor.data_ptr() for tensor in housed]
-        self._home = home = _Home(draft, mapped, housed, addresses)
-        self._point(dict(zip([t.data_ptr() for t in tensors], home.tensors, strict=True)))
-
-    def _brought_up_to_date(self, draft: Draft, mapped: MappedTensors) -> bool:
-        """Write into the version before the last what changed since, if that is what is there."""
-        share, head = self._share, self._lead().head
-        if not isinstance(share, WholeShare) or head is None:
-            return False
-        if not share.catch_up(mapped, draft, head):
-            return False
-        return head.checksums is None or self._copier.checksums(mapped) == head.checksums
-
-    def _make_share(self, footer: Footer | None) -> WholeShare:
-        chain, copier, hashed = self._lead(), self._copier, self._hashed
-        return WholeShare(footer, chain, copier, hashed=hashed, is_kept=self._has_deltas)
-
-    def _flip(self, home: _Home, version: int, metadata: dict[str, Any]) -> int | None:
-        chain, footer = self._lead(), home.draft.footer
-        checksums = self._copier.checksums(home.mapped) if self._hashed else None
-        share, self._share = self._share, None
-        diff = None
-        if isinstance(share, WholeShare) and share.footer is footer:
-            num_changed = share.find_in(home.tensors)
-            if is_worth_a_delta(num_changed, footer.layout):
-                diff = share.take_diff(checksums)
-        # Readers may have it from here on, even if this fails: nothing more is written into it.
-        self._home = None
+        tensors, chain = source.eager, self._lead()
+        draft = chain.open(self._writer.next_version(None), self._footer_of(source))
         try:
-            chain.adopt(version, is_delta=diff is not None)
-            if diff is not None:
-                chain.add_delta(home.draft, diff, self._copier)
-            delta_bytes = chain.commit(home.draft, metadata, checksums)
+            mapped = draft.mapped
+            if not (is_published and self._is_caught_up(draft)):
+                self._copier.write(mapped, tensors)
         except BaseException:
-            self._leave(home)
+            chain.abandon()
             raise
-        if self._has_deltas:
-            changes = None if diff is None else diff.changes
-            self._share = self._make_share(footer)
-            self._share.adopt(home.mapped, changes)
-        return delta_bytes
+        self._home = mapped
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        self._point(dict(zip(addresses, _separate_tensors(mapped), strict=True)))
 
-    def _change_sides(self, home: _Home, source: Source) -> None:
+    def _is_caught_up(self, draft: Draft) -> bool:
+        """Write the last changes into the draft's file, if it holds the version before the last."""
+        share, head = self._share, self._lead().last
+        if not isinstance(share, WholeShare) or not share.catch_up(draft, head):
+            return False
+        return head.checksums is None or self._copier.checksums(draft.mapped) == head.checksums
+
+    def _make_share(self, footer: Footer | None) -> ResidentShare:
+        return ResidentShare(footer, self._lead(), self._copier, is_kept=self._has_deltas)
+
+    def _change_sides(self, source: Source) -> None:
+        """Let the model live in the other buffer, or in ordinary memory if that cannot be."""
+        published = self._home
+        assert published is not None  # noqa: S101 - it was published from there
         try:
             self._move_in(source, is_published=True)
         except BaseException as error:
-            self._evacuate(home.mapped)
+            if self._home is published:
+                self._home = None
+            self._evacuate(published)
             if not isinstance(error, DBufferError | OSError):
                 raise
             # The version is out. Whatever hinders the next one still does when it is published.
@@ -303,19 +261,24 @@ class ResidentModel(Publisher):
                 error,
             )
 
-    def _leave(self, home: _Home) -> None:
-        self._home = None
+    def _abandon(self) -> None:
+        """Move the parameters to ordinary memory, and abandon the version that was begun.
+
+        Readers may have one that failed in its commit: nothing more is written into its file.
+        """
+        home, self._home = self._home, None
         try:
-            self._evacuate(home.mapped)
+            if home is not None:
+                self._evacuate(home)
         finally:
-            home.draft.abandon()
+            super()._abandon()
 
     def _evacuate(self, mapped: MappedTensors) -> None:
         places = range(mapped.address, mapped.address + mapped.layout.checksums_offset)
         tensors = [t for t in own_tensors(self.module) if t.data_ptr() in places]
         self._point({tensor.data_ptr(): tensor.detach().clone() for tensor in tensors})
         # A mapping keeps an unlinked file's room.
-        self._drafts.mapped.clear()
+        self._lead().mappings.clear()
 
     def _point(self, places: dict[int, torch.Tensor]) -> None:
         """Let tensors of the module, ties included, live where those at their addresses lie now.
@@ -327,23 +290,20 @@ class ResidentModel(Publisher):
                 tensor.data = places[tensor.data_ptr()]
 
 
-def _is_at(home: _Home, source: Source) -> bool:
-    layout = home.draft.layout
-    return (source.specs, source.aliases, source.is_lazy) == (
-        layout.specs,
-        layout.aliases,
-        False,
-    ) and all(
-        is_same_memory(tensor, place) and place.data_ptr() == address
-        for tensor, place, address in zip(source.tensors, home.tensors, home.addresses, strict=True)
-        if place.numel()
-    )
+def _is_at(home: MappedTensors, source: Source) -> bool:
+    """Whether a source's tensors lie in this file, each at its place."""
+    layout = home.layout
+    if source.is_lazy or (source.specs, source.aliases) != (layout.specs, layout.aliases):
+        return False
+    pairs = zip(source.eager, home.views, strict=True)
+    return all(is_same_memory(tensor, view) for tensor, view in pairs if view.numel())
 
 
 def _separate_tensors(mapped: MappedTensors) -> list[torch.Tensor]:
-    """The tensors of a file, each with a storage of its own.
+    """Return the tensors of a file, each with a storage of its own.
 
-    Views of one storage would be taken for tied by what saves checkpoints.
+    Programs that save checkpoints take views of one storage for tied tensors. And
+    ``share_memory()`` moves a storage, under all tensors that share it.
     """
     tensors = []
     for view, start in zip(mapped.views, mapped.layout.offsets, strict=True):

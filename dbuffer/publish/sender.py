@@ -20,12 +20,17 @@ from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import file_under
 from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import Drafts, Progress, checked_metadata
+from dbuffer.publish.draft import Progress, checked_metadata
 from dbuffer.publish.patches import SparsePatch, changes_of
-from dbuffer.publish.publication import PendingPublication, Publication, StreamsOf, Unchanged
-from dbuffer.publish.publisher import EARLIER_SENDER, Published, Publisher, PublishRequest
+from dbuffer.publish.publication import (
+    PendingPublication,
+    Publication,
+    fork_streams,
+    watch_writes,
+)
+from dbuffer.publish.publisher import EARLIER_SENDER, Publisher, PublishRequest
 from dbuffer.publish.shares import WholeShare
-from dbuffer.ranks.world import Solo
+from dbuffer.ranks.world import World
 from dbuffer.runtime import options
 from dbuffer.store.writer import BufferWriter
 from dbuffer.weights.names import Rename
@@ -49,8 +54,8 @@ class WeightSender(Publisher):
         rename: a :class:`NameMap`, a mapping of names, or a function from name to name.
         num_threads: threads that copy. Default: the machine's cores, at most 8.
         reader_timeout_s: how long to wait for readers that still hold the buffer to be written,
-            before they are evicted. On network mounts nobody waits; there it is how long an old
-            version is kept for readers that say they still read it.
+            before they are evicted. On network mounts a sender does not wait; there it is how long
+            an old version is kept for readers that say they still read it.
         allow_shared_store: accept a directory that belongs to someone else, or that others can
             write to.
         move_torchrl_aside: where the directory holds weights of TorchRL's own double buffer, move
@@ -92,12 +97,11 @@ class WeightSender(Publisher):
             move_torchrl_aside=move_torchrl_aside,
         )
         hashed = self._writer.medium.reaches_other_hosts if checksum == "auto" else checksum
-        self._drafts = Drafts(self._writer)
-        chain = DeltaChain(self._drafts)
+        chain = DeltaChain(self._writer, hashed=hashed)
         buffers = self._writer.store
-        super().__init__(buffers, Solo(), copier, chain, hashed=hashed, has_deltas=delta)
+        super().__init__(buffers, World(), copier, chain, hashed=hashed, has_deltas=delta)
         self._pending: list[PendingPublication] = []
-        """Publications that nobody waited for, until their outcome is known."""
+        """Publications that ``wait()`` was not called for, until their outcome is raised."""
         self._is_behind = False
         """Whether a send has failed: patches of what it would have published fit nothing."""
 
@@ -163,7 +167,7 @@ class WeightSender(Publisher):
         self._settle()
         with self._publishing():
             # Everything is checked before anything is touched.
-            self._writer.next_version(version)
+            number = self._writer.next_version(version)
             checked = checked_metadata(metadata)
             source = self._describer.describe(weights)
             if source.stream is not None and self._has_deltas:
@@ -172,19 +176,18 @@ class WeightSender(Publisher):
                     "iterator gives them one by one: make a dictionary of them"
                 )
             if wait:
-                published = self._send(source, version, checked, progress)
-                return self._note_sent(started, published)
+                return self._send(started, source, number, checked, progress)
         if source.stream is not None:
             options.refuse("wait", wait, "True with an iterator, which only its owner may run")
         if source.is_lazy:
             options.refuse("wait", wait, "True with lazy tensors, which only their owner makes")
-        unchanged = Unchanged([spec.name for spec in source.specs], source.eager)
-        streams = StreamsOf(source.eager)
+        require_unchanged = watch_writes([spec.name for spec in source.specs], source.eager)
+        on_own_streams = fork_streams(source.eager)
 
         def publish() -> Publication:
-            with self._publishing(), streams.followed():
-                published = self._send(source, version, checked, progress, unchanged.require)
-            return self._note_sent(started, published)
+            with self._publishing(), on_own_streams():
+                number = self._writer.next_version(version)  # others may have published since
+                return self._send(started, source, number, checked, progress, require_unchanged)
 
         pending = PendingPublication()
         try:
@@ -238,49 +241,37 @@ class WeightSender(Publisher):
                     f"the weights that were sent last to {self.store} were not published, so there "
                     "is nothing that patches of them could follow: send all weights once"
                 )
-            return self._note(started, self._publish_patches(patches, version, metadata))
-
-    def _publish_patches(
-        self,
-        patches: Iterable[SparsePatch],
-        version: int | None,
-        metadata: Mapping[str, Any] | None,
-    ) -> Published:
-        version = self._writer.next_version(version)
-        checked = checked_metadata(metadata)
-        if self._base == EARLIER_SENDER:
-            self._base, self._share = None, self._resume(None)
-        share = self._share
-        if not isinstance(share, WholeShare):
-            raise VersionError(
-                f"there is no version in {self.store} to patch: send all weights once, and after "
-                "each error"
-            )
-        changes = changes_of(patches, share.contents.layout)
-        self._base, self._share = None, None
-        share.patch(changes)
-        nothing = Source((), [], {}, is_lazy=False)
-        request = PublishRequest(nothing, share.footer, version, checked)
-        return self._write(request, share)
+            version = self._writer.next_version(version)
+            checked = checked_metadata(metadata)
+            if self._base == EARLIER_SENDER:
+                self._base, self._share = None, self._resume(None)
+            share = self._share
+            if not isinstance(share, WholeShare):
+                raise VersionError(
+                    f"there is no version in {self.store} to patch: send all weights once, and "
+                    "after each error"
+                )
+            changes = changes_of(patches, share.contents.layout)
+            self._base, self._share = None, None
+            share.patch(changes)
+            unread = Source((), [], {}, is_lazy=False)
+            request = PublishRequest(started, unread, share.footer, version, checked)
+            return self._count(self._write(request, share))
 
     def guard(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Let each step of an optimizer wait for what ``send(wait=False)`` is publishing.
 
-        What went wrong with it is raised by the step, which is not taken then.
+        If that failed, the step raises its error, and changes nothing.
 
         Returns:
-            What takes the guard off again, by ``remove()``.
+            A handle whose ``remove()`` takes the guard off again.
         """
         return optimizer.register_step_pre_hook(lambda *_: self._settle())
 
-    def _note_sent(self, started: float, published: Published) -> Publication:
-        self._is_behind = False
-        return self._note(started, published)
-
     def _settle(self) -> None:
-        """Wait for what was sent and not waited for, and raise what nobody has been told of.
+        """Wait for pending publications, and raise an error that was not raised before.
 
-        Not in a forked child, where nobody publishes it; nor on top of this thread's own publish,
+        Not in a forked child, where no thread publishes; nor on top of this thread's own publish,
         for which it may be waiting.
         """
         if self._pid != os.getpid() or self._publishing_thread == threading.get_ident():
@@ -288,7 +279,7 @@ class WeightSender(Publisher):
         settled = list(self._pending)
         for pending in settled:
             pending.finish()
-        errors = [error for each in settled if (error := each.untold_error()) is not None]
+        errors = [error for each in settled if (error := each.unreported_error()) is not None]
         for pending in settled:
             with contextlib.suppress(ValueError):  # another thread has done so
                 self._pending.remove(pending)
@@ -310,24 +301,28 @@ class WeightSender(Publisher):
 
     def _send(
         self,
+        started: float,
         source: Source,
-        version: int | None,
+        version: int,
         metadata: dict[str, Any],
         progress: Progress | None,
         check: Callable[[], None] = lambda: None,
-    ) -> Published:
+    ) -> Publication:
         footer = None
         if source.stream is None:
             self._refuse_idle_buffer(source)
-            footer = self._drafts.footer_of(source.specs, source.aliases)
+            footer = self._footer_of(source)
             if self._has_deltas and source.is_lazy:
                 source = replace(source, tensors=list(map(fetch, source.tensors)), is_lazy=False)
-        request = PublishRequest(source, footer, version, metadata, self._base, progress, check)
-        return self._publish(request)
+        request = PublishRequest(
+            started, source, footer, version, metadata, self._base, progress, check
+        )
+        publication = self._publish(request)
+        self._is_behind = False
+        return self._count(publication)
 
     def _make_share(self, footer: Footer | None) -> WholeShare:
-        chain, copier, hashed = self._lead(), self._copier, self._hashed
-        return WholeShare(footer, chain, copier, hashed=hashed, is_kept=self._has_deltas)
+        return WholeShare(footer, self._lead(), self._copier, is_kept=self._has_deltas)
 
     def _refuse_idle_buffer(self, source: Source) -> None:
         """Refuse a snapshot's tensors that this version would overwrite while it reads them."""

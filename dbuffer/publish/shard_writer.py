@@ -28,6 +28,7 @@ from dbuffer.io.tensors import (
     join_blocks,
 )
 from dbuffer.io.transfer import DIGEST_OF_NOTHING, part_path, write_tensor
+from dbuffer.publish.draft import map_shared
 from dbuffer.publish.shards import Box, WriteAssignment, layout_in_parts
 from dbuffer.publish.shares import ClaimInfo
 from dbuffer.ranks.world import World
@@ -88,7 +89,7 @@ class ShardWriter(ABC):
 
     @abstractmethod
     def finish(self, world: World, *, hashed: bool) -> list[int] | None:
-        """Wait until all ranks have all bytes in their files; the tensors' checksums, if wanted.
+        """Wait until all ranks have all bytes in their files; return the checksums, if ``hashed``.
 
         Collective.
         """
@@ -126,7 +127,7 @@ class SharedFileWriter(ShardWriter):
             # No lock: rank 0 holds it for all.
             file = filesystem.open_regular(path, os.O_RDWR, owner_only=self._owner_only)
         with file:
-            if [*filesystem.identity_of(file.number)] != info.identity:
+            if [*filesystem.identity_of(file.number)] != info.inode:
                 raise StoreAccessError(
                     f"{path} is another file than rank 0's: is {self._store} the same directory "
                     "for all ranks?"
@@ -134,12 +135,8 @@ class SharedFileWriter(ShardWriter):
             self._map(path, file.number, footer)
 
     def _map(self, path: Path, file: int, footer: Footer) -> MappedTensors:
-        self._mapped = mapped = self._kept.of(
-            path,
-            file,
-            lambda: MappedTensors(file, footer.file_bytes, footer.layout, shared=True),
-        )
-        return mapped
+        self._mapped = map_shared(self._kept, path, file, footer)
+        return self._mapped
 
     def write(self, box: Box, source: torch.Tensor) -> None:
         _copy(box.of(self._begun().views[box.tensor]), source)
@@ -153,13 +150,13 @@ class SharedFileWriter(ShardWriter):
         mapped = self._begun()
         slices = mapped.cut_blocks(world.size)
 
-        def hash_share() -> list[int]:
+        def hash_slice() -> list[int]:
             if world.rank >= len(slices):
                 return []
             first, end = slices[world.rank]
             return [mapped.hash_block(block) for block in mapped.layout.blocks[first:end]]
 
-        shares = world.each("hash its share", hash_share)
+        shares = world.each("hash its slice", hash_slice)
         digests = list(itertools.chain.from_iterable(shares))
         return join_blocks(mapped.layout.blocks, digests)
 
@@ -241,7 +238,7 @@ class PartFileWriter(ShardWriter):
 
         shares = world.each("flush its part", flush)
         self._file = None  # rank 0 abandons all, from here on
-        return join_shares(self._layout, shares) if hashed else None
+        return join_digests_of_parts(self._layout, shares) if hashed else None
 
     def read_back(
         self, held: Held, footer: Footer, boxes: Sequence[Box], copy: FileTensors, copier: Copier
@@ -253,7 +250,7 @@ class PartFileWriter(ShardWriter):
     def checksums_read(
         self, world: World, layout: Layout, digests: Callable[[], list[int]]
     ) -> list[int] | None:
-        return join_shares(layout, world.each("hash what it has read", digests))
+        return join_digests_of_parts(layout, world.each("hash what it has read", digests))
 
     def _pieces_of(self, layout: Layout) -> dict[int, Piece]:
         """This rank's, by the tensor."""
@@ -279,7 +276,7 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
         copy_one(destination[first : first + rows], source[first : first + rows])
 
 
-def join_shares(layout: Layout, shares: Sequence[list[int]]) -> list[int]:
+def join_digests_of_parts(layout: Layout, shares: Sequence[list[int]]) -> list[int]:
     """The checksum of each tensor from the digests of the blocks in each part."""
     queues = [iter(share) for share in shares]
     part_at = {(piece.tensor, piece.offset): piece.part for piece in layout.pieces}

@@ -25,7 +25,7 @@ from dbuffer.io.footer import Footer
 from dbuffer.publish import shards
 from dbuffer.publish.box_share import BoxShare
 from dbuffer.publish.delta_chain import DeltaChain
-from dbuffer.publish.draft import Drafts
+from dbuffer.publish.draft import checked_metadata
 from dbuffer.publish.publication import Publication
 from dbuffer.publish.publisher import EARLIER_SENDER, Publisher, PublishRequest
 from dbuffer.publish.shard_writer import PartFileWriter, ShardWriter, SharedFileWriter
@@ -81,6 +81,7 @@ class ShardedWeightSender(Publisher):
         StoreAccessError: the store cannot be used.
     """
 
+    _world: Agreement
     _closed_message = (
         "this sender of {store} is closed, has lost a rank, or was made before a fork; make a new "
         "one"
@@ -104,7 +105,7 @@ class ShardedWeightSender(Publisher):
     ) -> None:
         with contextlib.ExitStack() as opened:  # closed again where this fails
             patience_s = _step_timeout_s(rank_timeout_s, reader_timeout_s)
-            self._agreement = ranks = Agreement(group, timeout_s=patience_s)
+            self._world = ranks = Agreement(group, timeout_s=patience_s)
             opened.callback(ranks.close)
 
             def take_options() -> None:
@@ -128,14 +129,12 @@ class ShardedWeightSender(Publisher):
                     allow_shared_store=allow_shared_store,
                     move_torchrl_aside=move_torchrl_aside,
                 )
-                self._chain = DeltaChain(Drafts(writer))
-                opened.callback(self._chain.drafts.close)
+                opened.callback(writer.close)
                 medium = writer.medium
                 _check_reach(medium, ranks.peers)
-                return [
-                    medium.maps_files,
-                    medium.reaches_other_hosts if checksum == "auto" else checksum,
-                ]
+                hashed = medium.reaches_other_hosts if checksum == "auto" else checksum
+                self._chain = DeltaChain(writer, hashed=hashed)
+                return [medium.maps_files, hashed]
 
             self._chain = None
             ranks.each("take its options", take_options)
@@ -143,15 +142,14 @@ class ShardedWeightSender(Publisher):
             buffers, copier, chain = self._buffers, self._copier, self._chain
             super().__init__(buffers, ranks, copier, chain, hashed=hashed, has_deltas=delta)
             opened.pop_all()
-        self._footer: Footer | None = None
         self._held: list[Boxes] = []
         """Boxes that each rank holds."""
         self._assigned: str | None = None
         """Digest of the layout that the assignment is for."""
         self._assignment = WriteAssignment((), ())
-        self._writer: ShardWriter = PartFileWriter(self.store, rank=ranks.rank)
+        self._shard_writer: ShardWriter = PartFileWriter(self.store, rank=ranks.rank)
         if is_shared:
-            self._writer = SharedFileWriter(self.store, owner_only=not allow_shared_store)
+            self._shard_writer = SharedFileWriter(self.store, owner_only=not allow_shared_store)
 
     def send(
         self,
@@ -185,11 +183,10 @@ class ShardedWeightSender(Publisher):
             WriterSupersededError: another sender took the store over.
             ClosedError: the sender was closed, or this is a forked child.
         """
-        with self._closing_if_interrupted(), self._publishing(), self._agreement.call():
-            started = time.monotonic()
-            request = self._describe(weights, version, metadata)
-            published = self._publish(request)
-        return self._note(started, published)
+        with self._closing_if_interrupted(), self._publishing(), self._world.call():
+            request = self._describe(time.monotonic(), weights, version, metadata)
+            publication = self._publish(request)
+        return self._count(publication)
 
     def wait_applied(
         self, version: int, *, receivers: int | str | Collection[str] = 1, timeout_s: float = 60.0
@@ -217,24 +214,24 @@ class ShardedWeightSender(Publisher):
 
         def lose(error: BaseException) -> None:
             if not isinstance(error, DBufferError):
-                self._agreement.close()
+                self._world.close()
 
         return TranslatedErrors(lose)
 
     def _close(self) -> None:
-        self._writer.close()
+        self._shard_writer.close()
         super()._close()
 
     def _abandon(self) -> None:
-        self._writer.drop()
+        self._shard_writer.drop()
         super()._abandon()
 
     def _make_share(self, footer: Footer | None) -> BoxShare:
         assert footer is not None  # noqa: S101 - ranks publish no streams
         return BoxShare(
             footer,
-            self._agreement,
-            self._writer,
+            self._world,
+            self._shard_writer,
             self._copier,
             self._assignment,
             hashed=self._hashed,
@@ -242,11 +239,16 @@ class ShardedWeightSender(Publisher):
         )
 
     def _describe(
-        self, weights: Weights, version: int | None, metadata: Mapping[str, Any] | None
+        self,
+        started: float,
+        weights: Weights,
+        version: int | None,
+        metadata: Mapping[str, Any] | None,
     ) -> PublishRequest:
         """Describe the weights, alike on all ranks, and assign who writes what of them."""
-        ranks = self._agreement
+        ranks = self._world
         sources: list[Source] = []
+        on_rank_0: dict[str, Any] = {"version": 0, "metadata": {}}
 
         def describe() -> dict[str, Any]:
             source = self._describer.describe(weights)
@@ -256,8 +258,11 @@ class ShardedWeightSender(Publisher):
                     "or a dict"
                 )
             sources.append(source)
+            if ranks.rank == 0:
+                on_rank_0["version"] = self._lead().writer.next_version(version)
+                on_rank_0["metadata"] = checked_metadata(metadata)
             footer = self._footer_of(source)
-            self._writer.keep_only(footer.layout)
+            self._shard_writer.keep_only(footer.layout)
             boxes = shards.held_boxes(source.tensors)
             is_known = self._assigned == footer.layout_xxh3 and self._held[ranks.rank] == boxes
             return {
@@ -277,8 +282,8 @@ class ShardedWeightSender(Publisher):
         if boxes != [None] * ranks.size:
             self._assign_writes(source, boxes)
             base = base if base == EARLIER_SENDER else None
-        footer = self._writer.footer_of(self._footer_of(source), self._assignment)
-        return PublishRequest(source, footer, version, metadata, base)
+        footer = self._shard_writer.footer_of(self._footer_of(source), self._assignment)
+        return PublishRequest(started, source, footer, **on_rank_0, base=base)
 
     def _assign_writes(self, source: Source, by_rank: list[list[Any] | None]) -> None:
         """Assign anew who writes what; ``by_rank``: boxes as JSON has them, None: as before.
@@ -291,13 +296,13 @@ class ShardedWeightSender(Publisher):
             for boxes, known in zip(by_rank, last, strict=True)
         ]
         self._assignment = shards.assign_writes(
-            source.specs, self._held, rows_only=self._writer.rows_only
+            source.specs, self._held, rows_only=self._shard_writer.rows_only
         )
         self._assigned = self._footer_of(source).layout_xxh3
 
     def _refuse_difference(self, source: Source, version: int | None) -> NoReturn:
         """Raise on all ranks what the first one that differs is to publish instead."""
-        ranks, mine = self._agreement, [f"version {version}", *_rows_of(source)]
+        ranks, mine = self._world, [f"version {version}", *_rows_of(source)]
         rows = ranks.first("list its weights", lambda: mine)
 
         def compare() -> None:
@@ -310,10 +315,6 @@ class ShardedWeightSender(Publisher):
 
         ranks.each("publish what rank 0 does", compare)
         raise InvalidWeightsError("the ranks describe different weights")
-
-    def _footer_of(self, source: Source) -> Footer:
-        self._footer = Footer.like(self._footer, source.specs, source.aliases)
-        return self._footer
 
 
 def _step_timeout_s(rank_timeout_s: Any, reader_timeout_s: Any) -> float:

@@ -97,8 +97,8 @@ def _box_of_dtensor(index: int, tensor: DTensor) -> Box | None:
     return Box(index, tuple(start), tuple(shape))
 
 
-def held_elements(tensor: torch.Tensor | LazyTensor, box: Box, name: str) -> torch.Tensor:
-    """The elements in a box, where they are on this rank."""
+def local_elements(tensor: torch.Tensor | LazyTensor, box: Box, name: str) -> torch.Tensor:
+    """Return the elements in a box that this rank holds."""
     if not isinstance(tensor, LazyTensor):
         return tensor
     if tensor.sharded is None:

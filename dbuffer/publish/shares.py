@@ -1,10 +1,10 @@
 """`Share`: the part of each version that one rank writes, and its bytes in the last one.
 
-A sender alone writes all of it (`WholeShare`), a rank of a sharded trainer boxes of tensors
-(`BoxShare`). Either finds what changed, and brings its own copy of the last version up to date.
+A sender alone writes all of it (`WholeShare`), a rank of a sharded trainer writes boxes of tensors
+(`BoxShare`). Either compares the next weights with its bytes of the last version.
 
-The trainer's memory is read once: it may be written to behind the back of the check. The delta, and
-what the next version is compared with, come of what was written then.
+The trainer may write to its memory while it is compared. So it is read once: the delta, and the
+bytes that the next version is compared with, come from what was read then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from dbuffer.io.changes import Diff, TensorDiff, find_changes, words_of, write_c
 from dbuffer.io.copier import Copier
 from dbuffer.io.footer import Footer
 from dbuffer.io.tensors import FileTensors, MappedTensors
-from dbuffer.publish.delta_chain import ChainHead, DeltaChain
-from dbuffer.publish.draft import Draft, Progress, counter
+from dbuffer.publish.chain_head import ChainHead
+from dbuffer.publish.delta_chain import DeltaChain
+from dbuffer.publish.draft import Draft, Progress
 from dbuffer.store import filesystem
 from dbuffer.store.hold import Held
 from dbuffer.weights.sources import Source, fetch
@@ -40,16 +41,16 @@ class ClaimInfo:
     version: int
     buffer: str
     file: str
-    identity: list[int] | None
-    """Identity of the file on rank 0's host; None: the version has no file of its own."""
+    inode: list[int] | None
+    """Device and inode of the file on rank 0's host; None: the version has no file of its own."""
     is_patched: bool
     """Whether the file holds the version before the last, so that only changes are written."""
 
     @classmethod
-    def of(cls, version: int, draft: Draft, *, is_patched: bool) -> ClaimInfo:
+    def of(cls, draft: Draft, *, is_patched: bool) -> ClaimInfo:
         claim = draft.claim
-        identity = None if claim.file is None else [*filesystem.identity_of(claim.file.number)]
-        return cls(version, claim.buffer, claim.path.name, identity, is_patched)
+        inode = None if claim.file is None else [*filesystem.identity_of(claim.file.number)]
+        return cls(draft.version, claim.buffer, claim.path.name, inode, is_patched)
 
     def path_in(self, store: Path) -> Path:
         return store / self.buffer / self.file
@@ -58,16 +59,21 @@ class ClaimInfo:
 class Share(ABC):
     """The part of each version that one rank writes, and its bytes in the last one.
 
-    A publish calls `find` and `write_diff`, or `write_all`, on all ranks.
+    A publish calls `compare` and `write_diff`, or `write_all`, on all ranks.
     """
 
     def __init__(self, footer: Footer | None) -> None:
-        self.footer = footer
+        self._footer = footer
         """Footer of the versions; None for a stream, of which nothing is kept."""
+
+    @property
+    def footer(self) -> Footer:
+        assert self._footer is not None  # noqa: S101 - deltas are of no streams
+        return self._footer
 
     @abstractmethod
     def read_back(self, held: Held) -> None:
-        """Read this rank's part of a version that is there; not collective.
+        """Read this rank's part of a published version; not collective.
 
         Raises:
             StoreNotFoundError, StoreCorruptError, StoreAccessError: it cannot.
@@ -78,39 +84,35 @@ class Share(ABC):
         """Return the checksums of all tensors as they were read back."""
 
     @abstractmethod
-    def find(self, source: Source) -> int:
-        """Compare the weights with the last version; how many words of all tensors differ."""
+    def compare(self, source: Source) -> int:
+        """Find what differs from the last version; return the number of words, on all ranks."""
 
     @abstractmethod
     def write_all(
-        self, source: Source, info: ClaimInfo, draft: Draft | None, progress: Progress | None
+        self, source: Source, info: ClaimInfo, progress: Progress | None
     ) -> list[int] | None:
-        """Write the weights into the claimed file; the checksums of all tensors, if wanted.
-
-        ``draft`` is rank 0's.
-        """
+        """Write the weights into the claimed file; return the checksums of all tensors, if any."""
 
     @abstractmethod
-    def write_diff(self, info: ClaimInfo, draft: Draft | None) -> list[int] | None:
-        """Bring copy and claimed file up to date; the checksums of all tensors, if wanted."""
+    def write_diff(self, info: ClaimInfo) -> list[int] | None:
+        """Bring copy and claimed file up to date; return the checksums of all tensors, if any."""
 
     @abstractmethod
     def take_diff(self, checksums: list[int] | None) -> Diff:
-        """Return on rank 0 what was found on all ranks and written, for the delta; once."""
+        """Return on rank 0 the differences that all ranks have written, for the delta; once."""
 
 
 class WholeShare(Share):
     """All tensors, for a sender alone.
 
-    Where buffers are kept whole, the published one is compared with the next version, and the idle
-    one, which holds the version before, is brought up to date by the last two deltas. Elsewhere a
-    copy in memory is compared with.
+    On a local mount, the next version is compared with the published buffer, and the idle buffer,
+    which holds the version before, is brought up to date by the last two deltas. On a network
+    mount, the next version is compared with a copy in memory.
 
     Args:
-        footer: as for `Share`.
-        chain: the writer's.
+        footer: footer of the versions; None for a stream.
+        chain: the store's, with the draft that is written.
         copier: its threads do the work.
-        hashed: whether versions have checksums.
         is_kept: whether the next version is compared with this one.
     """
 
@@ -120,13 +122,11 @@ class WholeShare(Share):
         chain: DeltaChain,
         copier: Copier,
         *,
-        hashed: bool,
         is_kept: bool,
     ) -> None:
         super().__init__(footer)
         self._chain = chain
         self._copier = copier
-        self._hashed = hashed
         self._is_kept = is_kept
         self._contents: FileTensors | None = None
         self._diff: Diff | None = None
@@ -139,28 +139,19 @@ class WholeShare(Share):
         assert self._contents is not None  # noqa: S101 - it was written, or read back
         return self._contents
 
-    def adopt(self, contents: FileTensors, changes: Iterable[TensorDiff] | None) -> None:
-        """Take the bytes of a version that was published, and what changed in it, if known."""
-        self._contents = contents
-        self._changes = None if changes is None else _without_replaced(changes)
-
     def read_back(self, held: Held) -> None:
-        footer = self._chain.last.footer
         if self._chain.keeps_buffers_whole:
-            self._contents = self._chain.drafts.map_file(held.path, held.file.number, footer)
+            self._contents = self._chain.map_published(held, self.footer)
         else:
-            self._contents = FileTensors.in_memory(footer.layout)
-            ChainReader(held, footer.layout).read(self._contents, self._copier)
+            self._contents = FileTensors.in_memory(self.footer.layout)
+            ChainReader(held, self.footer.layout).read(self._contents, self._copier)
 
     def checksums(self) -> list[int] | None:
         return self._copier.checksums(self.contents)
 
-    def find(self, source: Source) -> int:
-        return self.find_in(source.eager)
-
-    def find_in(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Compare tensors with the last version; how many words differ."""
-        self._diff = find_changes(self.contents, tensors, self._copier, hashed=self._hashed)
+    def compare(self, source: Source) -> int:
+        hashed = self._chain.hashed
+        self._diff = find_changes(self.contents, source.eager, self._copier, hashed=hashed)
         return self._diff.num_changed
 
     def patch(self, changes: Iterable[TensorDiff]) -> None:
@@ -174,7 +165,7 @@ class WholeShare(Share):
             replace(change, replaced=words_of(contents, change.tensor)[change.positions])
             for change in changes
         ]
-        checksums = self._checksums_of(changes) if self._hashed else None
+        checksums = self._checksums_of(changes) if self._chain.hashed else None
         num_changed = sum(len(change.values) for change in changes)
         self._diff = Diff(contents.layout, changes, checksums, num_changed)
 
@@ -182,40 +173,31 @@ class WholeShare(Share):
         self,
         source: Source,
         info: ClaimInfo,  # noqa: ARG002
-        draft: Draft | None,
         progress: Progress | None,
     ) -> list[int] | None:
-        draft = _of_rank_0(draft)
+        draft = self._chain.begun
         if source.stream is not None:
-            # The layout is known when the last tensor has come.
-            count = counter(progress, 0)
-            for spec, tensor in source.stream:
-                draft.append(spec, tensor)
-                if count is not None:
-                    count(spec.num_bytes)
-        elif source.is_lazy:
-            # One at a time: what was gathered or read is dropped before the next.
-            count = counter(progress, draft.layout.num_bytes)
-            draft.fill_one_by_one(map(fetch, source.tensors), self._copier, count)
-        elif not self._is_kept:
-            draft.fill(source.eager, self._copier)
-        elif self._chain.keeps_buffers_whole:
-            draft.fill(source.eager, self._copier)
+            return draft.fill_from_stream(source.stream, progress)
+        if source.is_lazy:
+            # A tensor that was gathered or read is dropped before the next.
+            return draft.fill_one_by_one(map(fetch, source.tensors), self._copier, progress)
+        tensors = source.eager
+        if self._is_kept and self._chain.keeps_buffers_whole:
             self._contents = draft.mapped
-        else:
-            self._contents = FileTensors.in_memory(draft.layout)
-            self._copier.write(self._contents, source.eager)
-            draft.fill(self._contents.views, self._copier)
-        return draft.checksums
+        elif self._is_kept:
+            self._contents = FileTensors.in_memory(draft.footer.layout)
+            self._copier.write(self._contents, tensors)
+            tensors = self._contents.views
+        return draft.fill(tensors, self._copier)
 
-    def write_diff(self, info: ClaimInfo, draft: Draft | None) -> list[int] | None:  # noqa: ARG002
-        draft, diff = _of_rank_0(draft), self._found
+    def write_diff(self, info: ClaimInfo) -> list[int] | None:  # noqa: ARG002
+        draft, diff = self._chain.begun, self._found
         checksums = self._chain.base.checksums_after(diff.checksums)
         if self._chain.keeps_buffers_whole:
             mapped = draft.mapped
-            self._fill(mapped, draft, diff, checksums)
+            self._fill(mapped, diff, checksums)
             changes = detached_copy(diff.changes, mapped)
-            self.adopt(mapped, changes)
+            self._contents, self._changes = mapped, _without_replaced(changes)
         else:
             changes = apply_detached(diff.changes, self.contents, self._copier)
             if draft.has_file:
@@ -227,29 +209,28 @@ class WholeShare(Share):
         diff, self._diff = self._found, None
         return diff
 
-    def catch_up(self, mapped: MappedTensors, draft: Draft, head: ChainHead) -> bool:
-        """Make of the version before ``head`` that one, in the draft's file, by the last changes.
+    def catch_up(self, draft: Draft, head: ChainHead) -> bool:
+        """Apply the last changes to a draft's file, which then holds ``head``.
 
-        False: they are not known, or the file holds another version.
+        False: they are not known, or the file does not hold the version before.
         """
         if self._changes is None or not head.follows(draft.claim.held_before):
             return False
-        write_changes(self._changes, mapped, self._copier)
+        write_changes(self._changes, draft.mapped, self._copier)
         return True
 
     @property
     def _found(self) -> Diff:
-        assert self._diff is not None  # noqa: S101 - it is called after `find` or `patch`
+        assert self._diff is not None  # noqa: S101 - called after `compare` or `patch`
         return self._diff
 
-    def _fill(
-        self, mapped: MappedTensors, draft: Draft, diff: Diff, checksums: list[int] | None
-    ) -> None:
+    def _fill(self, mapped: MappedTensors, diff: Diff, checksums: list[int] | None) -> None:
         """Write the whole version into the draft's file."""
-        if not self.catch_up(mapped, draft, self._chain.base):
+        draft = self._chain.begun
+        if not self.catch_up(draft, self._chain.base):
             self._copier.write(mapped, self.contents.views)
         write_changes(diff.changes, mapped, self._copier)
-        # What is not written now may have been damaged since it was.
+        # Bytes that are not written now may have been damaged since they were.
         if checksums is None or self._copier.checksums(mapped) == checksums:
             return
         logger.warning("%s was damaged since it was written: writing it anew", draft.claim.path)
@@ -278,18 +259,31 @@ class WholeShare(Share):
 
     def _damaged(self, name: str) -> str:
         return (
-            f"{self._chain.drafts.writer.root}: {name} was damaged after it was published, so what "
+            f"{self._chain.writer.root}: {name} was damaged after it was published, so what "
             "changed since cannot be published upon it; send all weights"
         )
 
 
-def _of_rank_0(draft: Draft | None) -> Draft:
-    assert draft is not None  # noqa: S101 - a sender alone is the writer
-    return draft
+class ResidentShare(WholeShare):
+    """All tensors of a resident model: the draft's file holds them before a publish begins."""
+
+    def write_all(
+        self,
+        source: Source,  # noqa: ARG002
+        info: ClaimInfo,  # noqa: ARG002
+        progress: Progress | None,  # noqa: ARG002
+    ) -> list[int] | None:
+        self._contents = self._chain.begun.mapped
+        return self.checksums() if self._chain.hashed else None
+
+    def write_diff(self, info: ClaimInfo) -> list[int] | None:  # noqa: ARG002
+        self._contents = self._chain.begun.mapped
+        self._changes = _without_replaced(self._found.changes)
+        return self.checksums() if self._chain.hashed else None
 
 
 def detached_copy(changes: Iterable[TensorDiff], contents: FileTensors) -> list[TensorDiff]:
-    """Return the changes without the trainer's memory; ``contents`` holds their values."""
+    """Return the changes with the values of whole tensors in ``contents``, not in the trainer's."""
     return [
         replace(change, values=words_of(contents, change.tensor))
         if change.positions is None
@@ -301,9 +295,9 @@ def detached_copy(changes: Iterable[TensorDiff], contents: FileTensors) -> list[
 def apply_detached(
     changes: Iterable[TensorDiff], contents: FileTensors, copier: Copier
 ) -> list[TensorDiff]:
-    """Bring a copy of the last version up to date, and return the changes out of it.
+    """Bring a copy of the last version up to date, and return the changes, with their old values.
 
-    None of what they replace is in the copy's memory any more.
+    Old values of whole tensors, which lay in the copy, are copied before.
     """
     kept = [
         replace(change, replaced=change.replaced.copy())
@@ -316,8 +310,8 @@ def apply_detached(
 
 
 def _without_replaced(changes: Iterable[TensorDiff]) -> list[TensorDiff]:
-    """Return changes that are written again: whole tensors let go of the version before.
+    """Return changes that are written again: without the old values of whole tensors.
 
-    A mapping keeps an unlinked file's room.
+    These lie in a mapping, which keeps an unlinked file's room.
     """
     return [replace(one, replaced=None) if one.positions is None else one for one in changes]

@@ -19,7 +19,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,12 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from dbuffer import errors
 from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
 from dbuffer.ranks.rendezvous import meet
-from dbuffer.ranks.world import Arrays, T, World
+from dbuffer.ranks.world import T, World
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.liveness import Process
+
+Arrays: TypeAlias = list[npt.NDArray[Any] | None]
+"""Flat arrays of numbers, or None in the place of one."""
 
 _FRAME_BYTES = 1024
 """A message of at most this size takes one collective, a longer one two."""
@@ -102,8 +105,8 @@ class Agreement(World):
     def call(self) -> TranslatedErrors:
         """Make steps in a ``with`` block that belong together, on all ranks.
 
-        What leaves it on this rank alone drops the connections: the others must not go on without
-        this rank, nor wait for it.
+        An error that leaves it on this rank alone drops the connections: the others must not go on
+        without this rank, nor wait for it.
         """
         self._number += 1
         self._fails_together = False

@@ -51,7 +51,7 @@ def meet(store: Store, rank: int, size: int, *, timeout_s: float, where: str | N
             ) from error
         if not away:
             return  # the last one came at the last moment
-        # Who comes later must not find us here, and go on.
+        # A rank that comes later must not see this one here, and go on.
         store.delete_key(f"{_HERE} {rank}")
         what = "did not come" if never else "came, but did not wait that long"
         raise RankTimeoutError(
@@ -92,7 +92,7 @@ def join(init_method: str, rank: int, size: int, *, meet_s: float, timeout_s: fl
             f"rank {rank} of {size} met the others at {where}, but cannot connect to them: "
             f"{_first_line(error)}"
         ) from error
-    leave(meeting, rank)  # they are connected, so that nobody waits there any more
+    leave(meeting, rank)  # they are connected, so that no rank waits there any more
 
 
 def place_of(store: Store) -> str:
@@ -109,8 +109,8 @@ def place_of(store: Store) -> str:
 def _store_at(init_method: str, rank: int, size: int, timeout_s: float, where: str) -> Store:
     """Over TCP, rank 0 is the server and waits until there are as many as there are ranks."""
     try:
-        found = rendezvous(init_method, rank, size, timeout=_seconds(timeout_s))
-        store: Store = next(found)[0]
+        results = rendezvous(init_method, rank, size, timeout=_seconds(timeout_s))
+        store: Store = next(results)[0]
     except distributed.DistError as error:
         if rank == 0 and isinstance(error, distributed.DistNetworkError):
             raise RankFailedError(

@@ -59,8 +59,8 @@ def read_checkpoint(path: Path) -> tuple[list[str], list[torch.Tensor | LazyTens
     """Names and tensors of a HuggingFace checkpoint directory, or of one safetensors file."""
     names: list[str] = []
     tensors: list[torch.Tensor | LazyTensor] = []
-    for file, wanted in _checkpoint_files(path).items():
-        for name, tensor in _open_safetensors(file, wanted):
+    for file, names_in_file in _checkpoint_files(path).items():
+        for name, tensor in _open_safetensors(file, names_in_file):
             names.append(name)
             tensors.append(tensor)
     return names, tensors
@@ -86,16 +86,16 @@ def _checkpoint_files(path: Path) -> dict[Path, list[str] | None]:
         for name, file in shards.items():
             if Path(file).name != file:
                 raise InvalidWeightsError(f"{index} names {file!r}, outside its directory")
-            wanted = files_of.setdefault(path / file, [])
-            if wanted is not None:
-                wanted.append(name)
+            names_in_file = files_of.setdefault(path / file, [])
+            if names_in_file is not None:
+                names_in_file.append(name)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise InvalidWeightsError(f"{index} is not the index of a checkpoint ({error})") from None
     return files_of
 
 
 def _open_safetensors(
-    file: Path, wanted: list[str] | None
+    file: Path, names_in_file: list[str] | None
 ) -> Iterator[tuple[str, torch.Tensor | LazyTensor]]:
     try:
         from safetensors import SafetensorError, safe_open
@@ -106,7 +106,7 @@ def _open_safetensors(
     try:
         file.open("rb").close()  # of a file that may not be read safetensors says it is not there
         handle: Any = safe_open(file, framework="pt")
-        for name in wanted if wanted is not None else handle.keys():
+        for name in names_in_file if names_in_file is not None else handle.keys():
             part = handle.get_slice(name)
             dtype = SAFETENSORS_DTYPES[part.get_dtype()]
             shape = list(part.get_shape())

@@ -54,11 +54,11 @@ def compare(
     index_of |= {alias: index_of[name] for alias, name in published.aliases.items()}
     offered = _renamed_specs(published, index_of, rename)
     origins = dict(zip(offered, index_of.values(), strict=True))
-    wanted = {spec.name: spec for spec in needed}
+    of_model = {spec.name: spec for spec in needed}
     matching, differing, recast = [], [], []
     # No pair is made for those that are alike: 18,000 of them set the garbage collector going.
     for name, have in offered.items():
-        if (need := wanted.get(name)) is None:
+        if (need := of_model.get(name)) is None:
             continue
         if have.shape != need.shape:
             differing.append((have, need))
@@ -67,18 +67,18 @@ def compare(
         if have.dtype != need.dtype:
             recast.append((have, need))
     # Of a tied tensor no name is left over if another is needed.
-    used = {index for name, index in origins.items() if name in wanted}
+    used = {index for name, index in origins.items() if name in of_model}
     return Comparison(
         matching=matching,
-        missing=[spec for name, spec in wanted.items() if name not in offered],
+        missing=[spec for name, spec in of_model.items() if name not in offered],
         left_over=[
             spec
             for name, spec in offered.items()
-            if name not in wanted and origins[name] not in used
+            if name not in of_model and origins[name] not in used
         ],
         differing=differing,
         recast=recast,
-        sources={name: index for name, index in origins.items() if name in wanted},
+        sources={name: index for name, index in origins.items() if name in of_model},
         unused_rules=rename.unused_rules(index_of) if isinstance(rename, NameMap) else [],
     )
 

@@ -6,9 +6,9 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from dbuffer.errors import InvalidWeightsError, OptionError
 
@@ -17,44 +17,41 @@ MAX_FILE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
-    """Rule for one name."""
+class Rule:
+    r"""Rule that gives some names a new one.
 
-    name: str
-    to: str
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Rule for the beginning of names."""
-
-    prefix: str
-    to: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    r"""Rule for names that match a regular expression; ``to`` may use its groups, as ``\1``.
+    Args:
+        kind: how ``text`` is compared: with the whole name (``"name"``), with its beginning
+            (``"prefix"``), or as a regular expression with the whole name (``"pattern"``).
+        text: the name, prefix or regular expression.
+        to: the new name or prefix. For a pattern, ``\1`` stands for the first group of the match.
 
     Raises:
-        OptionError: (a ``ValueError``) it is not a regular expression, or has no such group.
+        OptionError: (a ``ValueError``) ``text`` is not a regular expression, or ``to`` names a
+            group that it does not have.
     """
 
-    pattern: str
+    kind: Literal["name", "prefix", "pattern"]
+    text: str
     to: str
 
     def __post_init__(self) -> None:
-        """Raise now, rather than in the middle of a publish."""
+        """Check a pattern now, rather than in the middle of a publish."""
+        if self.kind != "pattern":
+            return
         try:
             # With an empty alternative there is a match to expand, without a name that fits.
-            empty = re.compile(f"{self.pattern}|").fullmatch("")
+            empty = re.compile(f"{self.text}|").fullmatch("")
             if empty is not None:
                 empty.expand(self.to)
         except (re.error, IndexError, TypeError) as error:
-            raise OptionError(f"invalid rule {self.pattern!r} to {self.to!r}: {error}") from None
+            raise OptionError(f"invalid rule {self.text!r} to {self.to!r}: {error}") from None
+
+    def as_json(self) -> dict[str, str]:
+        """Return the rule as a mapping file has it."""
+        return {self.kind: self.text, "to": self.to}
 
 
-Rule: TypeAlias = Exact | Prefix | Pattern
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
@@ -71,26 +68,28 @@ class NameMap:
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         self.rules = tuple(rules)
+        # There may be 100,000 rules for one name: they are looked up, the others tried one by one.
         self._exact: dict[str, int] = {}
-        self._others: list[tuple[int, Prefix | re.Pattern[str]]] = []
+        self._patterns: list[tuple[int, re.Pattern[str], str]] = []
         for index, rule in enumerate(self.rules):
-            if isinstance(rule, Exact):
-                self._exact.setdefault(rule.name, index)
-            elif isinstance(rule, Prefix):
-                self._others.append((index, rule))
-            else:
-                self._others.append((index, re.compile(rule.pattern)))
+            if rule.kind == "name":
+                self._exact.setdefault(rule.text, index)
+                continue
+            pattern, to = rule.text, rule.to
+            if rule.kind == "prefix":
+                pattern, to = re.escape(pattern) + "(?s:(.*))", to.replace("\\", r"\\") + r"\1"
+            self._patterns.append((index, re.compile(pattern), to))
 
     def exact(self, name: str, to: str) -> Self:
         """Return a map with one more rule: this name becomes ``to``."""
-        return type(self)((*self.rules, Exact(name, to)))
+        return type(self)((*self.rules, Rule("name", name, to)))
 
     def prefix(self, prefix: str, to: str) -> Self:
         """Return a map with one more rule: names that begin so begin with ``to``.
 
         ``prefix("", "model.")`` puts ``model.`` before all names.
         """
-        return type(self)((*self.rules, Prefix(prefix, to)))
+        return type(self)((*self.rules, Rule("prefix", prefix, to)))
 
     def pattern(self, pattern: str, to: str) -> Self:
         r"""Return a map with one more rule: names that match as a whole become ``to``.
@@ -103,7 +102,7 @@ class NameMap:
             OptionError: (a ``ValueError``) not a regular expression, or ``to`` names a group that
                 it does not have.
         """
-        return type(self)((*self.rules, Pattern(pattern, to)))
+        return type(self)((*self.rules, Rule("pattern", pattern, to)))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
@@ -130,7 +129,7 @@ class NameMap:
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of a mapping file with these rules."""
-        return {"rules": [asdict(rule) for rule in self.rules]}
+        return {"rules": [rule.as_json() for rule in self.rules]}
 
     def __call__(self, name: str) -> str:
         """Return a tensor's new name."""
@@ -144,16 +143,12 @@ class NameMap:
 
     def _match(self, name: str) -> tuple[int, str] | None:
         """Return the first rule that fits, by its index, and the new name."""
-        # There may be 100,000 exact rules: they are looked up, the others tried one by one.
         exact = self._exact.get(name, len(self.rules))
-        for index, rule in self._others:
+        for index, pattern, to in self._patterns:
             if index > exact:
                 break
-            if isinstance(rule, Prefix):
-                if name.startswith(rule.prefix):
-                    return index, rule.to + name[len(rule.prefix) :]
-            elif (match := rule.fullmatch(name)) is not None:
-                return index, match.expand(self.rules[index].to)
+            if (match := pattern.fullmatch(name)) is not None:
+                return index, match.expand(to)
         return None if exact == len(self.rules) else (exact, self.rules[exact].to)
 
     def __repr__(self) -> str:
@@ -187,13 +182,6 @@ def renamed(name: str, rename: Rename | None) -> str:
     return new
 
 
-_KINDS: dict[str, type[Exact] | type[Prefix] | type[Pattern]] = {
-    "name": Exact,
-    "prefix": Prefix,
-    "pattern": Pattern,
-}
-
-
 def _parse(content: Any, source: str) -> list[Rule]:
     match content:
         case {"rules": list(rules), **rest} if not rest:
@@ -207,18 +195,21 @@ def _parse(content: Any, source: str) -> list[Rule]:
 
 
 def _parse_rule(rule: Any, source: str) -> Rule:
-    if isinstance(rule, dict) and len(rule) == 2 and isinstance(rule.get("to"), str):
-        [(kind, what)] = ((key, value) for key, value in rule.items() if key != "to")
-        if kind in _KINDS and isinstance(what, str):
-            return _KINDS[kind](what, rule["to"])
+    match rule:
+        case {"to": str(to), "name": str(text), **rest} if not rest:
+            return Rule("name", text, to)
+        case {"to": str(to), "prefix": str(text), **rest} if not rest:
+            return Rule("prefix", text, to)
+        case {"to": str(to), "pattern": str(text), **rest} if not rest:
+            return Rule("pattern", text, to)
     raise OptionError(
-        f"{source}: invalid rule {rule!r:.200}: use 'to' and one of {', '.join(_KINDS)}, all of "
+        f"{source}: invalid rule {rule!r:.200}: use 'to' and one of name, prefix, pattern, all of "
         "them strings"
     )
 
 
-def _parse_mapping(name: str, entry: Any, source: str) -> Exact:
+def _parse_mapping(name: str, entry: Any, source: str) -> Rule:
     match entry:
         case {"vllm_name": str(to)}:
-            return Exact(name, to)
+            return Rule("name", name, to)
     raise OptionError(f"{source}: param_mappings[{name!r:.200}] has no string 'vllm_name'")

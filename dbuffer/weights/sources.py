@@ -226,9 +226,9 @@ def fetch(tensor: torch.Tensor | LazyTensor) -> torch.Tensor:
     if not isinstance(tensor, LazyTensor):
         return tensor
     fetched = tensor.fetch()
-    found, promised = (fetched.dtype, tuple(fetched.shape)), (tensor.dtype, tuple(tensor.shape))
-    if found != promised:
-        raise InvalidWeightsError(f"a lazy tensor was declared as {promised}, but is {found}")
+    made, declared = (fetched.dtype, tuple(fetched.shape)), (tensor.dtype, tuple(tensor.shape))
+    if made != declared:
+        raise InvalidWeightsError(f"a lazy tensor was declared as {declared}, but is {made}")
     return fetched
 
 
@@ -257,9 +257,9 @@ def only_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """A module's state, if all of it can be published."""
     lost = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if lost:
-        told = listed([f"{name!r} ({type(state[name]).__name__})" for name in lost])
+        extra = listed([f"{name!r} ({type(state[name]).__name__})" for name in lost])
         raise InvalidWeightsError(
-            f"the module's state has more than tensors, which would be lost: {told}; give a "
+            f"the module's state has more than tensors, which would be lost: {extra}; give a "
             "dictionary of the tensors that are to be published, and the rest as metadata"
         )
     return dict(state)
@@ -302,9 +302,9 @@ def _check_stack(weights: Any, where: str) -> None:
     ]
     unlike = {name for other in others for name, _ in first.items() ^ other.items()}
     if unlike:
-        told = listed(sorted(map(repr, unlike)))
+        names = listed(sorted(map(repr, unlike)))
         raise InvalidWeightsError(
-            f"{where} is a lazy stack whose members differ in {told}, which it does not show: "
+            f"{where} is a lazy stack whose members differ in {names}, which it does not show: "
             "publish its members, each under a name of its own"
         )
 
@@ -366,7 +366,7 @@ def _gatherable(
     """The tensor, or for one of which each rank holds a part a promise to gather it."""
     if isinstance(tensor, LazyTensor):
         return tensor
-    if hasattr(type(tensor), "local_shards"):  # which refuses nearly all that is asked of it
+    if hasattr(type(tensor), "local_shards"):  # which refuses nearly every access
         raise UnsupportedError(
             f"tensor {name!r} is a ShardedTensor, as state dicts of FSDP1 have them: shard with "
             "fully_shard (FSDP2), give FSDP a device_mesh, which makes DTensors of them, or set "
@@ -390,8 +390,8 @@ def _gatherable(
             )
         shape = tuple(whole.ds_shape if is_zero3 else whole.shape)
         fetch = _fetch_zero3 if is_zero3 else whole.detach().full_tensor
-        # Ties are told by the object, on all ranks alike: a rank's own part may be empty. The sign
-        # keeps it apart from addresses.
+        # Ties are recognized by the object, on all ranks alike: a rank's own part may be empty. A
+        # negative number is no address.
         return LazyTensor(tensor.dtype, shape, fetch, -id(tensor), sharded=tensor)
     is_odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
     if is_odd or is_made_of_others(tensor):

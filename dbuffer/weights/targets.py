@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -28,6 +28,9 @@ ADAPTER_KEY = "adapter_config"
 """Metadata entry of a version that holds an adapter: its configuration, as peft saves it."""
 
 
+NamedIndex: TypeAlias = tuple[str, int]
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """A target's tensors, in the order of a layout."""
@@ -35,8 +38,9 @@ class Match:
     targets: list[torch.Tensor]
     aliases: list[tuple[torch.Tensor, int]]
     """Further tensors that the source had tied, and the index of the tensor each is filled from."""
-    ties: list[Tie] = field(default_factory=list)
-    """Pairs that the target has tied, and the source has not."""
+    ties: list[tuple[NamedIndex, NamedIndex]] = field(default_factory=list)
+    """Pairs that the target has tied, and the source has not: names, each with the index of the
+    tensor it is filled from."""
 
     def require_ties(self, published: Callable[[int], torch.Tensor]) -> None:
         """Refuse values that differ where the target has room for one of them only.
@@ -44,28 +48,18 @@ class Match:
         ``published`` gives a tensor by its index in the layout.
         """
         problems = [
-            f"{tie.name!r} and {tie.other!r} are one tensor in the target, but two in the store, "
-            "with different values"
-            for tie in self.ties
-            if not _same_bytes(published(tie.index), published(tie.other_index))
+            f"{name!r} and {other!r} are one tensor in the target, but two in the store, with "
+            "different values"
+            for (name, index), (other, other_index) in self.ties
+            if not _same_bytes(published(index), published(other_index))
         ]
         if problems:
             raise WeightsMismatchError(_describe_problems(problems))
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
-    """Two names of one tensor in the target, filled from two of the store."""
-
-    name: str
-    other: str
-    index: int
-    other_index: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Known:
-    """A match, and what tells whether the next one is like it."""
+    """A match, and the facts by which the next target is recognized as the same."""
 
     layout: Layout
     outline: sources.WeightsSpec
@@ -94,7 +88,7 @@ class Matcher:
         """Match all of a target's tensors with all of a layout's; ``partial``: or with some.
 
         Returns:
-            What to copy, once :meth:`Match.require_ties` has seen the values.
+            The tensors to copy into, once :meth:`Match.require_ties` has seen the values.
 
         Raises:
             OptionError: the target holds no named tensors.
@@ -160,10 +154,10 @@ class LoadedNames:
 
     def require_all(self, names: Set[str], version: int) -> None:
         if lacking := sorted(self._first.keys() - names):
-            told = listed([f"{name!r} of version {self._first[name]}" for name in lacking], "; ")
+            names_lost = listed([f"{n!r} of version {self._first[n]}" for n in lacking], "; ")
             raise WeightsMismatchError(
                 f"version {version} lacks tensors that earlier versions contained, and would leave "
-                f"a mix of versions: {told}; nothing was touched; publish at least what was "
+                f"a mix of versions: {names_lost}; nothing was touched; publish at least what was "
                 "published before"
             )
 
@@ -180,9 +174,9 @@ def _match_each(
     for name, index in comparison.sources.items():
         fills.setdefault(index, []).append(name)
     ties, problems = _overlaps({name: tensors[name] for name in comparison.sources}, comparison)
-    wanted = unfit if not partial else unfit.keys() & layout.all_names
+    needed = unfit if not partial else unfit.keys() & layout.all_names
     problems = [
-        *(unfit[name] for name in unfit if name in wanted),
+        *(unfit[name] for name in unfit if name in needed),
         *_differences(comparison, layout, unfit),
         *([] if partial else _unpublished(comparison, tensors)),
         *problems,
@@ -197,11 +191,11 @@ def _match_each(
 
 
 def _differences(comparison: Comparison, layout: Layout, unfit: Mapping[str, str]) -> Iterator[str]:
-    for published, found in comparison.differing + comparison.recast:
-        yield f"published {published}, target {found}"
-    told = {layout.aliases.get(name, name) for name in unfit}
+    for published, needed in comparison.differing + comparison.recast:
+        yield f"published {published}, target {needed}"
+    reported = {layout.aliases.get(name, name) for name in unfit}
     for spec in comparison.left_over:
-        if layout.aliases.get(spec.name, spec.name) not in told:
+        if layout.aliases.get(spec.name, spec.name) not in reported:
             yield f"the target has no {spec}"
 
 
@@ -216,9 +210,9 @@ def _unpublished(comparison: Comparison, tensors: Mapping[str, Any]) -> Iterator
 
 def _overlaps(
     tensors: Mapping[str, torch.Tensor], comparison: Comparison
-) -> tuple[list[Tie], list[str]]:
+) -> tuple[list[tuple[NamedIndex, NamedIndex]], list[str]]:
     """Targets that are the same memory, and problems with those that overlap in part."""
-    ties: list[Tie] = []
+    ties: list[tuple[NamedIndex, NamedIndex]] = []
     problems: list[str] = []
     for group in _overlap_groups(tensors):
         apart: dict[str, torch.Tensor] = {}
@@ -229,7 +223,7 @@ def _overlaps(
                 continue
             index, other_index = comparison.sources[twin], comparison.sources[name]
             if index != other_index:
-                ties.append(Tie(twin, name, index, other_index))
+                ties.append(((twin, index), (name, other_index)))
         if pair := _overlapping_pair(apart):
             problems.append(
                 f"{pair[0]!r} and {pair[1]!r} of the target overlap in memory, but are separate "
@@ -242,7 +236,7 @@ def _overlap_groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     ranges = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _extent_bytes(tensor), name)
         for name, tensor in tensors.items()
-        if tensor.numel() and tensor.data_ptr()  # 0: on a device that tells no addresses
+        if tensor.numel() and tensor.data_ptr()  # 0: on a device without addresses
     )
     group: list[str] = []
     group_device, group_end = "", 0
@@ -303,8 +297,8 @@ def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _describe_problems(problems: list[str]) -> str:
-    told = listed(problems, "; ")
-    return f"the published weights do not fit the target, which was not touched: {told}"
+    reasons = listed(problems, "; ")
+    return f"the published weights do not fit the target, which was not touched: {reasons}"
 
 
 def tensordict_targets(target: TensorDictBase) -> dict[str, torch.Tensor]:
@@ -333,11 +327,10 @@ def _named_in(target: Any) -> Mapping[str, Any]:
 
 def _unfit(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:
     not_kept = _not_kept(target, tensors)
-    found = {}
-    for name, tensor in tensors.items():
-        if reason := _reason_not_to_fill(name, tensor) or not_kept.get(name):
-            found[name] = reason
-    return found
+    reasons = {
+        name: _reason_not_to_fill(name, one) or not_kept.get(name) for name, one in tensors.items()
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
 
 
 def _not_kept(target: Any, tensors: Mapping[str, Any]) -> dict[str, str]:

@@ -22,7 +22,7 @@ import torch
 from dbuffer.errors import OptionError
 from dbuffer.integrations.atropos.rotary import permute_for_rotary
 from dbuffer.runtime.messages import listed
-from dbuffer.weights.names import Exact, NameMap, read_mapping_file
+from dbuffer.weights.names import NameMap, read_mapping_file
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +104,11 @@ class ParameterMapping:
     def read(cls, path: Path) -> Self:
         content, names = _read(path)
         rules = names.rules
-        targets = Counter(rule.to for rule in rules if isinstance(rule, Exact))
+        targets = Counter(rule.to for rule in rules if rule.kind == "name")
         kept = [
             rule
             for rule in rules
-            if not isinstance(rule, Exact) or (rule.name != rule.to and targets[rule.to] == 1)
+            if rule.kind != "name" or (rule.text != rule.to and targets[rule.to] == 1)
         ]
         return cls(
             path, NameMap(kept), _names_to_permute(content), content.get("param_mappings", {})

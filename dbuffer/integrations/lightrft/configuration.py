@@ -10,19 +10,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from dbuffer.errors import UnsupportedError
-from dbuffer.weights.names import NameMap, Pattern, Rename
+from dbuffer.weights.names import NameMap, Rename
 from dbuffer.weights.sources import Weights
 
 ENGINE_TYPES = ("vllm", "sglang")
 ZERO_STAGES = (0, 1, 2, 3)
 _SHARDED_STAGE = 3
 
-SGLANG_NAMES = NameMap(
-    [
-        Pattern(r"(?:model\.)?language_model\.(lm_head.*)", r"\1"),
-        Pattern(r"(?:model\.)?language_model\.(.*)", r"model.\1"),
-        Pattern(r"model\.((?!(?:layers|embed_tokens|norm)\.).*)", r"\1"),
-    ]
+SGLANG_NAMES = (
+    NameMap()
+    .pattern(r"(?:model\.)?language_model\.(lm_head.*)", r"\1")
+    .pattern(r"(?:model\.)?language_model\.(.*)", r"model.\1")
+    .pattern(r"model\.((?!(?:layers|embed_tokens|norm)\.).*)", r"\1")
 )
 """From a vision-language model of transformers to SGLang's, whatever its other parts are called.
 

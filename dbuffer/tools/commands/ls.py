@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,7 +78,7 @@ def _json_of(comparison: Comparison) -> dict[str, Any]:
         "left_over": [spec._asdict() for spec in comparison.left_over],
         "differing": _json_pairs(comparison.differing),
         "recast": _json_pairs(comparison.recast),
-        "unused_rules": [dataclasses.asdict(rule) for rule in comparison.unused_rules],
+        "unused_rules": [rule.as_json() for rule in comparison.unused_rules],
     }
 
 

@@ -1,0 +1,63 @@
+"""`ChainHead`: the version that was published last, and the deltas that lead to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from dbuffer.errors import StoreCorruptError
+from dbuffer.format.manifest import Manifest
+from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.footer import Footer
+from dbuffer.store.hold import Held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChainHead:
+    """The version that was published last, at the end of its chain."""
+
+    manifest: Manifest
+    buffer: str
+    """Buffer with its manifest."""
+    footer: Footer
+    checksums: list[int] | None
+    """Checksums of its tensors, as they were published; None: it has none."""
+    delta_bytes: dict[str, int]
+    """Bytes of the deltas of its chain, by identity of the versions they lead to, oldest first.
+    The chain's first version is there with 0 bytes."""
+    anchor_version: int
+    """Number of the full version that its deltas start from; its own, if it has a weights file."""
+
+    @classmethod
+    def of(cls, held: Held, footer: Footer, *, hashed: bool) -> Self:
+        """Describe a held version by its own records; ``hashed``: with its checksums."""
+        manifest, reader = held.manifest, ChainReader(held, footer.layout)
+        checksums = reader.expected({}) if hashed else None
+        if hashed and checksums is None:
+            raise StoreCorruptError(
+                f"{held.path}: its checksums were damaged after it was published"
+            )
+        first, *later = manifest.chain or [manifest.identity]
+        delta_bytes = {first: 0} | {name: reader.header(name).num_bytes for name in later}
+        anchor_version = manifest.version
+        if since_anchor := manifest.deltas_after(manifest.anchor or manifest.identity):
+            anchor_version = reader.header(since_anchor[0]).record.version - 1
+        return cls(manifest, held.buffer, footer, checksums, delta_bytes, anchor_version)
+
+    @property
+    def anchor(self) -> str:
+        """Identity of the full version that its deltas start from, or of the version itself."""
+        return self.manifest.anchor or self.manifest.identity
+
+    def follows(self, identity: str | None) -> bool:
+        """Whether a delta leads from the version of this identity to it."""
+        return len(self.delta_bytes) > 1 and list(self.delta_bytes)[-2] == identity
+
+    def checksums_after(self, changed: dict[int, int] | None) -> list[int] | None:
+        """Return the checksums of all tensors when some have ``changed``; None: it has none.
+
+        Other tensors keep their published checksums, even if the file was damaged since.
+        """
+        if self.checksums is None or changed is None:
+            return None
+        return [changed.get(index, known) for index, known in enumerate(self.checksums)]
