@@ -424,7 +424,7 @@ def observe_surplus(store: Path, llm: Any, good: dict[str, Any], seen: dict[str,
     from dbuffer.integrations.vllm import follow
 
     surplus = {name: tensor.clone() for name, tensor in layer_too_many(good).items()}
-    logger = logging.getLogger("dbuffer.integrations.engine.rank_receiver")
+    logger = logging.getLogger("dbuffer.integrations.engine")
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
