@@ -1,9 +1,9 @@
 """`Follower`: switches an engine to a store's newest version, call by call.
 
-One switch: wait until every rank has the version ready, which costs the engine nothing; pause; drop
-all caches; let the ranks agree and load; read from the engine's record what came of it; set the
-engine's label, which it reports with its responses; resume. Caches go first, because that can fail,
-and a failure must come before the weights change; nothing fills them while the engine is paused.
+One switch: wait until every rank has the version ready, which costs the engine nothing; pause,
+which drops all caches; let the ranks agree and load; read the outcome from the engine's record; set
+the engine's label, which it reports with its responses; resume. Caches go first, because that can
+fail, and a failure must come before the weights change; nothing fills them in a pause.
 
 The engine's record in the store is the one statement about an attempt. The answers of its ranks
 only say that it may be read, and give a failure its words.

@@ -80,18 +80,11 @@ class StoreView:
 
     def history_now(self) -> str | None:
         """Return the history that the store holds; None: it cannot be read just now."""
-        with contextlib.suppress(errors.DBufferError, OSError):
-            pointer = self._store.newest_pointer()
-            return None if pointer is None else pointer.history
-        return None
+        return _history_in(self._store)
 
     def _may_still_hold(self, history: str | None) -> bool:
         """Whether the store, or the one that it mirrors, may still hold this history."""
-        pointers = []
-        for store in (self._store, self._origin):
-            with contextlib.suppress(errors.DBufferError, OSError):
-                pointers.append(store.newest_pointer())
-        held = [pointer.history for pointer in pointers if pointer is not None]
+        held = {_history_in(self._store), _history_in(self._origin)} - {None}
         return history is None or not held or history in held
 
     def newer_than(self, served: VersionId | None, at_least: int | None = None) -> VersionId | None:
@@ -251,6 +244,14 @@ class StoreView:
                 f"{self.options.store} was emptied or replaced, and started over, before version "
                 f"{goal.version} of it was ready on all ranks; {serves_on}"
             )
+
+
+def _history_in(store: DoubleBuffer) -> str | None:
+    """Return the history that a store holds; None: it has none, or cannot be read just now."""
+    with contextlib.suppress(errors.DBufferError, OSError):
+        pointer = store.newest_pointer()
+        return None if pointer is None else pointer.history
+    return None
 
 
 def _is_hindered(record: ReceiverRecord, goal: VersionId, at_start: ReceiverRecord | None) -> bool:
