@@ -16,7 +16,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dbuffer import OptionError, WeightReceiver, WeightSender, WeightsMismatchError
 from dbuffer.format.layout import ITEM_BYTES
 from dbuffer.integrations.torchrl.extraction import VersionInfo
-from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
+from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
+from dbuffer.integrations.torchrl.loading import StagedVersion
+from dbuffer.weights.targets import Matcher
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -377,8 +379,8 @@ class TestSharedMemory:
             with receiver.open() as snapshot:
                 staged = StagedVersion.of(snapshot, VersionInfo())
                 with pytest.raises(WeightsMismatchError, match="different values"):
-                    ModelLoader().load(staged, Model(tied=True))
-                match, *_ = ModelLoader()._plan(staged, Model())
+                    staged.load(Model(tied=True), ForwardGuard(), Matcher())
+                match, *_ = staged._plan(Model(), Matcher())
                 match.ties.append((("a", 0), ("b", len(snapshot.specs) - 1)))
                 with pytest.raises(WeightsMismatchError, match="'a' and 'b'"):
                     snapshot.fill(match)
@@ -546,7 +548,7 @@ class TestOutOfReach:
             with receiver.open() as snapshot:
                 staged = StagedVersion.of(snapshot, VersionInfo())
         with pytest.raises(WeightsMismatchError, match="recomputed at each access"):
-            ModelLoader().load(staged, lazy_stack(members))
+            staged.load(lazy_stack(members), ForwardGuard(), Matcher())
 
 
 class TestStrictness:

@@ -27,6 +27,8 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
     Its errors are ``DBufferError`` and of the standard types that TorchRL's are.
     """
 
+    _model_id: str = DEFAULT_MODEL_ID
+
     def __init__(
         self,
         remote_addr: str | os.PathLike[str],
@@ -39,10 +41,9 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         super().__init__(strategy=strategy)
         self.options = TransportOptions.parse(num_threads, options)
         # Absolute: workers may have other working directories.
-        self.remote_addr: str | Path = checks.directory("remote_addr", remote_addr)
-        self.local_addr: str | Path = self.remote_addr
+        self.remote_addr = self.local_addr = str(checks.directory("remote_addr", remote_addr))
         if local_addr is not None:
-            self.local_addr = checks.directory("local_addr", local_addr)
+            self.local_addr = str(checks.directory("local_addr", local_addr))
         self.num_threads = num_threads
         self._sender: Any = None
         self._receiver: Any = None
@@ -124,7 +125,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         remote, local = self._store_at(self.remote_addr), self._store_at(self.local_addr)
         return VLLMDoubleBufferTransport(remote, local, options=self.options)
 
-    def _store_at(self, address: str | Path) -> str | Path:
+    def _store_at(self, address: str) -> str | Path:
         """The model's store, below an address or at it."""
         return address
 
@@ -158,7 +159,7 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         return {**super().__getstate__(), "_sender": None, "_receiver": None}
 
 
-def find_model(context: Any, model_id: str | None) -> Any:
+def find_model(context: Any, model_id: str) -> Any:
     """Find the model of an id in a context, mostly a collector; None if there is none.
 
     The id may be a path as ``env.transform[0]``. A collector whose policy is made by its workers
@@ -166,7 +167,6 @@ def find_model(context: Any, model_id: str | None) -> Any:
     """
     if context is None:
         return None
-    model_id = model_id or DEFAULT_MODEL_ID
     get_model = getattr(context, "get_model", None)
     try:
         model = get_model(model_id) if callable(get_model) else _resolve_attr(context, model_id)
@@ -177,9 +177,9 @@ def find_model(context: Any, model_id: str | None) -> Any:
     return model
 
 
-def model_of_factory(context: Any, model_id: str | None) -> Any:
+def model_of_factory(context: Any, model_id: str) -> Any:
     """Make a policy with the factory that all workers of a collector share; None without one."""
-    if (model_id or DEFAULT_MODEL_ID) != DEFAULT_MODEL_ID:
+    if model_id != DEFAULT_MODEL_ID:
         return None
     factories = getattr(context, "policy_factory", None)
     if callable(factories):

@@ -7,6 +7,7 @@ stood in, and plain values, travel in the version's metadata (:class:`VersionInf
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -95,13 +96,12 @@ def extract(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extrac
         named = _named_values(weights)
         for key in [key for key in named if _is_extra_state(key)]:
             collected[key.rpartition(".")[0]] = named.pop(key)
-    tensors: dict[str, torch.Tensor] = dict(named)
-    encoder = _Encoder(tensors)
+    tensors: dict[str, torch.Tensor] = {}
     extra_state = {
-        clean_path(path): encoder.encode(state, path or "the model")
+        clean_path(path): _encode_state(state, path or "the model", tensors)
         for path, state in collected.items()
     }
-    return Extracted(tensors, extra_state)
+    return Extracted(named | tensors, extra_state)
 
 
 def extract_for_vllm(weights: Any, extract_weights: Callable[[nn.Module], Any]) -> Extracted:
@@ -162,31 +162,26 @@ def decode_state(structure: Structure, get_tensor: Callable[[str], Any]) -> Any:
     raise StoreCorruptError(f"invalid extra state in the metadata: {structure!r:.200}")
 
 
-class _Encoder:
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._count = 0
-
-    def encode(self, state: Any, where: str) -> Structure:
-        if isinstance(state, torch.Tensor):
-            name = f"{EXTRA_STATE}.{self._count}"
-            self._count += 1
-            self._tensors[name] = state
-            return {"tensor": name}
-        if isinstance(state, TensorDictBase):
-            items = {str(key): self.encode(value, where) for key, value in state.items()}
-            return {"tensordict": items, "batch_size": list(state.batch_size)}
-        if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
-            return {"dict": {key: self.encode(value, where) for key, value in state.items()}}
-        if isinstance(state, list | tuple):
-            kind = "list" if isinstance(state, list) else "tuple"
-            return {kind: [self.encode(value, where) for value in state]}
-        if state is None or isinstance(state, bool | int | float | str):
-            return {"value": state}
-        raise InvalidWeightsError(
-            f"the extra state of {where} holds a {type(state).__name__}: tensors, numbers, "
-            "strings, and lists and dictionaries of them can be published"
-        )
+def _encode_state(state: Any, owner: str, tensors: dict[str, torch.Tensor]) -> Structure:
+    """Return a state as JSON values; add its tensors to ``tensors``, numbered in their order."""
+    encode = functools.partial(_encode_state, owner=owner, tensors=tensors)
+    if isinstance(state, torch.Tensor):
+        name = f"{EXTRA_STATE}.{len(tensors)}"
+        tensors[name] = state
+        return {"tensor": name}
+    if isinstance(state, TensorDictBase):
+        items = {str(key): encode(value) for key, value in state.items()}
+        return {"tensordict": items, "batch_size": list(state.batch_size)}
+    if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+        return {"dict": {key: encode(value) for key, value in state.items()}}
+    if isinstance(state, list | tuple):
+        return {"list" if isinstance(state, list) else "tuple": [encode(value) for value in state]}
+    if state is None or isinstance(state, bool | int | float | str):
+        return {"value": state}
+    raise InvalidWeightsError(
+        f"the extra state of {owner} holds a {type(state).__name__}: tensors, numbers, strings, "
+        "and lists and dictionaries of them can be published"
+    )
 
 
 def _named_values(weights: Any) -> dict[str, Any]:

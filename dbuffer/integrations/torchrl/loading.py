@@ -1,4 +1,4 @@
-"""`ModelLoader`: loads a version into a worker's model, all of it or nothing."""
+"""`StagedVersion`: a version that is loaded into a worker's model, all of it or nothing."""
 
 from __future__ import annotations
 
@@ -42,80 +42,92 @@ class StagedVersion:
         """Copy a version. The copy is valid once the snapshot was left without an error."""
         return cls(snapshot.version, info, snapshot.layout, snapshot.copy())
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor by any of its names, in memory of its own."""
-        return self.tensors[self.layout.aliases.get(name, name)].clone()
-
-
-class ModelLoader:
-    """Loads versions into one worker's model, while none of its forward calls runs."""
-
-    def __init__(self) -> None:
-        self.guard = ForwardGuard()
-        self._matcher = Matcher()
-
-    def take_over(self, model: Any) -> None:
-        """Guard a model that versions will be loaded into, and make its tensors its own.
-
-        A policy that came to this process through multiprocessing shares its memory with the
-        trainer's: each would see what the other writes, in the middle of a forward call.
-        """
-        self.guard.attach(model)
-        if not isinstance(model, nn.Module):
-            return
-        shared = [t for t in (*model.parameters(), *model.buffers()) if _is_shared(t)]
-        with self.guard.loading():
-            for tensor in shared:
-                tensor.data = tensor.data.clone()
-        if shared:
-            logger.info("%d tensors of the model no longer share memory", len(shared))
-
-    def load(self, staged: StagedVersion, model: Any) -> None:
-        """Load it.
+    def load(self, model: Any, guard: ForwardGuard, matcher: Matcher) -> None:
+        """Load the version into a model, while none of its forward calls runs.
 
         Raises:
             WeightsMismatchError: it does not fit; the model was not touched.
             Exception: anything else: the model refuses to run until another version is loaded.
         """
-        match, to_install, states = self._plan(staged, model)
-        with self.guard.loading():
+        match, to_install, states = self._plan(model, matcher)
+        with guard.loading():
             try:
-                for target, spec in zip(match.targets, staged.layout.specs, strict=True):
-                    copy_one(target, staged.tensors[spec.name])
+                for index, target in enumerate(match.targets):
+                    copy_one(target, self._tensor(index))
                 for alias, index in match.aliases:
-                    copy_one(alias, staged.tensors[staged.layout.specs[index].name])
+                    copy_one(alias, self._tensor(index))
                 for name, tensor in to_install.items():
                     _install(model, name, tensor)
                 for module, state in states:
                     module.set_extra_state(state)
             except BaseException as error:
-                self.guard.refuse(
-                    f"loading version {staged.version} failed half-way with {error!r}"
-                )
+                guard.refuse(f"loading version {self.version} failed half-way with {error!r}")
                 raise
-            self.guard.accept()
+            guard.accept()
 
     def _plan(
-        self, staged: StagedVersion, model: Any
+        self, model: Any, matcher: Matcher
     ) -> tuple[Match, dict[str, torch.Tensor], list[tuple[nn.Module, Any]]]:
         """Plan a load, before anything is touched.
 
         Returns:
-            What fits; room for the values of tensors that the model has on the meta device; and
-            each module's extra state.
+            The model's tensors to fill; new ones to put in the place of those on the meta device;
+            and each module's extra state.
         """
-        names = {spec.name for spec in staged.layout.specs} | staged.layout.aliases.keys()
+        names = self.layout.all_names
         to_install: dict[str, torch.Tensor] = {}
         targets: dict[str, torch.Tensor] = {}
         for name, tensor in _targets_of(model, names).items():
             targets[name] = tensor
             if tensor.is_meta and isinstance(model, nn.Module):
                 targets[name] = to_install[name] = torch.empty_like(tensor, device="cpu")
-        # Matched as well, so that nothing that was published is passed over.
-        extra = {name: staged.tensor(name) for name in names if name.startswith(f"{EXTRA_STATE}.")}
-        match = self._matcher.match(targets | extra, staged.layout)
-        match.require_ties(lambda index: staged.tensors[staged.layout.specs[index].name])
-        return match, to_install, _states_of(staged, model)
+        # Matched as well, so that all published tensors are accounted for.
+        extra = {name: self._copy_of(name) for name in names if name.startswith(f"{EXTRA_STATE}.")}
+        match = matcher.match(targets | extra, self.layout)
+        match.require_ties(self._tensor)
+        return match, to_install, self._states_of(model)
+
+    def _states_of(self, model: Any) -> list[tuple[nn.Module, Any]]:
+        """Return the modules whose extra state was published, each with its state."""
+        structures: Mapping[str, Structure] = self.info.extra_state
+        if not structures:
+            return []
+        modules: dict[str, nn.Module] = {}
+        if isinstance(model, nn.Module):
+            for path, module in model.named_modules():
+                modules[clean_path(path)] = module
+        if missing := structures.keys() - modules.keys():
+            raise WeightsMismatchError(
+                f"extra state was published for {sorted(missing)}, which the model has no modules "
+                "for"
+            )
+        return [
+            (modules[path], decode_state(structure, self._copy_of))
+            for path, structure in structures.items()
+        ]
+
+    def _tensor(self, index: int) -> torch.Tensor:
+        return self.tensors[self.layout.specs[index].name]
+
+    def _copy_of(self, name: str) -> torch.Tensor:
+        """Return a copy of a tensor, by any of its names."""
+        return self.tensors[self.layout.aliases.get(name, name)].clone()
+
+
+def own_memory(model: Any, guard: ForwardGuard) -> None:
+    """Move a model's tensors out of memory that it shares with other processes.
+
+    A policy that came to this process through multiprocessing shares its memory with the
+    trainer's: each would see what the other writes, in the middle of a forward call.
+    """
+    if not isinstance(model, nn.Module):
+        return
+    shared = [t for t in (*model.parameters(), *model.buffers()) if _is_shared(t)]
+    with guard.loading():
+        for tensor in shared:
+            tensor.data = tensor.data.clone()
+    if shared:
+        logger.info("%d tensors of the model no longer share memory", len(shared))
 
 
 def has_weights(model: Any) -> bool:
@@ -142,25 +154,6 @@ def _targets_of(model: Any, published: Collection[str]) -> Mapping[str, torch.Te
     if not callable(model):
         raise OptionError(f"weights cannot be loaded into a {type(model).__name__}")
     return {}  # a policy without weights, such as a random one
-
-
-def _states_of(staged: StagedVersion, model: Any) -> list[tuple[nn.Module, Any]]:
-    """Return the modules whose extra state was published, each with its state."""
-    structures: Mapping[str, Structure] = staged.info.extra_state
-    if not structures:
-        return []
-    modules: dict[str, nn.Module] = {}
-    if isinstance(model, nn.Module):
-        for path, module in model.named_modules():
-            modules[clean_path(path)] = module
-    if missing := structures.keys() - modules.keys():
-        raise WeightsMismatchError(
-            f"extra state was published for {sorted(missing)}, which the model has no modules for"
-        )
-    return [
-        (modules[path], decode_state(structure, staged.tensor))
-        for path, structure in structures.items()
-    ]
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:

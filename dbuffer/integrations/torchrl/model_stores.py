@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 from urllib.parse import quote
 
 from dbuffer.errors import OptionError
@@ -19,43 +19,25 @@ from dbuffer.integrations.torchrl.options import TransportOptions
 from dbuffer.publish.sender import WeightSender
 from dbuffer.store.buffer import DoubleBuffer
 
-
-@dataclass(frozen=True, slots=True)
-class ModelStores:
-    """Directories of one model's stores."""
-
-    address: Path
-    model_id: str
-    remote: Path | None = None
-    """Address that this one mirrors on its node; None: it mirrors none."""
-
-    @property
-    def name(self) -> str:
-        """The model's id, which may be a path of attributes, as a file's name."""
-        return quote(self.model_id, safe="")
-
-    @property
-    def for_all(self) -> Path:
-        return self.address / self.name
-
-    def for_worker(self, worker_idx: int | None) -> Path:
-        """Return the store of one worker, counted from 0."""
-        return self.address / f"{self.name}~{receiver_id(worker_idx)}"
-
-    def mirrored(self, store: Path) -> Path:
-        """Return the store that one of these mirrors, or the same one without a mirror."""
-        return store if self.remote is None else self.remote / store.name
+PublishedVersion: TypeAlias = tuple[WeightSender, int, tuple[int, ...]]
+"""A version's sender, its number, and the workers that must apply it."""
 
 
-def receiver_id(worker_idx: int | None) -> str:
-    """Return a worker's name among a store's receivers."""
-    return f"worker-{0 if worker_idx is None else worker_idx}"
+def store_of(address: str | Path, model_id: str, worker: int | None = None) -> Path:
+    """Return the store of a model's weights for one worker; None: for all of them."""
+    name = quote(model_id, safe="")  # it may be a path of attributes
+    return Path(address, name if worker is None else f"{name}~{receiver_id(worker)}")
 
 
-def versions_below(address: Path, *, allow_shared_store: bool) -> dict[str, int]:
+def receiver_id(worker: int) -> str:
+    """Return the name of a worker, counted from 0, among a store's receivers."""
+    return f"worker-{worker}"
+
+
+def versions_below(address: str | Path, *, allow_shared_store: bool) -> dict[str, int]:
     """Return the newest version of every store directly below ``address``, by the store's name."""
     versions = {}
-    for pointer_file in address.glob(f"*/{POINTER_FILE}"):
+    for pointer_file in Path(address).glob(f"*/{POINTER_FILE}"):
         store = DoubleBuffer(pointer_file.parent, allow_shared_store=allow_shared_store)
         store.check()
         if (pointer := store.pointer()) is not None:
@@ -63,20 +45,12 @@ def versions_below(address: Path, *, allow_shared_store: bool) -> dict[str, int]
     return versions
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedVersion:
-    """Published version, and the workers that must apply it."""
-
-    sender: WeightSender
-    version: int
-    workers: tuple[int, ...]
-
-
 class ModelPublisher:
     """Publishes for all workers of a model, or for some of them.
 
     Args:
-        stores: the model's stores.
+        address: the scheme's.
+        model_id: the model's.
         num_workers: workers to wait for, counted from 0.
         options: of the senders.
         last_version: the newest version for all workers that is published; 0: none.
@@ -84,18 +58,21 @@ class ModelPublisher:
 
     def __init__(
         self,
-        stores: ModelStores,
+        address: str | Path,
+        model_id: str,
         num_workers: int,
         options: TransportOptions,
         *,
         last_version: int,
     ) -> None:
-        self._stores = stores
+        self._address = address
+        self._model_id = model_id
         self._options = options
         self._workers = tuple(range(num_workers))
-        self._for_all = options.make_sender(stores.for_all)
-        self._for_worker: dict[int, WeightSender] = {}
         self._last_version = last_version
+        self._senders: dict[int | None, WeightSender] = {}
+        """Senders by worker; None: the sender for all workers."""
+        self._sender(None)  # it is an error at once if another trainer has the store
 
     def publish(
         self, weights: Extracted, workers: Iterable[int] | None = None, *, is_initial: bool = False
@@ -105,40 +82,43 @@ class ModelPublisher:
             raise OptionError(
                 f"unknown worker {min(unknown)}: there are {len(self._workers)} workers"
             )
-        if workers is None or set(chosen) == set(self._workers):
+        if set(chosen) == set(self._workers):
             info = VersionInfo(extra_state=weights.extra_state, is_initial=is_initial)
-            sent = self._for_all.send(weights.tensors, metadata=info.to_metadata())
-            self._last_version = sent.version
-            return [PublishedVersion(self._for_all, sent.version, self._workers)]
+            published = self._send(None, weights, info)
+            self._last_version = published[1]
+            return [published]
         info = VersionInfo(
             extra_state=weights.extra_state,
             is_initial=is_initial,
             after_version=self._last_version,
         )
-        published = []
-        for worker in chosen:
-            if worker not in self._for_worker:
-                store = self._stores.for_worker(worker)
-                self._for_worker[worker] = self._options.make_sender(store)
-            sender = self._for_worker[worker]
-            sent = sender.send(weights.tensors, metadata=info.to_metadata())
-            published.append(PublishedVersion(sender, sent.version, (worker,)))
-        return published
+        return [self._send(worker, weights, info) for worker in chosen]
 
     def wait_present(self, timeout_s: float) -> None:
         """Wait until all workers have opened the store."""
-        self.wait([PublishedVersion(self._for_all, 0, self._workers)], timeout_s)
+        self.wait([(self._sender(None), 0, self._workers)], timeout_s)
 
     def wait(self, published: Iterable[PublishedVersion], timeout_s: float) -> None:
         """Wait until the workers of each version have applied it."""
         deadline = time.monotonic() + timeout_s
-        for item in published:
-            item.sender.wait_applied(
-                item.version,
-                receivers=[receiver_id(worker) for worker in item.workers],
+        for sender, version, workers in published:
+            sender.wait_applied(
+                version,
+                receivers=[receiver_id(worker) for worker in workers],
                 timeout_s=max(0.0, deadline - time.monotonic()),
             )
 
     def shutdown(self) -> None:
-        for sender in (self._for_all, *self._for_worker.values()):
+        for sender in self._senders.values():
             sender.close()
+
+    def _send(self, worker: int | None, weights: Extracted, info: VersionInfo) -> PublishedVersion:
+        sender = self._sender(worker)
+        version = sender.send(weights.tensors, metadata=info.to_metadata()).version
+        return sender, version, self._workers if worker is None else (worker,)
+
+    def _sender(self, worker: int | None) -> WeightSender:
+        if worker not in self._senders:
+            store = store_of(self._address, self._model_id, worker)
+            self._senders[worker] = self._options.make_sender(store)
+        return self._senders[worker]

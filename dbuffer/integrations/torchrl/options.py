@@ -83,14 +83,15 @@ class TransportOptions:
         """Open a store, which need not exist yet, for reading."""
         return WeightReceiver(store, receiver_id=receiver_id, **self._only(_RECEIVER))
 
-    def start_mirror(
-        self, remote: str | os.PathLike[str], local: str | os.PathLike[str]
-    ) -> Mirror | None:
-        """Mirror ``remote`` in ``local``, or stand by while another process does.
-
-        None where both are one store.
-        """
-        return start_mirror(remote, local, **self._only(_MIRROR))
+    def open_reader(
+        self,
+        remote: str | os.PathLike[str],
+        local: str | os.PathLike[str],
+        receiver_id: str | None = None,
+    ) -> tuple[WeightReceiver, Mirror | None]:
+        """Open ``local`` for reading, and keep it a mirror of ``remote``, unless they are one."""
+        mirror = start_mirror(remote, local, **self._only(_MIRROR))
+        return self.make_receiver(local, receiver_id), mirror
 
     def for_engine(self, store: str, local_store: str | None) -> EngineOptions:
         """Return the options of an engine that follows ``store``, or its mirror ``local_store``."""

@@ -26,8 +26,8 @@ from dbuffer.integrations.torchrl.extraction import VersionInfo, extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
 from dbuffer.integrations.torchrl.model_stores import (
     ModelPublisher,
-    ModelStores,
     PublishedVersion,
+    store_of,
     versions_below,
 )
 from dbuffer.integrations.torchrl.worker import WorkerReceiver
@@ -77,12 +77,11 @@ class DoubleBufferSyncScheme(StoreScheme):
         super().__init__(remote_addr, local_addr, num_threads, strategy, options)
         self.sync = sync
         self.timeout_s = checks.positive_seconds("timeout_s", timeout_s)
-        # What workers are told, by pickling: which store their first weights come in, which
-        # versions are of earlier runs, and from which number workers are counted.
-        self._first: Literal["all", "worker", "none"] = "all"
-        self._passed_over: dict[str, int] = {}
+        # These three reach the workers with the pickled scheme: which store their first weights
+        # come in, the newest versions of earlier runs, and the number that workers count from.
+        self._first_weights_for: Literal["all", "worker", "none"] = "all"
+        self._earlier_versions: dict[str, int] = {}
         self._first_worker_idx = 0
-        self._num_received = 0
         self._source: Callable[[], Any] | None = None
         self._made_model: Any = None
 
@@ -129,15 +128,19 @@ class DoubleBufferSyncScheme(StoreScheme):
             num_workers = _count_workers(context, params_map, devices, remote_collectors)
         # This collector counts its workers by rank, and the trainer is rank 0.
         self._first_worker_idx = int(isinstance(context, DistributedCollector))
-        self._passed_over = self._versions_there()
-        stores = self._stores(self.remote_addr)
-        last_version = self._passed_over.get(stores.for_all.name, 0)
-        self._sender = ModelPublisher(stores, num_workers, self.options, last_version=last_version)
+        self._earlier_versions = self._find_earlier_versions()
+        self._sender = ModelPublisher(
+            self.remote_addr,
+            self._model_id,
+            num_workers,
+            self.options,
+            last_version=self._earlier_versions.get(self._store_at(self.remote_addr).name, 0),
+        )
         try:
             self._find_source(weights, model, params_map)
             if device_map_fn is not None and self._source is not None:
                 self._source = _mapped(self._source(), device_map_fn, num_workers)
-            self._first = self._choose_first()
+            self._first_weights_for = self._choose_first_weights()
         except BaseException:
             self._close()
             raise
@@ -157,7 +160,7 @@ class DoubleBufferSyncScheme(StoreScheme):
                 self._made_model = model_of_factory(self.context, self._model_id)
             self._source = lambda: self.model
 
-    def _choose_first(self) -> Literal["all", "worker", "none"]:
+    def _choose_first_weights(self) -> Literal["all", "worker", "none"]:
         source = self._source() if self._source is not None else None
         if _is_by_worker(source):
             return "worker"
@@ -176,14 +179,14 @@ class DoubleBufferSyncScheme(StoreScheme):
     ) -> None:
         """Publish the first weights, without waiting: workers may only be starting."""
         published: list[PublishedVersion] = []
-        if weights is not None or self._first != "none":
+        if weights is not None or self._first_weights_for != "none":
             published = self._publish(
                 self._find_weights(weights, self.context), None, is_initial=True
             )
         if isinstance(self.context, DistributedCollector):
             # It gives its nodes 10 s for their first answer from here on, whatever state they are
             # in; TorchRL's own scheme returns from this when they are there.
-            publisher = self._open_publisher()
+            publisher = self._require_publisher()
             publisher.wait_present(self.timeout_s)
             publisher.wait(published, self.timeout_s)
 
@@ -208,7 +211,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             raise NotReadyError("call connect() before sending weights")
         published = self._publish(self._find_weights(weights, self.context), worker_ids)
         if self.sync:
-            self._open_publisher().wait(published, self.timeout_s)
+            self._require_publisher().wait(published, self.timeout_s)
 
     def update_weights(self, weights: Any = None) -> None:
         self.send(weights)
@@ -234,7 +237,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             if not extracted:
                 logger.info("model %r has no weights to publish", self._model_id)
                 continue
-            published += self._open_publisher().publish(
+            published += self._require_publisher().publish(
                 extracted, for_workers, is_initial=is_initial
             )
         return published
@@ -242,7 +245,7 @@ class DoubleBufferSyncScheme(StoreScheme):
     def _extract(self, weights: Any) -> Any:
         return extract(weights, self._strategy.extract_weights)
 
-    def _open_publisher(self) -> ModelPublisher:
+    def _require_publisher(self) -> ModelPublisher:
         publisher: ModelPublisher | None = self._sender
         if publisher is None:
             raise NotReadyError("this scheme was shut down")
@@ -265,12 +268,14 @@ class DoubleBufferSyncScheme(StoreScheme):
             worker_idx = getattr(context, "worker_idx", None)
         self._worker_idx = worker_idx
         self._receiver = WorkerReceiver(
-            self._stores(self.local_addr, remote=self.remote_addr),
-            None if worker_idx is None else worker_idx - self._first_worker_idx,
+            self.remote_addr,
+            self.local_addr,
+            self._model_id,
+            0 if worker_idx is None else worker_idx - self._first_worker_idx,
             self.options,
-            versions=self._passed_over,
+            earlier_versions=self._earlier_versions,
             get_model=lambda: self.model,
-            applied=self._weights_applied,
+            applied=self._note_applied,
         )
         if model is None:
             model = find_model(context, self._model_id)
@@ -286,12 +291,14 @@ class DoubleBufferSyncScheme(StoreScheme):
         worker_idx: int | None = None,  # noqa: ARG002 - known since init
     ) -> None:
         """Load the first weights, and follow the stores from then on."""
-        receiver = self._open_receiver()
-        if self._first == "none" and not is_on_meta(self.model):
-            receiver.take_now()
+        receiver = self._require_receiver()
+        if self._first_weights_for == "none" and not is_on_meta(self.model):
+            receiver.load_newer()
         else:
-            receiver.wait_for_first(for_all=self._first != "worker", timeout_s=self.timeout_s)
-        self._num_received = receiver.num_loads
+            receiver.wait_for_first(
+                for_all=self._first_weights_for != "worker", timeout_s=self.timeout_s
+            )
+        receiver.has_loaded.clear()
         receiver.follow()
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
@@ -305,37 +312,37 @@ class DoubleBufferSyncScheme(StoreScheme):
         Raises:
             NotReadyError: (a ``RuntimeError``) ``init_on_receiver`` or ``connect`` was not called.
         """
-        receiver = self._open_receiver()
+        receiver = self._require_receiver()
         if not self.synchronized_on_receiver:
             raise NotReadyError("call connect() before receiving weights")
         wait_s = self.timeout_s if timeout is None else checks.seconds("timeout", timeout)
-        if not receiver.take_now() and not receiver.wait_for_load(self._num_received, wait_s):
+        receiver.load_newer()
+        if not receiver.has_loaded.wait(wait_s):
             return None
-        self._num_received = receiver.num_loads
+        receiver.has_loaded.clear()
         return self._current_weights()
 
-    def _open_receiver(self) -> WorkerReceiver:
+    def _require_receiver(self) -> WorkerReceiver:
         receiver: WorkerReceiver | None = self._receiver
         if receiver is None:
             raise NotReadyError("call init_on_receiver() before receiving weights")
         return receiver
 
-    def _weights_applied(self, info: VersionInfo) -> None:
+    def _note_applied(self, info: VersionInfo) -> None:
         """Hand new weights on to a collector's own workers; count the policy's versions."""
         context = self.context
         if context is None:
             return
-        model_id = self._model_id or DEFAULT_MODEL_ID
-        inner = (getattr(context, "_weight_sync_schemes", None) or {}).get(model_id)
+        inner = (getattr(context, "_weight_sync_schemes", None) or {}).get(self._model_id)
         if inner is not None and not inner.synchronized_on_sender:
             return  # its workers are only starting, and begin with what this model has
         if isinstance(context, Collector) and inner is None:
             # It runs the model itself, so that nothing is left to do with the weights.
-            if model_id == DEFAULT_MODEL_ID and not info.is_initial:
+            if self._model_id == DEFAULT_MODEL_ID and not info.is_initial:
                 context.increment_version()
         elif hasattr(context, "update_policy_weights_"):
             context.update_policy_weights_(
-                model_id=model_id, policy_or_weights=self._current_weights()
+                model_id=self._model_id, policy_or_weights=self._current_weights()
             )
 
     def _current_weights(self) -> Any:
@@ -344,16 +351,12 @@ class DoubleBufferSyncScheme(StoreScheme):
 
     # Both sides.
 
-    def _store_at(self, address: str | Path) -> Path:
-        return self._stores(address).for_all
+    def _store_at(self, address: str) -> Path:
+        return store_of(address, self._model_id)
 
-    def _stores(self, address: str | Path, remote: str | Path | None = None) -> ModelStores:
-        mirrored = None if remote is None else Path(remote)
-        return ModelStores(Path(address), self._model_id or DEFAULT_MODEL_ID, mirrored)
-
-    def _versions_there(self) -> dict[str, int]:
+    def _find_earlier_versions(self) -> dict[str, int]:
         is_shared = self.options.allow_shared_store
-        return versions_below(Path(self.remote_addr), allow_shared_store=is_shared)
+        return versions_below(self.remote_addr, allow_shared_store=is_shared)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle the options and the versions of earlier runs, for a worker."""
@@ -361,8 +364,8 @@ class DoubleBufferSyncScheme(StoreScheme):
         if not self.initialized_on_sender and not self.initialized_on_receiver:
             # It goes to a worker before there is a sender, as an RPC collector's does. That one
             # begins to send when all workers have connected: a worker must not wait for it.
-            state["_first"] = "none"
-            state["_passed_over"] = self._versions_there()
+            state["_first_weights_for"] = "none"
+            state["_earlier_versions"] = self._find_earlier_versions()
         return state | {"_source": None, "_made_model": None}
 
 

@@ -142,8 +142,8 @@ class VLLMDoubleBufferTransport:
     def _open_receiver(self) -> WeightReceiver:
         """Open the store that is read; wait until its mirror, if any, is up to date."""
         if self._receiver is None:
-            self._mirror = self._options.start_mirror(self.remote_addr, self.local_addr)
-            self._receiver = self._options.make_receiver(self.local_addr)
+            opened = self._options.open_reader(self.remote_addr, self.local_addr)
+            self._receiver, self._mirror = opened
         if self._mirror is not None:
             self._mirror.wait_until_current()
         return self._receiver

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -65,9 +64,6 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
         **options: Any,
     ) -> None:
         super().__init__(remote_addr, local_addr, num_threads, strategy, options)
-        # As they were given: TorchRL's own scheme has them as text.
-        self.remote_addr = os.fspath(remote_addr)
-        self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
         self.strategy_name = strategy
 
     def create_sender(self) -> VLLMDoubleBufferWeightSender:

@@ -12,20 +12,26 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dbuffer import errors
 from dbuffer.integrations.torchrl.extraction import VersionInfo
-from dbuffer.integrations.torchrl.loading import ModelLoader, StagedVersion
-from dbuffer.integrations.torchrl.model_stores import ModelStores, receiver_id
+from dbuffer.integrations.torchrl.forward_guard import ForwardGuard
+from dbuffer.integrations.torchrl.loading import StagedVersion, own_memory
+from dbuffer.integrations.torchrl.model_stores import receiver_id, store_of
 from dbuffer.integrations.torchrl.options import TransportOptions
+from dbuffer.mirror.mirror import Mirror
 from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.receive.receiver import WeightReceiver
+from dbuffer.weights.targets import Matcher
 
 logger = logging.getLogger(__name__)
 
 Order = tuple[int, int]
 """A version for all, and after that one, a version for this worker."""
+
+_NOTHING: Order = (0, 0)
 
 
 @dataclass
@@ -33,7 +39,10 @@ class Feed:
     """Store that a worker follows: the one for all workers, or its own."""
 
     receiver: WeightReceiver
+    mirror: Mirror | None
     is_for_all: bool
+    earlier: int | None
+    """Newest version of earlier runs, which are skipped."""
     seen: int | None
     """Newest version that was loaded or skipped."""
 
@@ -43,62 +52,72 @@ class Feed:
 
 
 class WorkerReceiver:
-    """Follows both stores in the background, and loads what they bring.
+    """Follows both stores of a worker in the background, and loads their newest versions.
 
-    ``versions`` of an earlier run, by store, are passed over. ``get_model`` may give another model
-    at another time. ``applied``, the worker's own bookkeeping, is called after each load of
-    something new, when the model may run again.
+    Args:
+        remote_addr: directory with the model's stores, as the trainer sees it.
+        local_addr: directory that they are read in: a mirror's, or the same one.
+        model_id: the model's.
+        worker: this worker, counted from 0.
+        options: of the receivers and mirrors.
+        earlier_versions: newest versions of earlier runs, by the store's name; they are skipped.
+        get_model: returns the model, which may be another one each time.
+        applied: the worker's own bookkeeping. It is called after each load of something new, when
+            the model may run again.
     """
 
     def __init__(
         self,
-        model_stores: ModelStores,
-        worker_idx: int | None,
+        remote_addr: str | Path,
+        local_addr: str | Path,
+        model_id: str,
+        worker: int,
         options: TransportOptions,
         *,
-        versions: dict[str, int],
+        earlier_versions: dict[str, int],
         get_model: Callable[[], Any],
         applied: Callable[[VersionInfo], None],
     ) -> None:
-        self.loader = ModelLoader()
         self._get_model = get_model
-        self._applied_hook = applied
-        # Loads come from two threads, from `take_now` and from a change of the model.
+        self._applied = applied
+        self._guard = ForwardGuard()
+        self._matcher = Matcher()
+        # Loads come from both following threads, `load_newer` and a change of the model.
         self._lock = threading.RLock()
-        self._order: Order | None = None
-        self._announced: Order = (0, 0)
-        self._has_loaded = threading.Condition(self._lock)
-        self.num_loads = 0
+        self._loaded = _NOTHING
+        """Order of what the model has."""
+        self._announced = _NOTHING
+        """Order of what ``applied`` was called for last."""
+        self.has_loaded = threading.Event()
+        """Set at each load; cleared by the user."""
         self._stop_event = threading.Event()
         self._threads: list[threading.Thread] = []
-        name = receiver_id(worker_idx)
-        stores = (model_stores.for_all, model_stores.for_worker(worker_idx))
-        self._mirrors = [
-            options.start_mirror(model_stores.mirrored(store), store) for store in stores
-        ]
-        self._feeds = [
-            Feed(
-                options.make_receiver(store, name),
-                is_for_all=store == model_stores.for_all,
-                seen=versions.get(store.name),
-            )
-            for store in stores
-        ]
+
+        def feed_of(worker_or_all: int | None) -> Feed:
+            store = store_of(local_addr, model_id, worker_or_all)
+            remote = store_of(remote_addr, model_id, worker_or_all)
+            receiver, mirror = options.open_reader(remote, store, receiver_id(worker))
+            earlier = earlier_versions.get(store.name)
+            return Feed(receiver, mirror, worker_or_all is None, earlier, seen=earlier)
+
+        self._for_all, self._for_worker = feed_of(None), feed_of(worker)
+        self._feeds = (self._for_all, self._for_worker)
 
     def wait_for_first(self, *, for_all: bool, timeout_s: float) -> None:
-        """Load the first weights of this run, and wait for them."""
-        self._register()
-        self._take(next(feed for feed in self._feeds if feed.is_for_all is for_all), timeout_s)
-        self.take_now()
+        """Load the first weights of this run, and wait for them.
 
-    def take_now(self) -> bool:
-        """Load what is newer; whether there was anything."""
+        Raises:
+            WaitTimeoutError: they did not come in time.
+        """
         self._register()
-        taken = False
+        self._load(self._for_all if for_all else self._for_worker, timeout_s)
+        self.load_newer()
+
+    def load_newer(self) -> None:
+        """Load newer weights, if there are any."""
+        self._register()
         for feed in self._feeds:
-            with contextlib.suppress(errors.WaitTimeoutError):
-                taken |= self._take(feed, 0.0)
-        return taken
+            self._load_if_newer(feed)
 
     def follow(self) -> None:
         """Load new versions from now on, in the background."""
@@ -110,22 +129,17 @@ class WorkerReceiver:
             self._threads.append(thread)
             thread.start()
 
-    def wait_for_load(self, num_loads: int, timeout_s: float) -> bool:
-        """Wait until there have been more loads than ``num_loads``; whether there have."""
-        with self._has_loaded:
-            return self._has_loaded.wait_for(lambda: self.num_loads > num_loads, timeout_s)
-
     def use(self, model: Any) -> None:
         """Replace the model by another object, and load the last weights into it."""
         with self._lock:  # nothing is loaded into tensors that are being replaced
-            self.loader.take_over(model)
-            if self._order is None:
+            self._guard.attach(model)
+            own_memory(model, self._guard)
+            if self._loaded == _NOTHING:
                 return
-            order, self._order = self._order, None
+            self._loaded = _NOTHING
             for feed in self._feeds:
-                newest = order[0] if feed.is_for_all else order[1]
-                feed.seen = newest - 1 if newest else feed.seen
-            self.take_now()
+                feed.seen = feed.earlier
+            self.load_newer()
 
     def shutdown(self) -> None:
         self._stop_event.set()
@@ -136,9 +150,8 @@ class WorkerReceiver:
                 thread.join()
         for feed in self._feeds:
             feed.receiver.close()
-        for mirror in self._mirrors:
-            if mirror is not None:
-                mirror.close()
+            if feed.mirror is not None:
+                feed.mirror.close()
 
     def _register(self) -> None:
         """Write this worker's records, by which the sender knows it."""
@@ -157,39 +170,28 @@ class WorkerReceiver:
         with contextlib.suppress(errors.ClosedError):
             while not self._stop_event.is_set():
                 with loop.attempt():
-                    version = loop.wait(feed.seen)
-                    if version is not None:
+                    if loop.wait(feed.seen) is not None:
+                        self._load_if_newer(feed)
                         loop.used()
-                        self._take_or_tell(feed, version)
 
-    def _take_or_tell(self, feed: Feed, version: int) -> None:
-        try:
-            self._take(feed, 0.0)
-        # Whatever a model's own code raises: the record reports it, and the sender raises it.
-        except Exception as error:
-            if self._stop_event.is_set():
-                return
-            logger.exception("could not apply version %d of %s", version, feed.receiver.store)
-            feed.seen = max(version, feed.seen or 0)
-            feed.receiver.record.write_problem(error, version)
+    def _load_if_newer(self, feed: Feed) -> None:
+        with contextlib.suppress(errors.WaitTimeoutError):
+            self._load(feed, 0.0)
 
-    def _take(self, feed: Feed, timeout_s: float) -> bool:
+    def _load(self, feed: Feed, timeout_s: float) -> None:
         """Load a store's newest version, unless something later is loaded already."""
         with self._lock:
             version, staged = self._stage(feed, timeout_s)
             if staged is not None:
-                self.loader.load(staged, self._get_model())
-                self._order = feed.order_of(version, staged.info)
-                if self._order > self._announced:
-                    self._applied_hook(staged.info)
-                    self._announced = self._order
+                staged.load(self._get_model(), self._guard, self._matcher)
+                order = feed.order_of(version, staged.info)
+                if order > self._announced:
+                    self._applied(staged.info)
+                    self._announced = order
+                self._loaded = order
+                self.has_loaded.set()
             feed.seen = version
             feed.receiver.acknowledge(version)
-            if staged is None:
-                return False
-            self.num_loads += 1
-            self._has_loaded.notify_all()
-            return True
 
     def _stage(self, feed: Feed, timeout_s: float) -> tuple[int, StagedVersion | None]:
         """Return the newest version, with a copy if it must be loaded; the model runs meanwhile."""
@@ -197,8 +199,7 @@ class WorkerReceiver:
             try:
                 with feed.receiver.open(feed.seen, timeout_s, acknowledge=False) as snapshot:
                     info = VersionInfo.of(snapshot)
-                    order = feed.order_of(snapshot.version, info)
-                    is_newer = self._order is None or order > self._order
+                    is_newer = feed.order_of(snapshot.version, info) > self._loaded
                     staged = StagedVersion.of(snapshot, info) if is_newer else None
             except errors.SnapshotEvictedError as error:
                 logger.warning("%s; reading the newest", error)
