@@ -12,7 +12,7 @@ import torch
 from support import Child
 
 import dbuffer
-from dbuffer.integrations.torchrl.addresses import Addresses, Stores
+from dbuffer.integrations.torchrl.addresses import Addresses
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def test_what_is_there_decides(
     prepare(remote, local)
     stores = {
         None: None,
-        "local": Stores(str(local), None),
-        "remote, mirrored": Stores(str(remote), str(local)),
+        "local": (str(local), None),
+        "remote, mirrored": (str(remote), str(local)),
     }
     assert Addresses(remote, local).find() == stores[expected]
 
@@ -112,7 +112,7 @@ def test_mirror_at_work_is_read_where_its_source_is_not_seen(places: tuple[Path,
     publish(elsewhere)
     with Child(mirror_until_told, elsewhere, local) as child:
         assert child.receive() == "current"
-        assert Addresses(remote, local).find() == Stores(str(local), None)
+        assert Addresses(remote, local).find() == (str(local), None)
         child.send()
         assert child.wait() == 0
     assert Addresses(remote, local).find() is None
@@ -126,7 +126,7 @@ def test_one_address_is_itself(places: tuple[Path, Path], is_link: bool) -> None
     addresses = Addresses(remote, local if is_link else remote)
     assert addresses.find() is None
     publish(remote)
-    assert addresses.find() == Stores(str(addresses.local), None)
+    assert addresses.find() == (str(addresses.local), None)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,9 @@ def test_message_says_what_stands_where(
 ) -> None:
     remote, local = places
     prepare(remote, local)
-    assert Addresses(remote, local).log_if_nothing_is_there()
+    addresses = Addresses(remote, local)
+    for _ in range(2):
+        addresses.log_once_if_nothing_is_there()
     [line] = caplog.messages
     before, after = line.split(", and in ")
     assert str(remote) in before

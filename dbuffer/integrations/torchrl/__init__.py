@@ -5,7 +5,7 @@
   (:mod:`.vllm_double_buffer`);
 * ``VLLMWeight...`` with the methods of TorchRL's collective ones (:mod:`.vllm_collective`).
 
-Nothing is imported before it is asked for: collectors need no vLLM.
+Names are imported when they are used: collectors need no vLLM.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from dbuffer.runtime.lazy import lazily
 
 if TYPE_CHECKING:
+    from dbuffer.integrations.torchrl.model_metadata import get_model_metadata as get_model_metadata
     from dbuffer.integrations.torchrl.scheme import DoubleBufferSyncScheme as DoubleBufferSyncScheme
     from dbuffer.integrations.torchrl.transport import (
         VLLMDoubleBufferTransport as VLLMDoubleBufferTransport,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         VLLMWeightReceiver as VLLMWeightReceiver,
         VLLMWeightSender as VLLMWeightSender,
         VLLMWeightSyncScheme as VLLMWeightSyncScheme,
-        get_model_metadata as get_model_metadata,
     )
     from dbuffer.integrations.torchrl.vllm_double_buffer import (
         VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme,
@@ -42,6 +42,6 @@ else:
             "VLLMWeightReceiver": ".vllm_collective",
             "VLLMWeightSender": ".vllm_collective",
             "VLLMWeightSyncScheme": ".vllm_collective",
-            "get_model_metadata": ".vllm_collective",
+            "get_model_metadata": ".model_metadata",
         },
     )

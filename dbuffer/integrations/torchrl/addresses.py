@@ -9,9 +9,9 @@ What is there decides, and may be another thing at the next look.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from dbuffer.format.manifest import Manifest
 from dbuffer.mirror.mirror import MIRROR_LOCK_FILE
@@ -22,21 +22,23 @@ from dbuffer.store.foreign import other_weights
 logger = logging.getLogger(__name__)
 
 
-class Stores(NamedTuple):
-    """Store to follow, and its local mirror."""
-
-    store: str
-    local_store: str | None
-    """Mirror to read in place of the store; None: there is none."""
+Stores: TypeAlias = tuple[str, str | None]
+"""Store to follow, and its local mirror, which is read in its place; None: there is none."""
 
 
-@dataclass(frozen=True, slots=True)
 class Addresses:
     """The two addresses of a scheme, which may be one directory."""
 
-    remote: Path
-    local: Path
-    allow_shared_store: bool = False
+    def __init__(
+        self,
+        remote: str | os.PathLike[str],
+        local: str | os.PathLike[str],
+        *,
+        allow_shared_store: bool = False,
+    ) -> None:
+        self.remote, self.local = Path(remote).absolute(), Path(local).absolute()
+        self._allow_shared_store = allow_shared_store
+        self._has_logged = False
 
     @property
     def are_one(self) -> bool:
@@ -47,37 +49,35 @@ class Addresses:
         """Return the store to follow; None if nothing is published yet."""
         remote, local = self._newest(self.remote), self._newest(self.local)
         if self.are_one:
-            return None if local is None else Stores(str(self.local), None)
+            return None if local is None else self.expected
         if remote is not None:
             is_original = local is not None and local.origin is None
             if is_original and self._history(self.remote) == self._history(self.local):
-                return Stores(str(self.local), None)  # one store, through two mounts
+                return str(self.local), None  # one store, through two mounts
             return self.expected
         # What a mirror has left behind is of some earlier time. One at work has it from somewhere.
         if local is not None and (local.origin is None or is_locked(self.local / MIRROR_LOCK_FILE)):
-            return Stores(str(self.local), None)
+            return str(self.local), None
         return None
 
     @property
     def expected(self) -> Stores:
         """Store to follow before anything is published."""
         if self.are_one:
-            return Stores(str(self.local), None)
-        return Stores(str(self.remote), str(self.local))
+            return str(self.local), None
+        return str(self.remote), str(self.local)
 
-    def log_if_nothing_is_there(self) -> bool:
-        """Log where weights were looked for, if there are none; True if there are none."""
-        if self.find() is not None:
-            return False
-        logger.warning(
-            "no weights so far in %s: has the trainer published, and do both sides see one "
-            "directory?",
-            self._looked_for,
-        )
-        return True
+    def log_once_if_nothing_is_there(self) -> None:
+        """Log where weights were looked for, if there are none."""
+        if not self._has_logged and self.find() is None:
+            logger.warning(
+                "no weights so far in %s: has the trainer published, and do both sides see one "
+                "directory?",
+                self._description(),
+            )
+            self._has_logged = True
 
-    @property
-    def _looked_for(self) -> str:
+    def _description(self) -> str:
         if self.are_one:
             return f"{self.local} (remote_addr and local_addr), {self._state(self.local)}"
         return (
@@ -103,4 +103,4 @@ class Addresses:
         return None if writer is None else writer.history
 
     def _view(self, path: Path) -> DoubleBuffer:
-        return DoubleBuffer(path, allow_shared_store=self.allow_shared_store)
+        return DoubleBuffer(path, allow_shared_store=self._allow_shared_store)

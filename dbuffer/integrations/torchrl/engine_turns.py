@@ -10,20 +10,20 @@ from typing import Any
 
 from dbuffer.errors import EngineBusyError
 
-_KEPT_AS = "_dbuffer_turns"
-
 
 class EngineTurns:
-    """Lets a second thread switch an ``LLM``, which serves one thread.
+    """Client of an ``LLM``'s engine core that lets a second thread switch the engine.
 
-    A generation that is under way ends first; one that would begin waits for the switch. Every
-    other call of the engine waits for the switch, too, and a switch for it.
+    An ``LLM`` serves one thread. With this client, which calls the engine's own one, a generation
+    that is under way ends first, and one that would begin waits for the switch. Every other call of
+    the engine waits for the switch, too, and a switch for it.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._client = engine.engine_core
         self._turn = threading.Condition(threading.RLock())
-        self.is_wanted = False
+        self.is_switch_due = False
         """Whether a switch waits for a generation to end."""
         add_request = engine.add_request
 
@@ -31,20 +31,19 @@ class EngineTurns:
         def add_in_turn(*args: Any, **kwargs: Any) -> Any:
             with self._turn:
                 # The requests of one generation are added one by one.
-                self._turn.wait_for(lambda: not self.is_wanted or engine.has_unfinished_requests())
+                self._turn.wait_for(
+                    lambda: not self.is_switch_due or engine.has_unfinished_requests()
+                )
                 return add_request(*args, **kwargs)
 
         engine.add_request = add_in_turn
-        engine.engine_core = _OneAtATime(engine.engine_core, self._turn)
+        engine.engine_core = self
 
     @classmethod
     def of(cls, engine: Any) -> EngineTurns:
         """Return the turns of an ``LLMEngine``, which keeps them for as long as it lives."""
-        turns = getattr(engine, _KEPT_AS, None)
-        if turns is None:
-            turns = cls(engine)
-            setattr(engine, _KEPT_AS, turns)
-        return turns
+        client = engine.engine_core
+        return client if isinstance(client, cls) else cls(engine)
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -56,7 +55,7 @@ class EngineTurns:
         """
         with self._turn:
             if self._engine.has_unfinished_requests():
-                self.is_wanted = True
+                self.is_switch_due = True
                 raise EngineBusyError("the engine is generating: wait for its requests, then sync")
             try:
                 yield
@@ -66,18 +65,11 @@ class EngineTurns:
     def give_up(self) -> None:
         """Let generations begin again."""
         with self._turn:
-            self.is_wanted = False
+            self.is_switch_due = False
             self._turn.notify_all()
 
-
-class _OneAtATime:
-    """The client of an engine's core, whose calls exclude each other."""
-
-    def __init__(self, client: Any, turn: threading.Condition) -> None:
-        self._client = client
-        self._turn = turn
-
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the engine's own client; its calls exclude each other."""
         value = getattr(self._client, name)
         if not callable(value):
             return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
@@ -48,11 +47,15 @@ class VLLMDoubleBufferTransport:
         self.local_addr = os.fspath(local_addr) if local_addr is not None else self.remote_addr
         self._options = options or TransportOptions(num_threads=num_threads)
         self.num_threads = self._options.num_threads
+        self._addresses = Addresses(
+            self.remote_addr,
+            self.local_addr,
+            allow_shared_store=self._options.allow_shared_store,
+        )
         self._sender: WeightSender | None = None
         self._receiver: WeightReceiver | None = None
         self._mirror: Mirror | None = None
         self._received: int | None = None
-        self._has_told = False
         self._matcher = Matcher()
 
     def send_weights(self, model_id: str, weights: Any) -> Publication:
@@ -80,7 +83,8 @@ class VLLMDoubleBufferTransport:
         """Wait until these receivers have applied a version that was published here.
 
         Raises:
-            WaitTimeoutError, ReceiverFailedError: see `WeightSender.wait_applied`.
+            WaitTimeoutError: some have not, in time; the message says which version each has.
+            ReceiverFailedError: one cannot apply it, or its process has ended.
         """
         if self._sender is not None and receivers:
             self._sender.wait_applied(version, receivers=receivers, timeout_s=timeout_s)
@@ -117,27 +121,13 @@ class VLLMDoubleBufferTransport:
                     received = weights
         except WaitTimeoutError:
             if self._received is None:
-                self.log_if_nothing_is_there()
+                self._addresses.log_once_if_nothing_is_there()
             return None
         self._received = snapshot.version
         if model is not None and strategy is not None:
             applied = received if weights is not None else received.unflatten_keys(".")
             strategy.apply_weights(model, applied)
         return received
-
-    @property
-    def addresses(self) -> Addresses:
-        """Both addresses, to determine which of them holds the store."""
-        return Addresses(
-            Path(self.remote_addr).absolute(),
-            Path(self.local_addr).absolute(),
-            self._options.allow_shared_store,
-        )
-
-    def log_if_nothing_is_there(self) -> None:
-        """Log once where weights were looked for, if there are none."""
-        if not self._has_told:
-            self._has_told = self.addresses.log_if_nothing_is_there()
 
     def _open_receiver(self) -> WeightReceiver:
         """Open the store that is read; wait until its mirror, if any, is up to date."""

@@ -8,29 +8,37 @@ returns.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
+import queue
+import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch import nn
-from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from dbuffer.errors import (
+    ClosedError,
+    DBufferError,
     EngineBusyError,
     OptionError,
     WaitTimeoutError,
-    WeightsMismatchError,
 )
-from dbuffer.format.layout import TensorSpec
+from dbuffer.format.manifest import host_in_id
+from dbuffer.format.places import RECEIVERS_DIRECTORY, SCRATCH_DIRECTORY
 from dbuffer.integrations.engine.follower import Follower
 from dbuffer.integrations.torchrl.base import Strategy
 from dbuffer.integrations.torchrl.engine_turns import EngineTurns
-from dbuffer.integrations.torchrl.extraction import extract_for_vllm, without_torchrl_wrapper
-from dbuffer.integrations.torchrl.follow_thread import FollowThread, RegisteredReceivers
+from dbuffer.integrations.torchrl.extraction import extract_for_vllm
+from dbuffer.integrations.torchrl.model_metadata import (
+    ModelMetadata,
+    metadata_of,
+    require_same,
+)
 from dbuffer.integrations.torchrl.vllm_double_buffer import (
     VLLMDoubleBufferSyncScheme,
     VLLMDoubleBufferWeightReceiver,
@@ -38,17 +46,19 @@ from dbuffer.integrations.torchrl.vllm_double_buffer import (
     engine_in,
 )
 from dbuffer.integrations.vllm.vllm_engine import AsyncVllm, is_async
-from dbuffer.io.tensors import DTYPE_NAMES
-from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
-from dbuffer.runtime.messages import listed
-from dbuffer.weights.sources import clean_names
+from dbuffer.runtime.trouble import RetryLoop
+from dbuffer.store import filesystem
+from dbuffer.store.buffer import DoubleBuffer
 
-ModelMetadata = Mapping[str, tuple[torch.dtype, torch.Size]]
-"""Dtype and shape by name, as :func:`get_model_metadata` returns them."""
+logger = logging.getLogger(__name__)
 
+_RECEIVER_PREFIX = "torchrl-vllm-"
+"""Beginning of the names of all `VLLMWeightReceiver` among a store's receivers."""
 _READY_CHECK_S = 0.005
 """Interval at which to ask whether an ``LLM``'s ranks have a version ready."""
+_BUSY_RETRY_S = 0.005
+"""Interval at which to ask whether an ``LLM`` has finished; the next generation waits."""
 
 
 class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
@@ -98,7 +108,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
-        """The part that updates an engine; see :func:`followers_of` for what it may be."""
+        """Return the part that updates an engine; see :func:`followers_of` for its kinds."""
         return VLLMWeightReceiver(self, vllm_engine)
 
 
@@ -109,10 +119,11 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         super().__init__(scheme)
         self._timeout_s = scheme.timeout_s
         self._receiver: VLLMDoubleBufferWeightReceiver | None = None
-        self._registered = RegisteredReceivers(
-            Path(self._transport.remote_addr),
-            allow_shared_store=scheme.options.allow_shared_store,
+        self._store = DoubleBuffer(
+            scheme.remote_addr, allow_shared_store=scheme.options.allow_shared_store
         )
+        self._living: set[str] = set()
+        """Receivers that followed the store at the last look."""
 
     def init_all_workers_group(
         self, model_metadata: ModelMetadata, vllm_engine: Any | None = None
@@ -130,11 +141,10 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         """
         if self._model_ref is not None:
             weights = extract_for_vllm(self._registered_model(), self._strategy.extract_weights)
-            sent = {name: (t.dtype, t.shape) for name, t in weights.tensors.items()}
-            _require_same(model_metadata, sent, "the registered model")
+            require_same(model_metadata, metadata_of(weights.tensors), "the registered model")
         if vllm_engine is not None:
             self._receiver = VLLMDoubleBufferWeightReceiver(self._scheme, vllm_engine)
-            _require_fit(self._receiver, model_metadata)
+            self._receiver._require_fit(model_metadata)  # noqa: SLF001 - it is made here
 
     def update_weights(self, weights: Any | None = None) -> None:
         """Publish weights; return when the registered receivers' engines have them.
@@ -146,14 +156,29 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
             WaitTimeoutError: (a ``TimeoutError``) an engine does not have them in time.
             ReceiverFailedError: an engine cannot have them, or the process of its receiver has
                 ended; the message says why. They are published, and it is tried again.
-            DBufferError: see :meth:`VLLMDoubleBufferWeightSender.update_weights`.
+            NotReadyError: (a ``RuntimeError``) none are given and no model is registered, or it is
+                gone.
+            InvalidWeightsError: (a ``ValueError``) something in them cannot be published.
+            StoreBusyError: another sender has the store.
         """
         super().update_weights(weights)
 
     def _deliver(self, version: int) -> None:
         if self._receiver is not None:
             self._receiver.apply_weights(None)
-        self._transport.wait_applied(version, self._registered.names(), self._timeout_s)
+        self._transport.wait_applied(version, self._registered_receivers(), self._timeout_s)
+
+    def _registered_receivers(self) -> set[str]:
+        """Return the receivers that follow the store, and those that died since the last call."""
+        records = [
+            record
+            for record in self._store.receivers()
+            if record.receiver.startswith(_RECEIVER_PREFIX)
+        ]
+        living = {record.receiver for record in records if self._store.may_live(record)}
+        died = self._living & {record.receiver for record in records} - living
+        self._living = living
+        return living | died
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -167,19 +192,25 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
 
     It follows until :meth:`shutdown`. An ``LLM`` is switched between two generations: one that is
     under way ends first, and the next one waits for the switch.
+
+    It is a receiver of the store that senders wait for: its record says which version the engine
+    has, or why it does not have the newest.
     """
 
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
-        self._begun: list[Any] | None = None
+        self._receiver_id = f"{_RECEIVER_PREFIX}{host_in_id()}-{secrets.token_hex(4)}"
         self._timeout_s = scheme.timeout_s
+        self._begun: list[Any] | None = None
+        """Followers whose ranks look at the store already."""
         super().__init__(scheme, vllm_engine)
         self._begin()
-        self._thread = FollowThread(
-            self,
-            is_to_be_made=self._transport.addresses.are_one,
-            allow_shared_store=scheme.options.allow_shared_store,
-            poll_interval_s=scheme.options.poll_interval_s,
-        )
+        self._report()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._closing = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._follow, name="dbuffer-torchrl", daemon=True)
+        self._thread.start()
 
     def init_all_workers_group(self, model_metadata: ModelMetadata) -> None:
         """Check that the weights that are, or will be, published fit the engine.
@@ -191,7 +222,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             WeightsMismatchError: it differs from the store's newest version, or does not fit the
                 engine; the message lists how.
         """
-        self._do(lambda: _require_fit(self, model_metadata))
+        self._do(lambda: self._require_fit(model_metadata))
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
         """Wait for weights that the engine does not have, and apply them.
@@ -205,41 +236,93 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         self._do(lambda: super(VLLMWeightReceiver, self).apply_weights(weights, inplace))
 
     def shutdown(self) -> None:
-        self._thread.close()
+        """Stop following, after the switch that is under way. The engine keeps its weights."""
+        with self._closing:
+            self._is_closed = True
+        self._wake.set()
+        self._thread.join()
         if (turns := self._turns()) is not None:
             turns.give_up()
         super().shutdown()
 
     def _do(self, call: Callable[[], Any]) -> Any:
-        """Make a call that needs the engine, in the thread that follows."""
+        """Make a call that needs the engine, in the thread that follows; return its outcome."""
         _require_another_thread(engine_in(self._vllm_engine))
-        return self._thread.do(call)
+        future: Future[Any] = Future()
+        with self._closing:
+            if self._is_closed:
+                raise ClosedError("this receiver was shut down")
+            self._jobs.put((call, future))
+        self._wake.set()
+        return future.result()
 
-    # For the thread that follows.
+    def _do_jobs(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call, future = self._jobs.get_nowait()
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001 - the caller raises it
+                    future.set_exception(error)
 
-    def catch_up(self) -> bool:
-        version = self._wait_for_newer(0.0)
-        if version is None:
-            return True
+    def _follow(self) -> None:
+        loop = RetryLoop(logger)
+        while not self._is_closed:
+            self._wake.clear()
+            self._do_jobs()
+            version, wait_s = None, self._options.poll_interval_s
+            with loop.attempt():
+                version = self._wait_for_newer(0.0)
+                if version is None or self._switch_in_turn(version):
+                    loop.succeeded(str(self._receiver_id))
+                    self._report()
+                else:
+                    wait_s = _BUSY_RETRY_S
+            if loop.error is not None:
+                wait_s = loop.retry_s
+                if self._watch is not None:
+                    self._watch.note_problem(loop.error, version)
+            self._wait_for_news(wait_s)
+        self._do_jobs()
+
+    def _wait_for_news(self, timeout_s: float) -> None:
+        """Wait until there is a version that was not there yet, or a job."""
+        if self._watch is not None:
+            seen = self._watch.seen_version or None
+            # The next look reports a problem with the store.
+            with contextlib.suppress(DBufferError, OSError):
+                self._watch.wait_for_version(seen, timeout_s, self._wake)
+                return
+        self._wake.wait(timeout_s)
+
+    def _report(self) -> None:
+        """Record in the store which version the engine has."""
+        watch = self._watching()
+        record = watch.record
+        reported = record.current.applied_version, record.current.history, record.current.problem
+        if reported == (self._seen, watch.history, None) and record.path.exists():
+            return
+        record.set(is_ephemeral=True)
+        if self._seen is not None:
+            watch.acknowledge(self._seen)
+            return
+        if self._addresses.are_one:
+            # Before the first version: a sender shall see this receiver when it publishes that.
+            with contextlib.suppress(DBufferError):
+                for directory in (SCRATCH_DIRECTORY, RECEIVERS_DIRECTORY):
+                    filesystem.make_directory(watch.store / directory, parents=True)
+        record.write(problem=None, problem_version=None)
+
+    def _switch_in_turn(self, version: int) -> bool:
+        """Switch the engine; False: it generates, and is switched when the generation ends."""
         try:
             self._sync(version)
         except EngineBusyError:
             turns = self._turns()
-            if turns is None or not turns.is_wanted:  # it sleeps, say
+            if turns is None or not turns.is_switch_due:  # it sleeps, for example
                 raise
             return False
         return True
-
-    @property
-    def store(self) -> Path:
-        return Path(self._find_engines().store)
-
-    @property
-    def applied(self) -> int | None:
-        return self._seen
-
-    def wait_for_news(self, beyond: int | None, timeout_s: float, wake: threading.Event) -> None:
-        self._find_engines().wait_for_version(beyond, timeout_s, wake)
 
     def _sync(self, version: int) -> bool:
         turns = self._turns()
@@ -259,7 +342,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             return super()._sync(version)
 
     def _begin(self) -> None:
-        """Let the ranks of an ``LLM`` look at the store, once. It is asked in no other call."""
+        """Let the ranks of an ``LLM`` look at the store, once; no other call makes them begin."""
         turns = self._turns()
         if turns is None or self._begun is self._followers:
             return
@@ -270,7 +353,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         self._begun = self._followers
 
     def _turns(self) -> EngineTurns | None:
-        """Return those of an ``LLM``; None: the engine may be asked from any thread."""
+        """Return the turns at an ``LLM``; None: the engine takes calls from any thread."""
         engine = getattr(engine_in(self._vllm_engine), "llm_engine", None)
         return None if engine is None else EngineTurns.of(engine)
 
@@ -286,60 +369,3 @@ def _require_another_thread(engine: Any) -> None:
             "called in the engine's event loop, which this would wait for: call it in another "
             "thread, as with await asyncio.to_thread(...)"
         )
-
-
-def _require_fit(receiver: VLLMDoubleBufferWeightReceiver, model_metadata: ModelMetadata) -> None:
-    """Refuse metadata that differs from the newest version, or does not fit the engine."""
-    watch = receiver._find_engines()  # noqa: SLF001 - a part of either class
-    published = _published(watch)
-    if published is not None:
-        _require_same(model_metadata, published, f"the newest version in {watch.store}")
-    tensors = [
-        (name, DTYPE_NAMES[dtype], list(shape)) for name, (dtype, shape) in model_metadata.items()
-    ]
-    mismatches = [m for follower in receiver._followers for m in follower.mismatches(tensors)]  # noqa: SLF001
-    if mismatches:
-        raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
-
-
-def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Dtype and shape of each tensor that a sender publishes of this model.
-
-    LoRA adapters are merged, as TorchRL's function of this name does.
-    """
-    model = without_torchrl_wrapper(model)
-    strategy = "state_dict" if hasattr(model, "merge_and_unload") else "tensordict"
-    extract = WeightStrategy(extract_as=strategy).extract_weights
-    tensors = extract_for_vllm(model, extract).tensors
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-
-
-def _published(receiver: WeightReceiver) -> ModelMetadata | None:
-    """Return dtypes and shapes of the store's newest version; None if there is none."""
-    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    try:
-        with receiver.open(timeout_s=0.0, acknowledge=False) as snapshot:
-            specs = {spec.name: spec for spec in snapshot.specs}
-            specs |= {alias: specs[name] for alias, name in snapshot.aliases.items()}
-    except WaitTimeoutError:
-        return None
-    return {name: (dtypes[spec.dtype], torch.Size(spec.shape)) for name, spec in specs.items()}
-
-
-def _require_same(expected: ModelMetadata, found: ModelMetadata, what: str) -> None:
-    """Raise a WeightsMismatchError that lists every difference, or return."""
-    expected = dict(zip(clean_names(expected), expected.values(), strict=True))
-    found = dict(zip(clean_names(found), found.values(), strict=True))
-    differences = [f"{name!r} is missing" for name in expected if name not in found]
-    differences += [f"{name!r} is not expected" for name in found if name not in expected]
-    for name in expected.keys() & found.keys():
-        wanted, there = (_spec(name, *metadata[name]) for metadata in (expected, found))
-        if wanted != there:
-            differences.append(f"{there}, expected {wanted}")
-    if differences:
-        told = listed(sorted(differences), "; ")
-        raise WeightsMismatchError(f"{what} differs from the model's metadata: {told}")
-
-
-def _spec(name: str, dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
-    return TensorSpec(name, DTYPE_NAMES.get(dtype, str(dtype)), tuple(shape))

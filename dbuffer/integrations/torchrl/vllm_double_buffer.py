@@ -18,14 +18,25 @@ from typing import Any
 from tensordict import TensorDict
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
-from dbuffer.errors import NotReadyError, OptionError, VersionRegressedError
+from dbuffer.errors import (
+    NotReadyError,
+    OptionError,
+    VersionRegressedError,
+    WeightsMismatchError,
+)
 from dbuffer.integrations.engine.engine_options import EngineOptions
 from dbuffer.integrations.engine.follower import Follower
-from dbuffer.integrations.torchrl.addresses import Stores
+from dbuffer.integrations.torchrl.addresses import Addresses, Stores
 from dbuffer.integrations.torchrl.base import StoreScheme, Strategy, find_model
 from dbuffer.integrations.torchrl.extraction import Extracted, extract_for_vllm
+from dbuffer.integrations.torchrl.model_metadata import (
+    ModelMetadata,
+    published_metadata,
+    require_same,
+)
 from dbuffer.integrations.vllm.ray_follower import RayFollower, is_ray_actor
 from dbuffer.integrations.vllm.vllm_engine import vllm_engine_of
+from dbuffer.io.tensors import DTYPE_NAMES
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.runtime import options as checks
 
@@ -211,15 +222,25 @@ class VLLMDoubleBufferWeightReceiver:
     it needs no option of ours where dbuffer is installed beside its vLLM.
     """
 
+    _receiver_id: str | None = None
+    """Name of :attr:`_watch` among the store's receivers; None: one that no sender waits for."""
+
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
-        self._scheme = scheme
-        self._transport = scheme.create_transport()
+        self._options = scheme.options
+        self._addresses = Addresses(
+            scheme.remote_addr,
+            scheme.local_addr,
+            allow_shared_store=scheme.options.allow_shared_store,
+        )
         self._vllm_engine = vllm_engine
-        self._followers: list[Follower | RayFollower] = []
-        self._seen: int | None = None
-        self._watch: WeightReceiver | None = None
         self._stores: Stores | None = None
-        self._find_engines()
+        """Stores that the followers follow."""
+        self._followers: list[Follower | RayFollower] = []
+        self._watch: WeightReceiver | None = None
+        """Receiver that new versions are waited for with."""
+        self._seen: int | None = None
+        """Newest version that the engines have, or were told to take."""
+        self._watching()
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Wait for weights that the engine does not have, and apply them.
@@ -242,7 +263,7 @@ class VLLMDoubleBufferWeightReceiver:
         if version is not None:
             return self._sync(version)
         if self._seen is None:
-            self._transport.log_if_nothing_is_there()
+            self._addresses.log_once_if_nothing_is_there()
         return False
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
@@ -255,11 +276,12 @@ class VLLMDoubleBufferWeightReceiver:
 
         Raises:
             OptionError: (a ``ValueError``) ``inplace`` is False.
-            EngineUpdateError, EngineBrokenError: see :meth:`poll_and_apply`.
+            EngineUpdateError: the engine serves on with the weights that it had.
+            EngineBrokenError: its weights are half loaded, and it refuses to serve.
         """
         if not inplace:
             raise OptionError("weights are applied to an engine in place only: leave inplace=True")
-        newest = self._find_engines().wait_for_version(None, 0.0)
+        newest = self._watching().wait_for_version(None, 0.0)
         if weights is not None:
             self._apply_by_hand(extract_for_vllm(weights, TensorDict.from_module))
             self._seen = newest
@@ -268,9 +290,9 @@ class VLLMDoubleBufferWeightReceiver:
 
     def shutdown(self) -> None:
         """Stop following. The engine keeps its weights. A second call does nothing."""
-        self._drop_engines()
+        self._stop_following()
 
-    def _drop_engines(self) -> None:
+    def _stop_following(self) -> None:
         for follower in self._followers:
             try:
                 follower.stop_workers()
@@ -279,43 +301,50 @@ class VLLMDoubleBufferWeightReceiver:
                 logger.debug("could not tell an engine to stop following", exc_info=True)
             follower.close()
         if self._watch is not None:
+            self._watch.record.remove()
             self._watch.close()
-        self._followers, self._watch = [], None
+        self._followers, self._watch, self._seen = [], None, None
 
-    def _find_engines(self) -> WeightReceiver:
-        """Let the engines follow the store that is found now; the receiver to wait with."""
-        addresses = self._transport.addresses
-        if self._watch is not None and addresses.are_one:
+    def _watching(self) -> WeightReceiver:
+        """Let the engines follow the store that holds weights now; return its receiver."""
+        if self._watch is not None and self._addresses.are_one:
             return self._watch
-        found = addresses.find()
-        if self._watch is not None and found in (None, self._stores):
-            return self._watch
+        stores = self._addresses.find()
         if self._watch is not None:
-            logger.info("now following %s instead of %s", found, self._stores)
-            self._drop_engines()
-            self._seen = None
-        options = self._scheme.options
-        self._stores = stores = found or addresses.expected
-        self._followers = followers_of(
-            self._vllm_engine,
-            options.for_engine(stores.store, stores.local_store),
-        )
-        self._watch = options.make_receiver(stores.store)
+            if stores in (None, self._stores):
+                return self._watch
+            logger.info("now following %s instead of %s", stores, self._stores)
+            self._stop_following()
+        self._stores = store, local_store = stores or self._addresses.expected
+        options = self._options.for_engine(store, local_store)
+        self._followers = followers_of(self._vllm_engine, options)
+        self._watch = self._options.make_receiver(store, self._receiver_id)
         return self._watch
+
+    def _require_fit(self, model_metadata: ModelMetadata) -> None:
+        """Refuse metadata that differs from the newest version's, or does not fit the engine."""
+        watch = self._watching()
+        published = published_metadata(watch)
+        if published is not None:
+            require_same(model_metadata, published, f"the newest version in {watch.store}")
+        tensors = [
+            (name, DTYPE_NAMES[dtype], list(shape))
+            for name, (dtype, shape) in model_metadata.items()
+        ]
+        mismatches = [m for follower in self._followers for m in follower.mismatches(tensors)]
+        if mismatches:
+            raise WeightsMismatchError("; ".join(dict.fromkeys(mismatches)))
 
     def _wait_for_newer(self, timeout_s: float) -> int | None:
         deadline = time.monotonic() + timeout_s
-        watch = self._find_engines()
+        watch = self._watching()
         if any(follower.has_restarted() for follower in self._followers):
             self._seen = None  # it has what it was started with
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             # Only one of two addresses is waited for, and weights may come to the other.
-            wait_s = (
-                left_s
-                if self._transport.addresses.are_one
-                else min(left_s, self._scheme.options.poll_interval_s)
-            )
+            is_one = self._addresses.are_one
+            wait_s = left_s if is_one else min(left_s, self._options.poll_interval_s)
             try:
                 version = watch.wait_for_version(self._seen, wait_s)
             except VersionRegressedError as error:
@@ -327,7 +356,7 @@ class VLLMDoubleBufferWeightReceiver:
                 continue
             if version is not None or wait_s == left_s:
                 return version
-            watch = self._find_engines()
+            watch = self._watching()
 
     def _sync(self, version: int) -> bool:
         """Switch all engines; one that fails does not keep the others from switching."""
@@ -345,12 +374,12 @@ class VLLMDoubleBufferWeightReceiver:
 
     def _apply_by_hand(self, weights: Extracted) -> None:
         """Apply weights that are in no store, through one that lives as long as that takes."""
-        store = Path((self._stores or self._transport.addresses.expected).store)
+        store = Path((self._stores or self._addresses.expected)[0])
         store.parent.mkdir(parents=True, exist_ok=True)
         # Beside the store, so that workers on other hosts see it as well.
         scratch = Path(tempfile.mkdtemp(prefix=f"{store.name}~", dir=store.parent))
         try:
-            with self._scheme.options.make_sender(scratch / "store") as sender:
+            with self._options.make_sender(scratch / "store") as sender:
                 sender.send(weights.tensors)
             for follower in self._followers:
                 follower.apply_once(str(scratch / "store"))
