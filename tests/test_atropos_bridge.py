@@ -951,8 +951,7 @@ def test_rotary_layouts_are_changed_where_the_mapping_says_so(
 
 
 def test_only_queries_and_keys_have_rotary_layouts() -> None:
-    mapping = ParameterMapping(
-        Path("m"), dbuffer.weights.names.NameMap([]), frozenset({"v_proj.weight"})
-    )
+    entries = {"v_proj.weight": to("v_proj.weight", needs_permute=True)}
+    mapping = ParameterMapping(Path("m"), {"param_mappings": entries})
     with pytest.raises(dbuffer.OptionError, match="v_proj"):
         mapping.permute({}, 2, 2)

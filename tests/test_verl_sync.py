@@ -5,8 +5,9 @@ What verl itself makes of them is in ``test_verl``.
 
 from __future__ import annotations
 
+import functools
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,9 @@ from dbuffer.errors import (
     StoreBusyError,
     WaitTimeoutError,
 )
-from dbuffer.integrations.verl.syncing import ActorSync, RolloutSync, SyncOptions
+from dbuffer.integrations.verl.syncing import ActorSync, RolloutSync
 
 STEP = 7
-
-
-def configuration(store: Path, **more: Any) -> SyncOptions:
-    options = {"local_store": None, "delta": False, "dtype": None, "timeout_s": 5.0}
-    return SyncOptions.checked(store=str(store), **(options | more))
 
 
 def weights(number: float) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,10 +58,15 @@ def newest(store: Path) -> dbuffer.Snapshot:
 class Ends:
     """The actor's first rank, and a rollout worker."""
 
-    def __init__(self, store: Path, **more: Any) -> None:
-        self.configuration = configuration(store, **more)
-        self.outgoing = ActorSync(self.configuration)
-        self.incoming = RolloutSync(self.configuration)
+    def __init__(
+        self, store: Path, *, local_store: str | None = None, timeout_s: float = 5.0, **actor: Any
+    ) -> None:
+        self.new_actor = functools.partial(ActorSync, str(store), **actor)
+        self.new_rollout = functools.partial(
+            RolloutSync, str(store), local_store=local_store, timeout_s=timeout_s
+        )
+        self.outgoing = self.new_actor()
+        self.incoming = self.new_rollout()
 
     def begin(self) -> None:
         self.incoming.expect(self.outgoing.announce())
@@ -81,7 +82,7 @@ class Ends:
         """Another process has the store now; this one's sender is closed as that of one dead."""
         assert self.outgoing._sender is not None
         self.outgoing._sender.close()
-        self.outgoing = ActorSync(self.configuration)
+        self.outgoing = self.new_actor()
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_a_version_of_another_sync_is_not_taken_whatever_its_step(
     ends.begin()
     ends.outgoing.publish(weights(2), step)  # and verl gave this sync up
     if is_new:
-        ends.incoming = RolloutSync(ends.configuration)
+        ends.incoming = ends.new_rollout()
     ends.begin()
     waiting = ends.incoming.waiting()
     next(waiting)
@@ -140,7 +141,7 @@ def test_rollout_workers_follow_a_trainer_that_begins_the_store_anew(
 def test_a_second_trainer_is_refused_when_its_sync_begins(ends: Ends) -> None:
     ends.sync(1)
     with pytest.raises(StoreBusyError):
-        ActorSync(ends.configuration).announce()
+        ends.new_actor().announce()
 
 
 def test_a_version_that_does_not_come_is_an_error(store: Path) -> None:
@@ -281,21 +282,21 @@ class TestOptions:
         assert ends.outgoing._sender.stats["deltas"] == 1
 
     @pytest.mark.parametrize(
-        ("option", "value"),
+        ("side", "option", "value"),
         [
-            ("store", ""),
-            ("store", None),
-            ("local_store", ""),
-            ("delta", "yes"),
-            ("dtype", "bf16"),
-            ("dtype", ["bfloat16"]),
-            ("timeout_s", 0),
-            ("timeout_s", "600"),
+            (ActorSync, "store", ""),
+            (ActorSync, "store", None),
+            (RolloutSync, "store", None),
+            (RolloutSync, "local_store", ""),
+            (ActorSync, "delta", "yes"),
+            (ActorSync, "dtype", "bf16"),
+            (ActorSync, "dtype", ["bfloat16"]),
+            (RolloutSync, "timeout_s", 0),
+            (RolloutSync, "timeout_s", "600"),
         ],
     )
     def test_what_they_may_not_be_is_refused_by_name(
-        self, store: Path, option: str, value: Any
+        self, store: Path, side: Callable[..., Any], option: str, value: Any
     ) -> None:
-        told = {"store": str(store), "local_store": None, "delta": False, "dtype": None}
         with pytest.raises(OptionError, match=f"engine_kwargs.dbuffer.{option} "):
-            SyncOptions.checked(**({"timeout_s": 5.0, **told} | {option: value}))
+            side(**({"store": str(store)} | {option: value}))

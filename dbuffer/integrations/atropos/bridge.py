@@ -68,8 +68,7 @@ class VLLMWeightBridge:
             can live in the store (see :func:`.default_store`).
         rank_timeout_s: with several processes, how long they wait for one that does not come; and
             for one that hangs, after an update's ``timeout_seconds``.
-        delta: publish what changed, as for the sender that does it: `WeightSender`,
-            `ShardedWeightSender` or `ResidentModel`.
+        delta: publish only the bytes that changed since the last update, if they are few.
 
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be.
@@ -106,8 +105,7 @@ class VLLMWeightBridge:
         self._agreement: Agreement | None = None
         self._update_count = 0
         self._version: int | None = None
-        self._served: int | None = None
-        """Newest version that the server of local mode is known to serve."""
+        """Newest version published; in local mode None once the server answers with it."""
 
     @property
     def param_mappings(self) -> dict[str, Any]:
@@ -137,7 +135,8 @@ class VLLMWeightBridge:
                 attached, or an ``init_method`` that ranks cannot meet at.
             RankTimeoutError: (a ``TimeoutError`` and ``RuntimeError``) a rank of the trainer did
                 not come within ``rank_timeout_s``.
-            StoreBusyError, StoreAccessError: see `WeightSender`.
+            StoreBusyError: another sender has the store.
+            StoreAccessError: the store cannot be used.
         """
         if self._sender is not None:
             return
@@ -151,7 +150,7 @@ class VLLMWeightBridge:
             mapping = self._on_first_rank(
                 "read the parameter mapping", lambda: self._await_mapping().as_json()
             )
-            self._mapping = ParameterMapping.of_json(mapping)
+            self._mapping = ParameterMapping(Path(mapping["path"]), mapping["content"])
             if self._weights is not None:
                 self._mapping.check(_named(self._weights))
             self._sender = self._open_sender()
@@ -219,7 +218,11 @@ class VLLMWeightBridge:
             EngineUnreachableError, EngineUpdateError, WaitTimeoutError: a server does not serve
                 them within ``timeout_seconds``, or cannot; the message says why. They are
                 published.
-            DBufferError: they could not be published; see `WeightSender.send`.
+            InvalidWeightsError: something in them cannot be published.
+            StoreFullError: there is no room for the version.
+            StoreAccessError: the store cannot be written.
+            WriterSupersededError: another sender has taken the store over.
+            RankFailedError: a rank was lost.
         """
         self.broadcast_weights_to_inference()
         self.barrier()
@@ -228,7 +231,9 @@ class VLLMWeightBridge:
         """Publish the weights, without waiting for servers; see :meth:`barrier`.
 
         Raises:
-            NotReadyError, DBufferError: as :meth:`notify_update`.
+            NotReadyError: (a ``RuntimeError``) the bridge was not initialised, or has nothing
+                to publish.
+            DBufferError: they could not be published; :meth:`notify_update` names the errors.
         """
         sender, weights = self._opened(), self._weights
         if weights is None:
@@ -260,9 +265,9 @@ class VLLMWeightBridge:
         if self._version is None:
             return
         if self.config.is_local_mode:
-            if self._served != self._version:
-                self._on_first_rank("update the server", self._update_server)
-                self._served = self._version
+            version = self._version
+            self._on_first_rank("update the server", lambda: self._update_server(version))
+            self._version = None
             return
         engines = self.config.num_inference_nodes
         try:
@@ -353,7 +358,7 @@ class VLLMWeightBridge:
             return
         late = ParameterMapping.find(self.config.directory)
         # A server that starts again writes an empty one first.
-        if late is not None and late.changes_anything and not late.does_as(self._mapping):
+        if late is not None and late.changes_anything and not late.agrees_with(self._mapping):
             raise NotReadyError(
                 f"{late.path} was written after initialize(), and gives tensors other names or "
                 "layouts: call cleanup() and initialize() to use it"
@@ -405,16 +410,15 @@ class VLLMWeightBridge:
         heads = shape.num_attention_heads, shape.num_key_value_heads
         return self._mapping.permute(_named(weights), *heads)
 
-    def _update_server(self) -> None:
+    def _update_server(self, version: int) -> None:
         """Notify the server of local mode, and wait until it has switched."""
         assert self._server is not None  # noqa: S101 - this is its rank
-        assert self._version is not None  # noqa: S101 - something was published
         notification = {
             "update_count": self._update_count,
             "trainer_rank": self.config.trainer_rank,
             "timestamp": time.time(),
         }
-        self._server.bring_to(self._version, notification, self.config.timeout_seconds)
+        self._server.bring_to(version, notification, self.config.timeout_seconds)
 
     def _on_first_rank(self, what: str, action: Callable[[], T]) -> T:
         """Run ``action`` on rank 0; return or raise its outcome on all ranks."""

@@ -13,7 +13,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,6 +34,7 @@ _SETTLE_S = 2.0
 _RETRY_S = 0.1
 _QUERY = re.compile(r"(?:^|\.)(?:wq|q_proj)\.")
 _KEY = re.compile(r"(?:^|\.)(?:wk|k_proj)\.")
+_CHANGES_NOTHING: dict[str, Any] = {"param_mappings": {}}
 
 
 def mapping_path(directory: str | None) -> Path:
@@ -46,10 +46,10 @@ def mapping_path(directory: str | None) -> Path:
 def stamp_of(path: Path) -> object:
     """Return a value that changes when the file is written again; None if there is no file."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -63,19 +63,32 @@ def get_name_conversions(param_mappings: Mapping[str, Any]) -> dict[str, list[st
     return conversions
 
 
-@dataclass(frozen=True, slots=True)
 class ParameterMapping:
     """Servers' names for the trainer's tensors, and the tensors to permute.
 
-    A mapping with only a path changes nothing.
+    Args:
+        path: the mapping file.
+        content: its content. Default: one that changes nothing.
+
+    Raises:
+        OptionError: (a ``ValueError``) it is no content of a mapping file.
     """
 
-    path: Path
-    names: NameMap = NameMap(())  # noqa: RUF009 - it does not change
-    permuted: frozenset[str] = frozenset()
-    """Trainer's names of the tensors with ``needs_permute``; see `rotary`."""
-    entries: dict[str, Any] = field(default_factory=dict)
-    """The file's ``param_mappings``."""
+    def __init__(self, path: Path, content: Any = _CHANGES_NOTHING) -> None:
+        self.path = path
+        self._content = content
+        rules = NameMap.parse(content, str(path)).rules
+        targets = Counter(rule.to for rule in rules if rule.kind == "name")
+        self.names = NameMap(
+            rule
+            for rule in rules
+            if rule.kind != "name" or (rule.text != rule.to and targets[rule.to] == 1)
+        )
+        self.entries: dict[str, Any] = content.get("param_mappings", {})
+        """The file's ``param_mappings``."""
+        permuted = (name for name, entry in self.entries.items() if entry.get("needs_permute"))
+        self.permuted = frozenset(permuted)
+        """Trainer's names of the tensors with ``needs_permute``; see `rotary`."""
 
     @classmethod
     def find(cls, directory: str | None) -> Self | None:
@@ -89,52 +102,39 @@ class ParameterMapping:
     ) -> Self | None:
         """Wait for the mapping of a run; None after ``timeout_s``, or when ``is_in_vain()``."""
         deadline = time.monotonic() + timeout_s
-        is_told = False
+        has_logged = False
         while (mapping := cls.find(directory)) is None:
             if time.monotonic() > deadline or is_in_vain():
                 return None
-            if not is_told:
+            if not has_logged:
                 path = mapping_path(directory)
                 logger.warning("waiting up to %g s for %s, which a server writes", timeout_s, path)
-                is_told = True
+                has_logged = True
             time.sleep(_RETRY_S)
         return mapping
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        content, names = _read(path)
-        rules = names.rules
-        targets = Counter(rule.to for rule in rules if rule.kind == "name")
-        kept = [
-            rule
-            for rule in rules
-            if rule.kind != "name" or (rule.text != rule.to and targets[rule.to] == 1)
-        ]
-        return cls(
-            path, NameMap(kept), _names_to_permute(content), content.get("param_mappings", {})
-        )
-
-    @classmethod
-    def of_json(cls, values: dict[str, Any]) -> Self:
-        """Make a mapping from another rank's :meth:`as_json`."""
-        path = values["path"]
-        names = NameMap.parse(values["names"], path)
-        return cls(Path(path), names, frozenset(values["permuted"]), values["entries"])
+        """Read a file, for a while also one that is not complete yet."""
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            try:
+                return cls(path, read_mapping_file(path))
+            except OptionError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_RETRY_S)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the whole mapping as JSON values, for another rank."""
-        return {
-            "path": str(self.path),
-            "names": self.names.as_json(),
-            "permuted": sorted(self.permuted),
-            "entries": self.entries,
-        }
+        """Return the arguments that make this mapping, as JSON values for another rank."""
+        return {"path": str(self.path), "content": self._content}
 
     @property
     def changes_anything(self) -> bool:
         return bool(self.names.rules or self.permuted)
 
-    def does_as(self, other: Self) -> bool:
+    def agrees_with(self, other: Self) -> bool:
+        """Whether it changes the same names and layouts."""
         return (self.names.rules, self.permuted) == (other.names.rules, other.permuted)
 
     def check(self, names: Iterable[str]) -> None:
@@ -161,24 +161,6 @@ class ParameterMapping:
             name: permute_for_rotary(tensor.detach(), heads[name]) if name in heads else tensor
             for name, tensor in tensors.items()
         }
-
-
-def _read(path: Path) -> tuple[dict[str, Any], NameMap]:
-    """Return the file's content and its names, both from one read."""
-    deadline = time.monotonic() + _SETTLE_S
-    while True:
-        try:
-            content = read_mapping_file(path)
-            return content, NameMap.parse(content, str(path))
-        except OptionError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(_RETRY_S)
-
-
-def _names_to_permute(content: dict[str, Any]) -> frozenset[str]:
-    entries: dict[str, Any] = content.get("param_mappings", {})
-    return frozenset(name for name, entry in entries.items() if entry.get("needs_permute"))
 
 
 def _heads_of(name: str, num_heads: int, num_kv_heads: int) -> int:

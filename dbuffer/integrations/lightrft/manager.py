@@ -48,7 +48,7 @@ class BroadcastManager(Closing):
             the job. A second manager in a job needs a store of its own.
         rename: a mapping of names, or a function from name to name. Default: none for vLLM, which
             knows transformers' names; for SGLang, without ``args.text_only``, LightRFT's mapping.
-        delta: publish what changed, as for `ShardedWeightSender`.
+        delta: publish only the bytes that changed since the last version, if they are few.
         api_key: for servers.
         timeout_s: how long an engine may take to have a version ready, while it serves.
         rank_timeout_s: how long ranks wait for one that hangs; one that dies is detected at once.
@@ -110,9 +110,11 @@ class BroadcastManager(Closing):
         switch, it does so too, and the others have the new version.
 
         Raises:
-            UnsupportedError: as for the class: the actor may have changed.
-            InvalidWeightsError, StoreFullError, StoreAccessError, WriterSupersededError: as
-                :meth:`ShardedWeightSender.send`. Nothing was published.
+            UnsupportedError: the actor is no longer one that is supported.
+            InvalidWeightsError: something in the weights cannot be published.
+            StoreFullError: there is no room for the version.
+            StoreAccessError: the store cannot be written.
+            WriterSupersededError: another sender has taken the store over.
             EngineBusyError: an engine is generating, or asleep; it was not touched.
             EngineUpdateError, WaitTimeoutError: an engine could not switch.
             EngineBrokenError: its weights are half loaded, and it refuses to serve.
@@ -153,13 +155,13 @@ class BroadcastManager(Closing):
 
     def _weights_on_all_ranks(self) -> Weights:
         """Return this rank's weights, after every rank has found that its own can be published."""
-        found: list[Weights] = []
+        weights: list[Weights] = []
 
-        def find() -> None:
-            found.append(Configuration.of(self.strategy).weights(self.actor))
+        def read() -> None:
+            weights.append(Configuration.of(self.strategy).weights(self.actor))
 
-        self._agreement.each("read its configuration", find)
-        return found[0]
+        self._agreement.each("read its configuration", read)
+        return weights[0]
 
     def _require_an_engine(self) -> None:
         mine = engines_of_rank(self.inference_engine, self._agreement.rank)

@@ -76,13 +76,16 @@ def send_adapter(
         sender: a `WeightSender`.
         peft_model: whose adapter it is; left as it is.
         adapter: its name in the peft model.
-        version: as for `WeightSender.send`.
+        version: above all versions before. Default: the last one plus one.
         metadata: beside the adapter's own.
 
     Raises:
         InvalidWeightsError: there is no such adapter, or it means nothing without its base.
-        VersionError, StoreFullError, StoreAccessError, WriterSupersededError, ClosedError: as
-            `WeightSender.send`.
+        VersionError: ``version`` is not above the newest one.
+        StoreFullError: there is no room for the version.
+        StoreAccessError: the store cannot be written.
+        WriterSupersededError: another sender has taken the store over.
+        ClosedError: the sender is closed.
     """
     about = adapter_metadata(peft_model, adapter)
     if ADAPTER_KEY in (metadata or {}):

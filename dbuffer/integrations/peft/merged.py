@@ -92,17 +92,17 @@ def _check_layer(name: str, layer: Any, adapters: Collection[str] | None) -> Non
             f"the adapters of {name} are disabled, but peft would merge them: enable them, "
             "or publish the base model"
         )
-    wanted = layer.active_adapters if adapters is None else adapters
-    if others := [one for one in layer.merged_adapters if one not in wanted]:
+    merging = layer.active_adapters if adapters is None else adapters
+    if others := [one for one in layer.merged_adapters if one not in merging]:
         raise InvalidWeightsError(
             f"{name} has {', '.join(map(repr, others))} merged into it, which were not named: "
             "unmerge_adapter() first, or name all of them"
         )
     is_copy = isinstance(layer, AuxiliaryTrainingWrapper) and adapters is not None
-    if is_copy and (others := [one for one in layer.active_adapters if one not in wanted]):
+    if is_copy and (others := [one for one in layer.active_adapters if one not in merging]):
         raise InvalidWeightsError(
             f"{name} is trained whole, for {', '.join(map(repr, others))}, which is active, and "
-            f"not for {', '.join(map(repr, wanted))}: set_adapter() those that are to be merged"
+            f"not for {', '.join(map(repr, merging))}: set_adapter() those that are to be merged"
         )
 
 

@@ -110,8 +110,8 @@ def _write(snapshot: Snapshot, config: dict[str, Any], path: Path) -> None:
 
 def _remove_old(newest: Path) -> None:
     """Remove all versions but the newest and the one before, which requests may still name."""
-    found = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
-    others = sorted((path for path in found if path != newest), key=_made_at)
+    saved = [path for path in newest.parent.iterdir() if _NAME.fullmatch(path.name)]
+    others = sorted((path for path in saved if path != newest), key=_made_at)
     for path in others[:-1]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -53,7 +53,8 @@ class StoreWeightTransfer:
         """Open the store. TRL does so on its main process only, as it makes every call here.
 
         Raises:
-            StoreBusyError, StoreAccessError: as for `WeightSender`.
+            StoreBusyError: another sender has the store.
+            StoreAccessError: the store cannot be used.
         """
         # Not sooner: ranks that publish nothing make one of these too.
         if self._sender is None:
@@ -65,9 +66,13 @@ class StoreWeightTransfer:
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Publish ``(name, tensor)`` pairs, tensor by tensor, while the servers generate.
 
+        After an error nothing was published, and the servers serve on.
+
         Raises:
-            InvalidWeightsError, StoreFullError, StoreAccessError, WriterSupersededError: as
-                `WeightSender.send`. Nothing was published, and the servers serve on.
+            InvalidWeightsError: something in them cannot be published.
+            StoreFullError: there is no room for the version.
+            StoreAccessError: the store cannot be written.
+            WriterSupersededError: another sender has taken the store over.
             NotReadyError: `init_weight_transfer` was not called.
         """
         self.version = self._opened().send(iterator).version

@@ -50,7 +50,7 @@ def over_store(
             it; or their ids (``engine_id``), so that one that cannot apply it is learned at once.
         timeout_s: for how long they are waited for; in colocate mode, how long an engine may take
             to have a version ready.
-        delta: publish what changed, as for `WeightSender`.
+        delta: publish only the bytes that changed since the last version, if they are few.
         dtype: publish floating-point tensors in this dtype. Default: each in its own.
         unused_tensors: (colocate mode) what the engine does with tensors that its model has no
             place for: ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
@@ -58,8 +58,8 @@ def over_store(
     Raises:
         OptionError: (a ``ValueError``) an option is not what it may be. From what is returned:
             the trainer does not generate with vLLM.
-        StoreBusyError, StoreAccessError: from what is returned, as
-            `WeightSender` raises them.
+        StoreBusyError: from what is returned: another sender has the store.
+        StoreAccessError: from what is returned: the store cannot be used.
     """
     place = options.directory("store", store)
     options.names("receivers", receivers)
@@ -156,7 +156,9 @@ class WeightSync:
         Raises:
             InvalidWeightsError, UnsupportedError: the weights cannot be published: adapters
                 of a sharded model, or a way to shard that is not known here.
-            StoreFullError, StoreAccessError, WriterSupersededError: as `WeightSender.send`.
+            StoreFullError: there is no room for the version.
+            StoreAccessError: the store cannot be written.
+            WriterSupersededError: another sender has taken the store over.
             WaitTimeoutError: too few engines have the version in time, or (colocate mode) the
                 engine does not have it ready.
             ReceiverFailedError: (server mode) one of those named cannot apply it, or has ended.

@@ -15,7 +15,6 @@ from dbuffer.integrations.verl.syncing import (
     LOOK_AGAIN_S,
     ActorSync,
     RolloutSync,
-    SyncOptions,
     join_gathering,
 )
 
@@ -36,8 +35,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         store: the store's directory, as actor and rollout workers see it.
         local_store: a directory in the shared memory of the rollout workers' nodes, to which one
             process of each node copies every version, for a store on a network mount.
-        delta: publish what changed, as for `WeightSender`. The weights are then collected first, in
-            the memory of the first rank's host.
+        delta: publish only the bytes that changed since the last sync, if they are few. The weights
+            are then collected first, in the memory of the first rank's host.
         dtype: the name of a dtype in which floating-point tensors are published. Default: each in
             its own.
         timeout_s: how long a rollout worker waits for the version of a sync.
@@ -57,18 +56,16 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         dtype: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        configuration = SyncOptions.checked(
-            store=store, local_store=local_store, delta=delta, dtype=dtype, timeout_s=timeout_s
-        )
         self._is_master = is_master
-        self._actor_sync = ActorSync(configuration)
-        self._rollout_sync = RolloutSync(configuration)
+        self._actor_sync = ActorSync(store, delta=delta, dtype=dtype)
+        self._rollout_sync = RolloutSync(store, local_store=local_store, timeout_s=timeout_s)
 
     def prepare(self) -> str | None:
         """Begin a sync: in the actor's first rank, open the store and generate the sync's id.
 
         Raises:
-            StoreBusyError, StoreAccessError: as for `WeightSender`.
+            StoreBusyError: another sender has the store.
+            StoreAccessError: the store cannot be used.
         """
         return self._actor_sync.announce() if self._is_master else None
 
@@ -107,8 +104,10 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
             The first rank's version, its bytes, and the seconds that it took, for verl's log.
 
         Raises:
-            InvalidWeightsError, StoreFullError, StoreAccessError, WriterSupersededError: as
-                `WeightSender.send`. Nothing was published.
+            InvalidWeightsError: something in them cannot be published.
+            StoreFullError: there is no room for the version.
+            StoreAccessError: the store cannot be written.
+            WriterSupersededError: another sender has taken the store over.
             NotReadyError: :meth:`prepare` was not called for this sync.
         """
         with torch.no_grad():
@@ -124,7 +123,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
 
         Raises:
             WaitTimeoutError: it did not come in time.
-            VersionRegressedError, StoreCorruptError: as for `WeightReceiver.open`.
+            VersionRegressedError: the store was started over; its versions are another run's.
+            StoreCorruptError: the version is damaged.
         """
         for _ in self._rollout_sync.waiting():
             time.sleep(LOOK_AGAIN_S)
@@ -137,7 +137,8 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
 
         Raises:
             WaitTimeoutError: it did not come in time, or another sync has begun meanwhile.
-            VersionRegressedError, StoreCorruptError: as for `WeightReceiver.open`.
+            VersionRegressedError: the store was started over; its versions are another run's.
+            StoreCorruptError: the version is damaged.
         """
         for _ in self._rollout_sync.waiting():
             await asyncio.sleep(LOOK_AGAIN_S)

@@ -74,7 +74,7 @@ class CheckpointManager(CheckpointEngineManager):  # type: ignore[misc]  # verl 
     def _publish(self, global_steps: int | None) -> dict[str, Any]:
         """Let the actor publish; all its ranks take part, and the first one has metrics."""
         sending = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
-        return {name: value for told in ray.get(sending) if told for name, value in told.items()}
+        return next((metrics for metrics in ray.get(sending) if metrics), {})
 
 
 def _call(group: Any, method: str) -> None:

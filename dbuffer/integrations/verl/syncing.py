@@ -1,6 +1,6 @@
 """Both halves of a sync: `ActorSync` in the actor, `RolloutSync` beside each rollout engine.
 
-Both take `SyncOptions`. None of it needs verl.
+Their arguments come from YAML, and may be of any type. None of it needs verl.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -40,45 +38,8 @@ LOOK_AGAIN_S = 0.02
 _SYNC = "sync"
 """Metadata key of a version's sync id. Global steps repeat, and may be None."""
 _WHERE = "engine_kwargs.dbuffer"
+"""Place of the options in ``checkpoint_engine``, for messages."""
 _FLOATS = ("bfloat16", "float16", "float32")
-
-
-@dataclass(frozen=True, slots=True)
-class SyncOptions:
-    """Checked options of ``checkpoint_engine.engine_kwargs.dbuffer``.
-
-    `StoreCheckpointEngine` describes it.
-    """
-
-    store: Path
-    local_store: Path | None
-    delta: bool
-    dtype: torch.dtype | None
-    timeout_s: float
-
-    @classmethod
-    def checked(
-        cls, *, store: Any, local_store: Any, delta: Any, dtype: Any, timeout_s: Any
-    ) -> Self:
-        """Check options from YAML, which may be of any type.
-
-        Raises:
-            OptionError: (a ``ValueError``) one may not.
-        """
-        place = options.directory(f"{_WHERE}.store", store)
-        local = None
-        if local_store is not None:
-            local = options.directory(f"{_WHERE}.local_store", local_store)
-        if options.flag(f"{_WHERE}.delta", delta):
-            require_compression()
-        options.choice(f"{_WHERE}.dtype", dtype, (None, *_FLOATS))
-        return cls(
-            store=place,
-            local_store=local,
-            delta=delta,
-            dtype=None if dtype is None else DTYPES[dtype],
-            timeout_s=options.positive_seconds(f"{_WHERE}.timeout_s", timeout_s),
-        )
 
 
 def join_gathering(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -89,11 +50,19 @@ def join_gathering(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
 class ActorSync:
     """Publishing side of the syncs, in the actor's first rank.
 
-    The first sync opens the store.
+    The first sync opens the store. `StoreCheckpointEngine` describes the options.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be.
     """
 
-    def __init__(self, configuration: SyncOptions) -> None:
-        self._configuration = configuration
+    def __init__(self, store: Any, *, delta: Any = False, dtype: Any = None) -> None:
+        self._store = options.directory(f"{_WHERE}.store", store)
+        self._delta = options.flag(f"{_WHERE}.delta", delta)
+        if delta:
+            require_compression()
+        options.choice(f"{_WHERE}.dtype", dtype, (None, *_FLOATS))
+        self._dtype = None if dtype is None else DTYPES[dtype]
         self._sender: WeightSender | None = None
         self._sync: str | None = None
 
@@ -101,11 +70,11 @@ class ActorSync:
         """Begin a sync; return its id, which only its version will have.
 
         Raises:
-            StoreBusyError, StoreAccessError: as for `WeightSender`.
+            StoreBusyError: another sender has the store.
+            StoreAccessError: the store cannot be used.
         """
         if self._sender is None:
-            settings = self._configuration
-            self._sender = WeightSender(settings.store, delta=settings.delta, dtype=settings.dtype)
+            self._sender = WeightSender(self._store, delta=self._delta, dtype=self._dtype)
         self._sync = secrets.token_hex(16)
         return self._sync
 
@@ -114,16 +83,18 @@ class ActorSync:
     ) -> dict[str, float]:
         """Publish the version of the sync that was announced.
 
-        Whatever goes wrong, all weights are asked for: other ranks gather them with this one, and
-        would wait for it. They then do not learn of the failure from a collective that hangs.
+        Whatever goes wrong, the iterator is exhausted: other ranks gather each tensor with this
+        one, and would hang in a collective without it.
 
         Returns:
             What a trainer may log: the version, its bytes, and the seconds that it took.
 
         Raises:
             NotReadyError: no sync was announced, or it has been published.
-            InvalidWeightsError, StoreFullError, StoreAccessError, WriterSupersededError: as
-                `WeightSender.send`. Nothing was published.
+            InvalidWeightsError: something in them cannot be published.
+            StoreFullError: there is no room for the version.
+            StoreAccessError: the store cannot be written.
+            WriterSupersededError: another sender has taken the store over.
         """
         if self._sender is None or self._sync is None:
             raise NotReadyError(
@@ -132,7 +103,7 @@ class ActorSync:
         metadata, self._sync = {_SYNC: self._sync, "global_steps": global_steps}, None
         rest = iter(weights)
         try:
-            source = dict(_copies(rest)) if self._configuration.delta else rest
+            source = dict(_copies(rest)) if self._delta else rest
             published = self._sender.send(source, metadata=metadata)
         except Exception:
             join_gathering(rest)
@@ -153,11 +124,19 @@ def _copies(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
 class RolloutSync:
     """Receiving side of the syncs, in a rollout worker.
 
-    It holds the version of one sync until the engine has loaded it.
+    It holds the version of one sync until the engine has loaded it. `StoreCheckpointEngine`
+    describes the options.
+
+    Raises:
+        OptionError: (a ``ValueError``) an option is not what it may be.
     """
 
-    def __init__(self, configuration: SyncOptions) -> None:
-        self._configuration = configuration
+    def __init__(self, store: Any, *, local_store: Any = None, timeout_s: Any = 600.0) -> None:
+        self._store = options.directory(f"{_WHERE}.store", store)
+        self._local_store = self._store
+        if local_store is not None:
+            self._local_store = options.directory(f"{_WHERE}.local_store", local_store)
+        self._timeout_s = options.positive_seconds(f"{_WHERE}.timeout_s", timeout_s)
         self._receiver: WeightReceiver | None = None
         self._mirror: Mirror | None = None
         self._sync: str | None = None
@@ -166,34 +145,34 @@ class RolloutSync:
         self._snapshot: Snapshot | None = None
 
     def expect(self, sync: str) -> None:
-        """Begin a sync. What an earlier one holds, which nobody finished, is not acknowledged.
+        """Begin a sync. The version of an earlier one that was not finished is released.
 
         Raises:
             OptionError: ``local_store`` holds another store's versions, and is in use.
         """
         self._drop()
         if self._receiver is None:
-            self._receiver = self._open()
+            self._mirror = start_mirror(self._store, self._local_store)
+            self._receiver = WeightReceiver(self._local_store)
         self._sync = sync
 
     def waiting(self) -> Iterator[None]:
-        """Hold the sync's version; yield each time it is not there yet.
-
-        Nothing but that version is taken: neither an older one, nor that of a sync that failed.
+        """Hold the sync's version, and no other one; yield each time it is not there yet.
 
         Raises:
             NotReadyError: no sync has begun.
             WaitTimeoutError: it did not come in time, or another sync has begun meanwhile.
-            VersionRegressedError, StoreCorruptError: as for `WeightReceiver.open`.
+            VersionRegressedError: the store was started over; its versions are another run's.
+            StoreCorruptError: the version is damaged.
         """
-        sync, timeout_s = self._sync, self._configuration.timeout_s
+        sync, timeout_s = self._sync, self._timeout_s
         if sync is None:
             raise NotReadyError("no sync has begun: init_process_group() comes before, each time")
         deadline = time.monotonic() + timeout_s
         while not self._hold(sync):
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
-                    f"the version of this sync did not come into {self._configuration.store} "
+                    f"the version of this sync did not come into {self._store} "
                     f"within {timeout_s:g} s, the newest there is {self._looked_at}: see whether "
                     "the actor could publish it, and whether this host sees the same directory"
                 )
@@ -221,11 +200,6 @@ class RolloutSync:
             return
         self._holding.close()
         self._receiver.acknowledge(snapshot.version)
-
-    def _open(self) -> WeightReceiver:
-        store, local_store = self._configuration.store, self._configuration.local_store
-        self._mirror = start_mirror(store, local_store)
-        return WeightReceiver(local_store or store)
 
     def _hold(self, sync: str) -> bool:
         assert self._receiver is not None  # noqa: S101 - a sync has begun
