@@ -41,7 +41,7 @@ def _without_wrapper(engine: Any) -> Any:
 def start_follower(
     engine_type: str, engine: Any, api_key: str | None, options: EngineOptions
 ) -> EngineFollower:
-    """Let an engine follow a store. It switches when it is told to."""
+    """Let an engine follow a store; it switches on demand, by :func:`switch_all`."""
     from dbuffer.integrations.engine.follower import Follower
 
     follower: EngineFollower

@@ -154,7 +154,7 @@ class BroadcastManager(Closing):
         self._agreement.each("let its engines follow", self._follow)
 
     def _weights_on_all_ranks(self) -> Weights:
-        """Return this rank's weights, after every rank has found that its own can be published."""
+        """Return this rank's weights, after every rank has checked that it can publish its own."""
         weights: list[Weights] = []
 
         def read() -> None:

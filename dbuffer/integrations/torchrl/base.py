@@ -147,6 +147,20 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
     def _own_weights(self) -> Any:
         return self.model
 
+    def _require_sender(self) -> Any:
+        if self._sender is None:
+            raise NotReadyError(
+                "this scheme does not send, or was shut down: call init_on_sender() first"
+            )
+        return self._sender
+
+    def _require_receiver(self) -> Any:
+        if self._receiver is None:
+            raise NotReadyError(
+                "this scheme does not receive, or was shut down: call init_on_receiver() first"
+            )
+        return self._receiver
+
     def _close(self) -> None:
         # __del__ comes here as well, also of a scheme whose __init__ has raised.
         for name in ("_sender", "_receiver"):

@@ -22,7 +22,7 @@ from dbuffer.integrations.torchrl.base import (
     find_model,
     model_of_factory,
 )
-from dbuffer.integrations.torchrl.extraction import VersionInfo, extract
+from dbuffer.integrations.torchrl.extraction import Extracted, VersionInfo, extract
 from dbuffer.integrations.torchrl.loading import has_weights, is_on_meta
 from dbuffer.integrations.torchrl.model_stores import (
     ModelPublisher,
@@ -137,39 +137,36 @@ class DoubleBufferSyncScheme(StoreScheme):
             last_version=self._earlier_versions.get(self._store_at(self.remote_addr).name, 0),
         )
         try:
-            self._find_source(weights, model, params_map)
-            if device_map_fn is not None and self._source is not None:
-                self._source = _mapped(self._source(), device_map_fn, num_workers)
-            self._first_weights_for = self._choose_first_weights()
+            source = self._source_of(weights, model, params_map)
+            if device_map_fn is not None:
+                source = _mapped(source(), device_map_fn, num_workers)
+            self._source = source
+            self._first_weights_for = self._choose_first_weights(source())
         except BaseException:
             self._close()
             raise
 
-    def _find_source(
+    def _source_of(
         self, weights: Any, model: Any, params_map: Mapping[int, TensorDictBase] | None
-    ) -> None:
-        """Find what is sent when nothing else is given, and keep it alive if nobody else does."""
+    ) -> Callable[[], Any]:
+        """Return a function for the weights that are sent when no others are given."""
         if params_map is not None:
-            copies = {id(value) for value in params_map.values()}
-            shared = next(iter(params_map.values())) if len(copies) == 1 else None
-            self._source = lambda: dict(params_map) if shared is None else shared
-        elif weights is not None or model is not None:
-            self._source = lambda: model if weights is None else weights
-        else:
-            if self.model is None:
-                self._made_model = model_of_factory(self.context, self._model_id)
-            self._source = lambda: self.model
+            distinct = {id(value): value for value in params_map.values()}
+            given = next(iter(distinct.values())) if len(distinct) == 1 else dict(params_map)
+            return lambda: given
+        if weights is not None or model is not None:
+            return lambda: model if weights is None else weights
+        if self.model is None:
+            self._made_model = model_of_factory(self.context, self._model_id)
+        return lambda: self.model
 
-    def _choose_first_weights(self) -> Literal["all", "worker", "none"]:
-        source = self._source() if self._source is not None else None
-        if _is_by_worker(source):
+    def _choose_first_weights(self, weights: Any) -> Literal["all", "worker", "none"]:
+        """Return whose store the first weights come in."""
+        if _is_by_worker(weights):
             return "worker"
-        if source is None:
-            return "none"
-        is_module = isinstance(source, nn.Module)
-        if not (is_module and has_weights(source)) and not self._extract(source):
-            return "none"
-        return "all"
+        if isinstance(weights, nn.Module) and has_weights(weights):
+            return "all"
+        return "all" if weights is not None and self._extract(weights) else "none"
 
     def _setup_connection_and_weights_on_sender_impl(
         self,
@@ -186,7 +183,7 @@ class DoubleBufferSyncScheme(StoreScheme):
         if isinstance(self.context, DistributedCollector):
             # It gives its nodes 10 s for their first answer from here on, whatever state they are
             # in; TorchRL's own scheme returns from this when they are there.
-            publisher = self._require_publisher()
+            publisher = self._require_sender()
             publisher.wait_present(self.timeout_s)
             publisher.wait(published, self.timeout_s)
 
@@ -211,7 +208,7 @@ class DoubleBufferSyncScheme(StoreScheme):
             raise NotReadyError("call connect() before sending weights")
         published = self._publish(self._find_weights(weights, self.context), worker_ids)
         if self.sync:
-            self._require_publisher().wait(published, self.timeout_s)
+            self._require_sender().wait(published, self.timeout_s)
 
     def update_weights(self, weights: Any = None) -> None:
         self.send(weights)
@@ -231,25 +228,19 @@ class DoubleBufferSyncScheme(StoreScheme):
                     f"there are no weights for worker {min(missing)} among those given"
                 )
             parts = [(weights[worker], [worker]) for worker in chosen]
-        published = []
+        published: list[PublishedVersion] = []
         for part, for_workers in parts:
             extracted = None if part is None else self._extract(part)
             if not extracted:
                 logger.info("model %r has no weights to publish", self._model_id)
                 continue
-            published += self._require_publisher().publish(
+            published += self._require_sender().publish(
                 extracted, for_workers, is_initial=is_initial
             )
         return published
 
-    def _extract(self, weights: Any) -> Any:
+    def _extract(self, weights: Any) -> Extracted:
         return extract(weights, self._strategy.extract_weights)
-
-    def _require_publisher(self) -> ModelPublisher:
-        publisher: ModelPublisher | None = self._sender
-        if publisher is None:
-            raise NotReadyError("this scheme was shut down")
-        return publisher
 
     # The worker's side.
 
@@ -321,12 +312,6 @@ class DoubleBufferSyncScheme(StoreScheme):
             return None
         receiver.has_loaded.clear()
         return self._current_weights()
-
-    def _require_receiver(self) -> WorkerReceiver:
-        receiver: WorkerReceiver | None = self._receiver
-        if receiver is None:
-            raise NotReadyError("call init_on_receiver() before receiving weights")
-        return receiver
 
     def _note_applied(self, info: VersionInfo) -> None:
         """Hand new weights on to a collector's own workers; count the policy's versions."""

@@ -135,26 +135,14 @@ class VLLMDoubleBufferSyncScheme(StoreScheme):
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:  # noqa: ARG002 - all engines
         """Publish weights, where ``init_on_sender`` was called."""
-        self._opened_sender().update_weights(weights)
+        self._require_sender().update_weights(weights)
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        self._opened_receiver().apply_weights(weights, inplace)
+        self._require_receiver().apply_weights(weights, inplace)
 
     def receive(self, timeout: float | None = None) -> Any:
         """Apply what is new, where ``init_on_receiver`` was called; None if nothing is."""
-        return self._opened_receiver().poll_and_apply(timeout or 0.0) or None
-
-    def _opened_sender(self) -> VLLMDoubleBufferWeightSender:
-        sender: VLLMDoubleBufferWeightSender | None = self._sender
-        if sender is None:
-            raise NotReadyError("this scheme has no sender: call init_on_sender()")
-        return sender
-
-    def _opened_receiver(self) -> VLLMDoubleBufferWeightReceiver:
-        receiver: VLLMDoubleBufferWeightReceiver | None = self._receiver
-        if receiver is None:
-            raise NotReadyError("this scheme has no receiver: call init_on_receiver()")
-        return receiver
+        return self._require_receiver().poll_and_apply(timeout or 0.0) or None
 
 
 class VLLMDoubleBufferWeightSender:
@@ -215,7 +203,7 @@ class VLLMDoubleBufferWeightSender:
 
 
 class VLLMDoubleBufferWeightReceiver:
-    """Brings an engine to the store's newest weights, when told to look.
+    """Brings an engine to the store's newest weights at each call.
 
     The engine's workers stage a new version while it generates; the engine pauses only while they
     load it. All of them switch, or none does. For what may be an engine, see :func:`followers_of`;
@@ -239,7 +227,7 @@ class VLLMDoubleBufferWeightReceiver:
         self._watch: WeightReceiver | None = None
         """Receiver that new versions are waited for with."""
         self._seen: int | None = None
-        """Newest version that the engines have, or were told to take."""
+        """Newest version that was looked at and applied."""
         self._watching()
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
