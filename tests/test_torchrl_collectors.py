@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -931,6 +931,37 @@ def test_weights_that_do_not_fit(scheme: DoubleBufferSyncScheme) -> None:
         policy.offset = torch.tensor(0.5)
         collector.update_policy_weights_()
         assert acts(collector) == [5.5, 5.5]
+
+
+class ReluctantPolicy(StatefulPolicy):
+    """Refuses a state now and then."""
+
+    refusals = 0
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise ValueError("not now")
+        super().set_extra_state(state)
+
+
+def test_a_load_that_failed_in_the_models_own_code_is_tried_again(address: Path) -> None:
+    scheme = DoubleBufferSyncScheme(address, sync=False)
+    scheme.init_on_sender(model_id="policy", model=StatefulPolicy(1.0), num_workers=1)
+    worker = pickle.loads(pickle.dumps(scheme))
+    model = ReluctantPolicy()
+    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    scheme.connect()
+    worker.connect(worker_idx=0)
+    model.refusals = 1
+    scheme.send(StatefulPolicy(2.0, offset=0.5))
+    record = DoubleBuffer(address / "policy").receiver
+    settle(lambda: record("worker-0").applied_version == 2, "it was not tried again")
+    assert record("worker-0").problem is None
+    assert (model.refusals, model.weight.item(), model.offset.item()) == (0, 2.0, 0.5)
+    model(TensorDict(batch_size=[]))  # it runs again
+    worker.shutdown()
+    scheme.shutdown()
 
 
 def test_first_weights_that_do_not_fit(address: Path) -> None:
