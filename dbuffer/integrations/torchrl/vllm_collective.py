@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -222,7 +223,7 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             WeightsMismatchError: it differs from the store's newest version, or does not fit the
                 engine; the message lists how.
         """
-        self._do(lambda: self._require_fit(model_metadata))
+        self._do(self._require_fit, model_metadata)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
         """Wait for weights that the engine does not have, and apply them.
@@ -230,10 +231,10 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
         Weights come to the engine whether this is called or not. Errors are those of
         :meth:`VLLMDoubleBufferWeightReceiver.poll_and_apply`.
         """
-        return bool(self._do(lambda: super(VLLMWeightReceiver, self).poll_and_apply(timeout)))
+        return bool(self._do(super().poll_and_apply, timeout))
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        self._do(lambda: super(VLLMWeightReceiver, self).apply_weights(weights, inplace))
+        self._do(super().apply_weights, weights, inplace)
 
     def shutdown(self) -> None:
         """Stop following, after the switch that is under way. The engine keeps its weights."""
@@ -245,14 +246,14 @@ class VLLMWeightReceiver(VLLMDoubleBufferWeightReceiver):
             turns.give_up()
         super().shutdown()
 
-    def _do(self, call: Callable[[], Any]) -> Any:
+    def _do(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Make a call that needs the engine, in the thread that follows; return its outcome."""
         _require_another_thread(engine_in(self._vllm_engine))
         future: Future[Any] = Future()
         with self._closing:
             if self._is_closed:
                 raise ClosedError("this receiver was shut down")
-            self._jobs.put((call, future))
+            self._jobs.put((functools.partial(call, *arguments), future))
         self._wake.set()
         return future.result()
 
