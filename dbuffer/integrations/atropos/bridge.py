@@ -124,10 +124,10 @@ class VLLMWeightBridge:
         is paused, as a trainer leaves it that is killed in an update, is resumed.
 
         A mapping is waited for, up to ``timeout_seconds``, where ``log_dir``, ``LOGDIR`` or
-        ``VLLM_BRIDGE_CONFIG_PATH`` says where one is to be; without them, one in the working
+        ``VLLM_BRIDGE_CONFIG_PATH`` says where to expect one; without them, one in the working
         directory is read if it is there. With several nodes, and where the file itself is named,
         one that does not come is an error. In local mode it is logged, and the trainer's names are
-        taken; for a stock vLLM server that answers, which writes none, nobody waits.
+        used; it is not waited for if a stock vLLM server answers, which writes none.
 
         Raises:
             NotReadyError: (a ``RuntimeError``) too few nodes, or a mapping that did not come.

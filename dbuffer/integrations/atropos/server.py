@@ -99,8 +99,8 @@ class BridgeServer:
     def resume_if_left_paused(self) -> None:
         """End the pause of a trainer that was killed in a switch.
 
-        Until then nobody has an answer, and a trainer that waits for answers before its first
-        update would wait for ever. The server goes on with the version that it has.
+        A paused server answers no request, so a trainer that waits for answers before its first
+        update would hang. The server serves the version that it has.
         """
         try:
             response = self._client.get(_PAUSE_ROUTE, timeout=_HEALTH_S)

@@ -25,7 +25,7 @@ SGLANG_NAMES = (
 )
 """From a vision-language model of transformers to SGLang's, whatever its other parts are called.
 
-A language model's names stay, also where nobody has said that it is one.
+A language model's names stay, also where ``text_only`` is not set for it.
 """
 
 DEFAULTS: dict[str, Any] = {"fsdp": False, "zero_stage": 2, "bf16": True, "text_only": False}

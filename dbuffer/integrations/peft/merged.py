@@ -57,7 +57,7 @@ def merged_weights(
 
 
 def _check(peft_model: Any, adapters: Collection[str] | None) -> None:
-    """Refuse what peft would merge into something else than the model acts as, or not at all."""
+    """Refuse a model that peft cannot merge, or would merge into one that acts differently."""
     tuner = peft_model.base_model if isinstance(peft_model, PeftModel) else None
     if not isinstance(tuner, BaseTuner):
         raise InvalidWeightsError(
@@ -102,7 +102,7 @@ def _check_layer(name: str, layer: Any, adapters: Collection[str] | None) -> Non
     if is_copy and (others := [one for one in layer.active_adapters if one not in merging]):
         raise InvalidWeightsError(
             f"{name} is trained whole, for {', '.join(map(repr, others))}, which is active, and "
-            f"not for {', '.join(map(repr, merging))}: set_adapter() those that are to be merged"
+            f"not for {', '.join(map(repr, merging))}: set_adapter() the ones to merge"
         )
 
 

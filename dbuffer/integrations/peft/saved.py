@@ -76,7 +76,7 @@ def save_adapter(
             path = directory / f"v{snapshot.version}-{snapshot.identity}"
             if not path.is_dir():
                 _write(snapshot, config, made)
-        # Not before the snapshot was left: only then is it known that nobody wrote into it.
+        # After the snapshot was left: only then is it known that no writer took its buffer.
         if made.is_dir():
             filesystem.rename_directory(made, path)
     saved = SavedAdapter(version=snapshot.version, path=path)

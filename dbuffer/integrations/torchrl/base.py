@@ -102,8 +102,8 @@ class StoreScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl is not typ
         """Extract weights with TorchRL's strategy, from anything that ``send`` takes.
 
         Args:
-            weights: a module, its name in the context, None for that of ``model_id``; anything else
-                is returned as it is.
+            weights: a module, its name in the context, or None for the model ``model_id``; anything
+                else is returned unchanged.
             model_id: a name. Default: that given to ``init_on_sender``.
             strategy: a ``WeightStrategy``. Default: the scheme's.
             context: where a name is searched: by its ``get_model``, or as a path of attributes.

@@ -358,7 +358,7 @@ def _count_workers(context: Any, *given: Mapping[int, Any] | list[Any] | None) -
     for workers in given:
         if workers is not None:
             return len(workers)
-    # A single collector sends to whoever follows the store, and waits for nobody.
+    # A single collector has no workers to wait for.
     if context is None or isinstance(context, Collector):
         return 0
     return int(getattr(context, "num_workers", 0))

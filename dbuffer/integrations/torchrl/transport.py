@@ -97,10 +97,10 @@ class VLLMDoubleBufferTransport:
         model: Any = None,
         strategy: Any = None,
     ) -> Any | None:
-        """The newest version, copied; None if there is none that is new.
+        """Return a copy of the newest version; None if it was received before, or there is none.
 
         Args:
-            timeout: seconds to wait for it. None: not at all.
+            timeout: seconds to wait for it. None: return at once.
             weights: a TensorDict, or a dictionary by dotted name, to copy into and to return.
                 Default: a new TensorDict with flat keys.
             model: apply them to it as well, with ``strategy``.

@@ -114,7 +114,7 @@ class VLLMWeightSyncScheme(VLLMDoubleBufferSyncScheme):
 
 
 class VLLMWeightSender(VLLMDoubleBufferWeightSender):
-    """Publishes a model's weights, and waits for the engines that are to have them."""
+    """Publishes a model's weights, and waits until all engines of the store have them."""
 
     def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
         super().__init__(scheme)
@@ -156,7 +156,7 @@ class VLLMWeightSender(VLLMDoubleBufferWeightSender):
         Raises:
             WaitTimeoutError: (a ``TimeoutError``) an engine does not have them in time.
             ReceiverFailedError: an engine cannot have them, or the process of its receiver has
-                ended; the message says why. They are published, and it is tried again.
+                ended; the message says why. They are published, and engines retry.
             NotReadyError: (a ``RuntimeError``) none are given and no model is registered, or it is
                 gone.
             InvalidWeightsError: (a ``ValueError``) something in them cannot be published.

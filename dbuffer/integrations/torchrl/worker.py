@@ -47,7 +47,7 @@ class Feed:
     """Newest version that was loaded or skipped."""
 
     def order_of(self, version: int, info: VersionInfo) -> Order:
-        """The order of a version of this store among those of both."""
+        """Return the place of this store's version in the order of both stores' versions."""
         return (version, 0) if self.is_for_all else (info.after_version, version)
 
 

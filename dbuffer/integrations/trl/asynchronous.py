@@ -15,15 +15,15 @@ from dbuffer.runtime import options
 class StoreWeightTransfer:
     """TRL's ``WeightTransferProtocol`` over a store: ``AsyncGRPOTrainer(weight_transfer=...)``.
 
-    Nothing is paused while weights are published: servers that follow the store generate on, make
-    the version ready meanwhile, and each pauses for the moment of its own switch. They come and go
-    as they like; no process group knows of them.
+    Nothing is paused while weights are published: servers that follow the store generate on, stage
+    the version meanwhile, and each pauses only for its own switch. Servers can start late or
+    restart; there is no process group.
 
     Args:
         store: the store's directory, as the servers see it.
-        receivers: how many engines must have a version before TRL counts the rollouts as its; or
-            their ids (``engine_id``), so that one that cannot apply it is learned at once. 0: none;
-            what TRL takes for rollouts of a version may then be of the one before.
+        receivers: how many engines must have a version before TRL takes rollouts for that
+            version's; or their ids (``engine_id``): then one that cannot apply it is an error at
+            once. 0: none; rollouts may then be of the version before.
         timeout_s: for how long they are waited for.
         dtype: publish floating-point tensors in this dtype. Default: each in its own.
 
@@ -81,7 +81,7 @@ class StoreWeightTransfer:
         """Return when the servers generate with what was sent; they were never held up for it.
 
         Raises:
-            WaitTimeoutError: too few of them do, in time; the message says who does.
+            WaitTimeoutError: too few of them do, in time; the message says which ones do.
             ReceiverFailedError: one of those named cannot apply it, or its process has ended.
             NotReadyError: `init_weight_transfer` was not called.
         """

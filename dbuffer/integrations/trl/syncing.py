@@ -37,10 +37,10 @@ def over_store(
 ) -> Callable[P, TrainerT]:
     """Let a trainer's weights go to vLLM through a store.
 
-    What is returned is called as the class is, and returns its trainer, which is as always but for
-    its weights. Each time before TRL generates with newer ones, they are published, and it goes on
-    when vLLM has them: a server that follows the store, or the engine in the trainer's process.
-    The trainer has one attribute more, ``weight_sync``: a :class:`WeightSync`.
+    Call the result as you call the class: it returns the class's trainer. Whenever TRL is about to
+    generate with newer weights, they are published, and TRL waits until vLLM has them: a server
+    that follows the store, or the engine in the trainer's process. The trainer has one more
+    attribute, ``weight_sync``: a :class:`WeightSync`.
 
     Args:
         trainer_class: ``trl.GRPOTrainer``, or another that makes TRL's ``VLLMGeneration``:
@@ -56,10 +56,10 @@ def over_store(
             place for: ``"refuse"`` the version, or ``"warn"`` once, and leave them out.
 
     Raises:
-        OptionError: (a ``ValueError``) an option is not what it may be. From what is returned:
-            the trainer does not generate with vLLM.
-        StoreBusyError: from what is returned: another sender has the store.
-        StoreAccessError: from what is returned: the store cannot be used.
+        OptionError: (a ``ValueError``) an option is not what it may be. From the result's call: the
+            trainer does not generate with vLLM.
+        StoreBusyError: from the result's call: another sender has the store.
+        StoreAccessError: from the result's call: the store cannot be used.
     """
     place = options.directory("store", store)
     options.names("receivers", receivers)
@@ -151,7 +151,7 @@ class WeightSync:
         """Publish the trainer's weights, and return when vLLM generates with them.
 
         TRL calls it before it generates, if it has trained since. Call it yourself after the last
-        step, if the servers are to have what came of that too.
+        step, for servers to get the final weights.
 
         Raises:
             InvalidWeightsError, UnsupportedError: the weights cannot be published: adapters
@@ -214,12 +214,12 @@ class WeightSync:
         except WaitTimeoutError as error:
             raise WaitTimeoutError(
                 f"{error}; TRL does not generate with older weights: let its server follow this "
-                "very directory (--middleware dbuffer.integrations.vllm.FollowStore), and look at "
-                "the server's log"
+                "directory (--middleware dbuffer.integrations.vllm.FollowStore), and look at the "
+                "server's log"
             ) from error
 
     def _wake(self) -> None:
-        """As TRL does before it loads weights: memory of an engine that sleeps is not there."""
+        """Wake the engine's weights, as TRL does before it loads: asleep, they have no memory."""
         generation = self._generation
         if generation.mode == "colocate" and generation.enable_sleep_mode:
             from trl.generation.vllm_generation import empty_cache

@@ -87,7 +87,7 @@ class StoreCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is 
         return {"sync": [None] * actor_wg_world_size}, {"sync": names * rollout_world_size}
 
     def init_process_group(self, sync: str | None) -> None:
-        """Join nothing. A rollout worker learns which version to take: that of ``sync``.
+        """Let a rollout worker take the version of ``sync``; there is no group to join.
 
         Raises:
             OptionError: ``local_store`` holds another store's versions, and is in use.

@@ -215,8 +215,8 @@ class RolloutSync:
     def _is_newest_of(self, sync: str) -> bool:
         """Look at what is newer than what was looked at; only its manifest is read.
 
-        A store that was removed, emptied or replaced is followed: no version but that of the sync
-        is taken from it.
+        A store that was removed, emptied or replaced is followed: the sync's id is enough to tell
+        its version.
         """
         assert self._receiver is not None  # noqa: S101 - a sync has begun
         try:
@@ -239,4 +239,4 @@ class RolloutSync:
             self._holding.close()
         except DBufferError as error:
             # It is not used any more; what is wrong with the store, the next look says too.
-            logger.info("a version that nobody finished loading: %s", error)
+            logger.info("a version that was not finished: %s", error)
