@@ -11,6 +11,7 @@ python3 dev.py lowest [options of pytest]            (those of the core, on the 
 python3 dev.py bench  [options of `python -m benchmarks`]
 python3 dev.py soak   [options of pytest]            (what guarantees rest on, for over an hour)
 python3 dev.py docs   [options of sphinx-build]      (the site, into docs/_build)
+python3 dev.py measure [test files]                  (seconds of each, by which tests are ordered)
 
 Needs Python 3.11 or later and a package index, nothing else. The first run fetches the
 environment (a minute at most, 2.7 GB); later ones reuse it until what it was made from changes.
@@ -90,6 +91,7 @@ COMMANDS = {
     # Old packages do what newer ones below them warn of.
     "lowest": ["python", "-m", "pytest", *SIDE_BY_SIDE, "-Wdefault", *WITHOUT_FRAMEWORKS],
     "bench": ["python", "-m", "benchmarks"],
+    "measure": ["python", "tests/durations.py"],
     "docs": ["sphinx-build", "-n", "-W", "--keep-going", "docs", "docs/_build"],
 }
 
@@ -292,7 +294,7 @@ def main(arguments: list[str]) -> NoReturn:
     # Two first runs at once would clear each other's work; exec closes the descriptor.
     fcntl.flock(os.open(ROOT, os.O_RDONLY), fcntl.LOCK_EX)
     make_environment()
-    if arguments[0] in ("test", "sglang") and takes_cpu_pins():
+    if arguments[0] in ("test", "measure", "sglang") and takes_cpu_pins():
         make_framework_environment("sglang")
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     # Installed as they are, packages are compiled when they are first imported: let that be once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -33,6 +34,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("damage", "support")
 
+from durations import ROOT, durations  # noqa: E402
 from support import SHARED_MEMORY, SMALL, SPARSE, preload, preloaded  # noqa: E402
 
 import dbuffer  # noqa: E402
@@ -61,10 +63,21 @@ def environment_stays() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: of files side by side, a long one must not begin last."""
+    """Sort files, longest first: of files side by side, a long one must not begin last.
+
+    A file that is not in the table is long if a test in it is marked as slow.
+    """
+    table = durations()
     marks = ("nfs", "slow")
     slow = {item.path for item in items if any(map(item.get_closest_marker, marks))}
-    items.sort(key=lambda item: item.path not in slow)
+
+    def wall_s(path: Path) -> float:
+        measured = table.get(path.relative_to(ROOT).as_posix())
+        if measured is not None:
+            return measured.wall_s
+        return math.inf if path in slow else 0.0
+
+    items.sort(key=lambda item: wall_s(item.path), reverse=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
