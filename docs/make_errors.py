@@ -5,6 +5,7 @@ Needs Python and nothing else. A test runs `errors_page` and compares.
 """
 
 import inspect
+import re
 import runpy
 from pathlib import Path
 
@@ -16,9 +17,9 @@ HEAD = """\
 <!-- Made by docs/make_errors.py from dbuffer/errors.py: change that, and run it. -->
 # Errors
 
-All derive from `dbuffer.DBufferError`, and each from a standard type as well: catch the first to
-catch all of dbuffer's, or the second where the code around already does. Each carries one message
-and pickles, so that it crosses process boundaries whole. All are importable from `dbuffer`.
+Each error derives from `dbuffer.DBufferError` and from a standard type: catch the first to catch
+all of dbuffer's errors, or the second if your code already catches that. Each has one message and
+can be pickled, so that it crosses process boundaries. All are importable from `dbuffer`.
 
 ```python
 import dbuffer
@@ -29,8 +30,8 @@ except ValueError as error:  # OptionError is both
     assert isinstance(error, dbuffer.DBufferError)
 ```
 
-Errors of other code pass through as they are: Python's own for a missing argument, those of a
-function given to `load_into`, torch's, the engines'.
+Errors of other code are not wrapped: Python's own for a missing argument, those of a function given
+to `load_into`, torch's, the engines'.
 
 | error | also a | what happened | what to do |
 | --- | --- | --- | --- |
@@ -59,7 +60,7 @@ def _row(error: type[Exception], base: type[Exception]) -> str:
 
 def _cell(text: str) -> str:
     plain = " ".join(text.split()).replace("``", "`")
-    return plain.replace(":class:", "").replace("|", "\\|")
+    return re.sub(r":\w+:(?=`)", "", plain).replace("|", "\\|")
 
 
 if __name__ == "__main__":
