@@ -601,7 +601,6 @@ def test_what_a_reader_says_that_it_reads_stays_and_then_goes(store: Path) -> No
     """The anchor that it needs, and the deltas since, long after newer anchors."""
     with make_sender(store) as sender, reader_of(store, "slow") as slow:
         sender._writer._files.reader_timeout_s = 60.0
-        sender._writer._files._retired._reader_timeout_s = 60.0  # type: ignore[attr-defined]
         publish(sender, 1, 2, 3)
         needed = named_files(store)
         slow.wait_for_version()

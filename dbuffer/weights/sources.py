@@ -389,10 +389,10 @@ def _gatherable(
                 "together, with dbuffer.ShardedWeightSender"
             )
         shape = tuple(whole.ds_shape if is_zero3 else whole.shape)
-        fetch = _fetch_zero3 if is_zero3 else whole.detach().full_tensor
+        gather = _fetch_zero3 if is_zero3 else whole.detach().full_tensor
         # Ties are recognized by the object, on all ranks alike: a rank's own part may be empty. A
         # negative number is no address.
-        return LazyTensor(tensor.dtype, shape, fetch, -id(tensor), sharded=tensor)
+        return LazyTensor(tensor.dtype, shape, gather, -id(tensor), sharded=tensor)
     is_odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
     if is_odd or is_made_of_others(tensor):
         raise InvalidWeightsError(
