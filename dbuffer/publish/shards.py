@@ -14,7 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -29,8 +29,6 @@ SPREAD_FROM_BYTES = 1 << 20
 """Size from which a box that several ranks hold is written by the least busy of them; below it, the
 first writes it. What a trainer lets drift apart between ranks is small (the statistics of a batch
 norm), and must not be put together from several."""
-
-T = TypeVar("T")
 
 HeldTensors: TypeAlias = Sequence[torch.Tensor | LazyTensor]
 
@@ -129,27 +127,30 @@ def each_gathered(
     tensors: HeldTensors,
     assignment: WriteAssignment,
     rank: int,
-    action: Callable[[int, torch.Tensor], T],
-) -> list[T]:
-    """Gather, one after another, what is assigned so, and do ``action`` with what is the rank's.
+    action: Callable[[int, torch.Tensor], int],
+) -> int:
+    """Gather the assigned tensors one after another; do ``action`` with those this rank writes.
 
-    It is given the tensor's index and the whole of it. All ranks go through all of them, whatever
-    fails: the others wait in the next gather.
+    ``action`` gets the tensor's index and the whole of it. All ranks go through all tensors even if
+    it fails: the others wait in the next gather.
+
+    Returns:
+        The sum of its results.
     """
-    done: list[T] = []
+    total = 0
     problem: Exception | None = None
     for index, writer in assignment.gathered:
         with gathered(tensors[index]) as whole:
             if writer != rank or problem is not None:
                 continue
             try:
-                done.append(action(index, whole))
-            except Exception as error:  # noqa: BLE001 - told when all are through
+                total += action(index, whole)
+            except Exception as error:  # noqa: BLE001 - raised when all are through
                 problem = error
         del whole  # before the next is gathered
     if problem is not None:
         raise problem
-    return done
+    return total
 
 
 def assign_writes(
