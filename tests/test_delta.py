@@ -26,8 +26,7 @@ from dbuffer.errors import DBufferError, InvalidWeightsError, StoreCorruptError
 from dbuffer.format import delta as delta_format
 from dbuffer.format.layout import BLOCK_BYTES, ITEM_BYTES, Layout, Piece, TensorSpec
 from dbuffer.io import changes as io_changes
-from dbuffer.io import delta as io_delta
-from dbuffer.io.changes import TensorDiff, check_changes, find_changes, write_changes
+from dbuffer.io.changes import Diff, TensorDiff, find_changes, write_changes
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import Excerpt, apply_delta, changed_positions, encode_delta
 from dbuffer.io.tensors import DTYPES, FileTensors
@@ -47,11 +46,11 @@ def copier():
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of a few words, and blocks that are compared one by one."""
-    monkeypatch.setattr(io_delta, "_CHUNK_CHANGES", 50)
-    monkeypatch.setattr(io_delta, "_WHOLE_BYTES", 400)
+    monkeypatch.setattr(io_changes, "_GROUP_CHANGES", 50)
+    monkeypatch.setattr(io_changes, "_WHOLE_BYTES", 400)
     monkeypatch.setattr(delta_format, "MAX_CHUNK_WORDS", 3000)
     monkeypatch.setattr(delta_format, "MIN_CHUNK_BYTES", 1)
-    monkeypatch.setattr(io_changes, "_GATHER_BYTES", 512)
+    monkeypatch.setattr(io_changes, "_SHORT_BYTES", 512)
 
 
 def assert_leads_there(step, copier, *, times=1):
@@ -74,6 +73,11 @@ def assert_positions(step, copier):
             assert positions.tolist() == differing.tolist()
         else:
             assert 2 * len(differing) > len(words[0])
+
+
+def encode(layout, changes, copier):
+    identities = {"base": BASE, "identity": IDENTITY, "version": 1, "layout_xxh3": "0" * 16}
+    return encode_delta(Diff(layout, changes, None, 10), copier, **identities)
 
 
 def random_step(seed, dtypes, sizes, shares, copier, **options):
@@ -299,12 +303,12 @@ class TestWriteChanges:
     def test_what_does_not_fit_is_named_among_many(self, copier):
         step = random_step(4, ["bfloat16"] * 50, [100] * 50, [0.1] * 50, copier)
         changes = find_changes(step.contents(), step.after, copier, hashed=False).changes
-        check_changes(step.layout, changes)
+        encode(step.layout, changes, copier)
         wrong = changes[30].positions.copy()
         wrong[-1] = 100
         changes[30] = TensorDiff(30, wrong, changes[30].values)
         with pytest.raises(InvalidWeightsError, match="not fit t30 "):
-            check_changes(step.layout, changes)
+            encode(step.layout, changes, copier)
 
     @pytest.mark.parametrize(
         "change",
@@ -321,15 +325,25 @@ class TestWriteChanges:
             TensorDiff(0, None, np.zeros(9, np.uint16)),
         ],
     )
-    def test_what_does_not_fit_is_refused(self, change):
+    def test_what_does_not_fit_is_refused(self, copier, change):
         tensors = [torch.ones(10).bfloat16(), torch.ones(3).bfloat16()]
-        contents = Guarded(layout_of(tensors, ["bfloat16"] * 2), tensors)
+        layout = layout_of(tensors, ["bfloat16"] * 2)
         right = TensorDiff(1, np.array([0]), np.zeros(1, np.uint16))
+        whole = TensorDiff(1, None, np.zeros(3, np.uint16))
         with pytest.raises(InvalidWeightsError):
-            check_changes(contents.layout, [right, change])
-        with pytest.raises(InvalidWeightsError, match="of one tensor"):
-            check_changes(contents.layout, [right, right])
-        check_changes(contents.layout, [right])
+            encode(layout, [right, change], copier)
+        for twice in ([right, right], [whole, right], [whole, whole]):
+            with pytest.raises(InvalidWeightsError, match="of one tensor"):
+                encode(layout, twice, copier)
+        encode(layout, [right], copier)
+
+    @pytest.mark.usefixtures("small_chunks")
+    def test_positions_that_do_not_ascend_from_chunk_to_chunk_are_refused(self, copier):
+        layout = layout_of([torch.ones(1000).bfloat16()], ["bfloat16"])
+        positions = np.concatenate([np.arange(100, 150), np.arange(110, 160)])
+        change = TensorDiff(0, positions, np.zeros(100, np.uint16))
+        with pytest.raises(InvalidWeightsError, match="not ascending"):
+            encode(layout, [change], copier)
 
 
 class TestApply:
@@ -454,9 +468,7 @@ def test_a_change_needs_no_version_before(copier):
         TensorDiff(1, None, np.arange(8, dtype=np.uint32)),
         TensorDiff(0, np.array([5, 90]), np.array([7, 9], np.uint16)),
     ]
-    found = io_delta.Diff(contents.layout, changes, None, 10)
-    identities = {"base": BASE, "identity": IDENTITY, "version": 1, "layout_xxh3": "0" * 16}
-    encoded = encode_delta(found, copier, **identities)
+    encoded = encode(contents.layout, changes, copier)
     rest = encoded.header[delta_format.PREFIX_BYTES :]
     _, xxh3 = delta_format.decode_prefix(encoded.header)
     header = delta_format.decode_header(rest, xxh3, contents.layout, "0" * 16)

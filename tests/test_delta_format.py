@@ -18,6 +18,7 @@ from dbuffer.errors import StoreCorruptError, UnsupportedError
 from dbuffer.format import delta
 from dbuffer.format.delta import Chunk, DeltaHeader
 from dbuffer.format.layout import Layout, TensorSpec
+from dbuffer.io import changes as io_changes
 from dbuffer.io import delta as io_delta
 from dbuffer.io.copier import Copier
 from dbuffer.io.delta import apply_delta, changed_positions
@@ -53,8 +54,9 @@ def cut(copier: Copier, **options: bool) -> Step:
     before = [random_tensor(d, n, rng) for d, n in zip(dtypes, sizes, strict=True)]
     after = [changed(t, share, rng) for t, share in zip(before, shares, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(io_delta, "_CHUNK_CHANGES", 50)
-        patch.setattr(io_delta, "_WHOLE_BYTES", 400)
+        patch.setattr(io_changes, "_GROUP_CHANGES", 50)
+        patch.setattr(io_changes, "_WHOLE_BYTES", 400)
+        patch.setattr(io_changes, "_SHORT_BYTES", 1000)
         patch.setattr(delta, "MIN_CHUNK_BYTES", 1)
         return make_step(before, after, dtypes, copier, **options)
 
@@ -108,7 +110,7 @@ def with_chunk(step: Step, number: int, body: bytes, **fields: int) -> bytes:
 def streams_of(step: Step, number: int) -> list[bytes]:
     header = step.header
     streams = io_delta._streams(header, number, step.encoded.chunks[number])
-    return [bytes(stream) for stream in (*streams.where, *streams.planes)]
+    return [bytes(stream) for stream in streams]
 
 
 def body_of(streams: list[bytes]) -> bytes:
@@ -117,15 +119,13 @@ def body_of(streams: list[bytes]) -> bytes:
 
 def words_of(step: Step, chunk: Chunk) -> list[tuple[int, int]]:
     """First byte and end of everything that a chunk may write."""
-    header, found = step.header, []
-    for row in range(chunk.first_row, chunk.first_row + chunk.num_rows):
-        width, offset = (
-            int(column[row]) for column in (header.shapes.word_bytes, header.shapes.offsets)
-        )
-        first = offset + width * chunk.first_word
-        words = chunk.num_words if chunk.num_rows == 1 else int(header.shapes.num_words[row])
-        found.append((first, first + width * words))
-    return found
+    layout, width = step.layout, chunk.word_bytes
+    first, end = width * chunk.first_word, width * (chunk.first_word + chunk.num_words)
+    return [
+        (max(first, offset), min(end, offset + size))
+        for offset, size, own in zip(layout.offsets, layout.sizes, layout.widths, strict=True)
+        if own == width and offset < end and first < offset + size
+    ]
 
 
 def try_to_apply(step: Step, header: bytes, chunks: list[bytes], copier: Copier) -> str:
@@ -233,10 +233,9 @@ def fuzz_stream(step: Step, chance: random.Random) -> tuple[bytes, list[bytes]]:
     chunk, streams = step.header.chunks[number], streams_of(step, number)
     which = chance.randrange(len(streams))
     raw_bytes = chunk.num_changed
-    num_where = delta.NUM_STREAMS[chunk.where]
+    num_where = delta.NUM_STREAMS[chunk.positions]
     if which < num_where:
-        width = int(step.header.shapes.word_bytes[chunk.first_row])
-        raw_bytes = (chunk.raw_bytes - chunk.num_changed * width) // num_where
+        raw_bytes = (chunk.raw_bytes - chunk.num_changed * chunk.word_bytes) // num_where
     raw = bytearray(delta.unpack(streams[which], raw_bytes))
     for _ in range(chance.randrange(1, 4)):
         raw[chance.randrange(len(raw))] = chance.choice((0, 1, 254, 255, chance.randrange(256)))
@@ -379,7 +378,7 @@ class TestStreams:
     def test_positions_are_checked_for_who_wants_only_those(self, steps, copier):
         step = steps[0]
         for number, chunk in enumerate(step.header.chunks):
-            if chunk.where == delta.WHOLE:
+            if chunk.positions == delta.WHOLE:
                 continue
             chunks = list(step.encoded.chunks)
             chunks[number] = bytes(len(chunks[number]))
@@ -391,12 +390,12 @@ class TestStreams:
 
 
 def test_the_steps_hold_every_kind_of_chunk(steps):
-    kinds = {(chunk.where, chunk.what) for step in steps for chunk in step.header.chunks}
+    kinds = {(chunk.positions, chunk.values) for step in steps for chunk in step.header.chunks}
     assert {where for where, _ in kinds} == {delta.GAPS, delta.MASK, delta.WHOLE}
-    assert {what for _, what in kinds} == {delta.DIFFERENCES, delta.THEMSELVES}
-    rows = [[chunk.first_row for chunk in step.header.chunks] for step in steps]
-    assert any(len(set(first)) < len(first) for first in rows)
-    assert any(chunk.num_rows > 1 for step in steps for chunk in step.header.chunks)
+    assert {what for _, what in kinds} == {delta.DIFFERENCES, delta.NEW_WORDS}
+    tensors = [len(words_of(step, chunk)) for step in steps for chunk in step.header.chunks]
+    assert min(tensors) == 1 < max(tensors)
+    assert any(len(step.header.chunks) > len(step.layout.specs) for step in steps)
 
 
 def test_words_that_no_tensor_owns_are_guarded(copier):
