@@ -17,9 +17,9 @@ count words of this size through the whole range, whatever else lies in it.
 
 A chunk is, in this order: the stored length of each of its streams (4 bytes, little-endian), then
 the streams. The first ones say where the changed words are: two for gaps, the low and the high
-bytes of 16-bit numbers, one for a mask, none for a range inside one tensor that is replaced as a
-whole. Then comes one for each byte of a word: the lowest byte of each changed word, the next one
-of each, and so on.
+bytes of 16-bit numbers, one for a mask, none if all words of these tensors in the range come. Then
+comes one for each byte of a word: the lowest byte of each changed word, the next one of each, and
+so on.
 
 A stream, and the two tables together, are stored as a frame of zstd if that is shorter than what is
 in it, and as they are if not. How long each is, unpacked, follows from the header alone.
@@ -52,7 +52,7 @@ GAPS, MASK, WHOLE = 0, 1, 2
 """Codes of the positions of a chunk's changed words.
 
 GAPS: the number of unchanged words before each: 65535 as often as it fits, then the rest. MASK: a
-bit for each word, the lowest of a byte first. WHOLE: all words of the range.
+bit for each word, the lowest of a byte first. WHOLE: all words of the tensors in the range.
 """
 
 NUM_STREAMS = (2, 1, 0)
@@ -288,8 +288,7 @@ def _check_chunks(chunks: Table, layout: Layout) -> None:
     least = np.choose(code, [2 * changed, -(-words // 8), 0 * words])
     most = np.where(code == GAPS, 2 * (changed + words // ESCAPE), least)
     is_odd = (code == GAPS) & (rest % 2 == 1)
-    is_partial = (code == WHOLE) & (changed != words)
-    if ((rest < least) | (rest > most) | is_odd | is_partial | (raw > MAX_CHUNK_BYTES)).any():
+    if ((rest < least) | (rest > most) | is_odd | (raw > MAX_CHUNK_BYTES)).any():
         _refuse("a chunk's size does not go with its counts")
     lengths = 4 * (widths + np.array(NUM_STREAMS)[code])
     if (stored <= lengths).any() or (stored > lengths + raw).any():

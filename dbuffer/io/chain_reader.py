@@ -1,8 +1,8 @@
-"""`ChainReader`: the deltas of a held version, which lead to it from one that somebody has already.
+"""`ChainReader`: the deltas of a held version, which lead to it from an earlier version.
 
-Where a version stands on an earlier one's file, they are a part of it; else they spare those who
-follow the rest. Memory that they are applied to is the caller's own: half way through it holds
-neither version, and is of no use if one of them cannot be read.
+If a version stands on an earlier one's file, the deltas are a part of it; else they spare readers
+that have the earlier version the rest. Memory that they are applied to is the caller's own: half
+way through it holds neither version, and is of no use if one delta cannot be read.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from dbuffer.format.delta import (
 from dbuffer.format.layout import Layout, Piece, digest
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.io.copier import Copier
-from dbuffer.io.delta import Excerpt, apply_delta, changed_positions
+from dbuffer.io.delta import Excerpt, ReadChunk, apply_delta, changed_positions
 from dbuffer.io.tensors import FileTensors, unpack_checksums
 from dbuffer.io.transfer import OnBytes, read_tensors
 from dbuffer.runtime.translated import TranslatedErrors
@@ -34,23 +34,7 @@ from dbuffer.store import filesystem
 from dbuffer.store.filesystem import Descriptor, os_errors
 from dbuffer.store.hold import Held
 
-
-class _Opened(NamedTuple):
-    path: Path
-    file: Descriptor
-    header: DeltaHeader
-
-    def reader(self, on_bytes: OnBytes | None = None) -> Callable[[int], bytes]:
-        """Reads a chunk; ``on_bytes`` is called with its size."""
-
-        def read(number: int) -> bytes:
-            start, end = self.header.places[number : number + 2]
-            data = _read_at(self.path, self.file, start, end - start)
-            if on_bytes is not None:
-                on_bytes(len(data))
-            return data
-
-        return read
+T = TypeVar("T")
 
 
 class ChainReader:
@@ -91,11 +75,11 @@ class ChainReader:
         if since is None or since not in manifest.chain:
             file, path = held.file.number, held.path
             at_once = hashed and manifest.anchor is None
-            found = read_tensors(
+            checksums = read_tensors(
                 file, path, self._layout, memory, copier, hashed=at_once, on_bytes=on_bytes
             )
             if manifest.anchor is None:
-                return found
+                return checksums
             since = manifest.anchor
         self._apply_after(since, memory, copier, on_bytes=on_bytes)
         return copier.checksums(memory) if hashed else None
@@ -129,9 +113,11 @@ class ChainReader:
         on_bytes: OnBytes | None = None,
     ) -> None:
         for later in self._held.manifest.deltas_after(identity):
-            opened = self._open(later)
-            with opened.file, _naming(opened.path):
-                apply_delta(opened.header, opened.reader(on_bytes), memory, copier, excerpt)
+            self._use(
+                later,
+                lambda header, read: apply_delta(header, read, memory, copier, excerpt),
+                on_bytes,
+            )
 
     def changed_since(
         self, identity: str, copier: Copier
@@ -141,15 +127,13 @@ class ChainReader:
         Returns:
             Flat positions of elements, ascending, by the tensor's index; None: anywhere in it.
         """
-        found: dict[int, list[npt.NDArray[np.int64] | None]] = {}
+        parts: dict[int, list[npt.NDArray[np.int64] | None]] = {}
         for later in self._held.manifest.deltas_after(identity):
-            opened = self._open(later)
-            with opened.file, _naming(opened.path):
-                changed = changed_positions(opened.header, opened.reader(), copier)
+            changed = self._use(later, lambda header, read: changed_positions(header, read, copier))
             for index, positions in changed:
-                found.setdefault(index, []).append(positions)
-        words = {index: words_per_element(self._layout.specs[index]) for index in found}
-        return {index: _united(parts, words[index]) for index, parts in found.items()}
+                parts.setdefault(index, []).append(positions)
+        words = {index: words_per_element(self._layout.specs[index]) for index in parts}
+        return {index: _united(some, words[index]) for index, some in parts.items()}
 
     def expected(self, known: Mapping[str, list[int]]) -> list[int] | None:
         """Expected checksums of all tensors of the held version.
@@ -176,48 +160,56 @@ class ChainReader:
         return expected
 
     def header(self, identity: str) -> DeltaHeader:
-        """Header of the delta that leads to this version."""
-        if identity not in self._headers:
-            self._open(identity).file.close()
-        return self._headers[identity]
+        """Return the header of the delta that leads to a version."""
+        return self._headers.get(identity) or self._use(identity, lambda header, _: header)
 
     def _table(self) -> list[int] | None:
         table = self._held.read_checksums()
         is_whole = digest(table) == self._held.manifest.checksums_xxh3
         return unpack_checksums(table) if is_whole else None
 
-    def _open(self, identity: str) -> _Opened:
-        """Open a delta. Close it before the next: a chain may have more of them than descriptors.
+    def _use(
+        self,
+        identity: str,
+        action: Callable[[DeltaHeader, ReadChunk], T],
+        on_bytes: OnBytes | None = None,
+    ) -> T:
+        """Return the result of an action on the header and the chunks of a delta.
 
-        Its header is read once.
+        One delta is open at a time: a chain may have more of them than descriptors.
         """
         path, file = self._held.open_delta(identity)
-        try:
+        with file, _naming(path):
             if identity not in self._headers:
-                self._headers[identity] = self._header(path, file, identity)
-        except BaseException:
-            file.close()
-            raise
-        return _Opened(path, file, self._headers[identity])
+                self._headers[identity] = self._read_header(path, file, identity)
+            header = self._headers[identity]
 
-    def _header(self, path: Path, file: Descriptor, identity: str) -> DeltaHeader:
+            def read_chunk(number: int) -> bytes:
+                start, end = header.places[number : number + 2]
+                data = _read_at(path, file, start, end - start)
+                if on_bytes is not None:
+                    on_bytes(len(data))
+                return data
+
+            return action(header, read_chunk)
+
+    def _read_header(self, path: Path, file: Descriptor, identity: str) -> DeltaHeader:
         chain, layout_xxh3 = self._held.manifest.chain, self._held.manifest.layout_xxh3
         assert layout_xxh3 is not None  # noqa: S101 - the manifest is complete
-        with _naming(path):
-            num_bytes, data_xxh3 = decode_prefix(_read_at(path, file, 0, PREFIX_BYTES))
-            data = _read_at(path, file, PREFIX_BYTES, num_bytes)
-            header = decode_header(data, data_xxh3, self._layout, layout_xxh3)
-        base, told = chain[chain.index(identity) - 1], header.record
-        if (told.base, told.identity) != (base, identity):
+        num_bytes, data_xxh3 = decode_prefix(_read_at(path, file, 0, PREFIX_BYTES))
+        data = _read_at(path, file, PREFIX_BYTES, num_bytes)
+        header = decode_header(data, data_xxh3, self._layout, layout_xxh3)
+        base, record = chain[chain.index(identity) - 1], header.record
+        if (record.base, record.identity) != (base, identity):
             raise StoreCorruptError(
-                f"{path}: leads from {told.base} to {told.identity}, and is named for one from "
+                f"leads from {record.base} to {record.identity}, and is named for one from "
                 f"{base} to {identity}; publish again to replace it"
             )
         return header
 
 
 def _naming(path: Path) -> TranslatedErrors:
-    """Say of what cannot be read which file it is."""
+    """Name the file in errors of deltas that cannot be decoded."""
 
     def translate(error: BaseException) -> None:
         if isinstance(error, UNDECODABLE):

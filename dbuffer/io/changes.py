@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ Words = npt.NDArray[Any]
 WORDS = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 _WHOLE_SHARE = 0.5
-"""A long tensor of which more than this changed goes whole: above that share, positions take more
+"""A tensor of which more than this changed goes whole: above that share, positions take more
 bytes than the zero differences of unchanged words, and finding them takes four times as long."""
 
 _SHORT_BYTES = BLOCK_BYTES // 4
@@ -65,6 +66,17 @@ class TensorDiff:
     replaced: Words | None = None
     """The words that were at these positions, if they were kept. Those of a whole tensor may be
     the very memory of the version before: encode them before it changes."""
+    first: int = 0
+    """First word, of a part of a whole tensor."""
+
+    def part(self, start: int, end: int) -> TensorDiff:
+        """Return some of the changed words."""
+        if (start, end) == (0, len(self.values)):
+            return self
+        some = slice(start, end)
+        positions = None if self.positions is None else self.positions[some]
+        replaced = None if self.replaced is None else self.replaced[some]
+        return TensorDiff(self.tensor, positions, self.values[some], replaced, start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,7 +117,7 @@ def find_changes(
     for batch in _plain_batches(layout, after):
         differing = _compare(before, batch, copier, digests)
         num_changed += sum([block.num_changed for block in differing])
-        by_tensor = itertools.groupby(differing, lambda each: layout.blocks[each.block].tensor)
+        by_tensor = itertools.groupby(differing, operator.attrgetter("tensor"))
         changes += [_joined(before, batch[tensor], list(of_one)) for tensor, of_one in by_tensor]
     changes.sort(key=lambda change: change.tensor)
     checksums = None
@@ -166,6 +178,7 @@ def _plain_batches(
 class _BlockDiff(NamedTuple):
     """Words that differ in one block."""
 
+    tensor: int
     block: int
     """Index of the block in the layout."""
     num_changed: int
@@ -196,14 +209,15 @@ def _compare(
         mask, memory = np.empty(BLOCK_BYTES // 8, np.bool_), np.empty(BLOCK_BYTES, np.uint8)
         for number in range(first, end):
             run = runs[number]
-            old, new = _bytes_before(before, run), _bytes_after(layout, after, run, memory)
+            new = _bytes_after(layout, after, run, memory)
+            old = _bytes_before(before, run, len(new))
             if digests is not None:
                 _hash_blocks(layout, run, new, digests)
             differing[number] = _compare_run(layout, run, old, new, mask)
 
-    sizes = [sum([layout.blocks[index].num_bytes for index in run]) for run in runs]
+    sizes = [len(run) * layout.blocks[run[0]].num_bytes for run in runs]
     copier.in_parallel(work, cut_work(sizes, copier))
-    return sorted(itertools.chain(*differing), key=lambda each: each.block)
+    return sorted(itertools.chain(*differing), key=operator.attrgetter("block"))
 
 
 def _runs(layout: Layout, after: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:
@@ -230,16 +244,21 @@ def _blocks_of(layout: Layout, tensor: int) -> range:
     return range(*layout.first_blocks[tensor : tensor + 2])
 
 
-def _bytes_before(before: FileTensors, run: Sequence[int]) -> npt.NDArray[np.uint8]:
+def _bytes_before(before: FileTensors, run: Sequence[int], num_bytes: int) -> npt.NDArray[np.uint8]:
     """Return the old bytes of a run: a view if its blocks lie side by side, else a copy."""
-    layout, raw = before.layout, np.frombuffer(before.raw, np.uint8)
-    blocks = [layout.blocks[index] for index in run]
-    starts = [layout.offsets[block.tensor] + block.offset for block in blocks]
-    sizes = [block.num_bytes for block in blocks]
-    if starts[-1] + sizes[-1] - starts[0] == sum(sizes):
-        return raw[starts[0] : starts[-1] + sizes[-1]]
-    parts = zip(starts, sizes, strict=True)
-    return np.concatenate([raw[start : start + size] for start, size in parts])
+    raw = np.frombuffer(before.raw, np.uint8)
+    (first, _), (_, end) = (_place_of(before.layout, run[at]) for at in (0, -1))
+    if end - first == num_bytes:
+        return raw[first:end]
+    places = (_place_of(before.layout, index) for index in run)
+    return np.concatenate([raw[start:end] for start, end in places])
+
+
+def _place_of(layout: Layout, index: int) -> tuple[int, int]:
+    """Return the first byte and the end of a block."""
+    tensor, offset, num_bytes = layout.blocks[index]
+    start = layout.offsets[tensor] + offset
+    return start, start + num_bytes
 
 
 def _bytes_after(
@@ -281,7 +300,8 @@ def _compare_run(
     Eight bytes are compared at a time, and single words only where these differ. If most words of a
     long tensor's block differ, they are only counted.
     """
-    words = WORDS[layout.widths[layout.blocks[run[0]].tensor]]
+    tensor = layout.blocks[run[0]].tensor
+    words = WORDS[layout.widths[tensor]]
     old_words, new_words = old.view(words), new.view(words)
     end = len(old) // 8 * 8
     old_eights, new_eights = old[:end].view(np.uint64), new[:end].view(np.uint64)
@@ -300,7 +320,7 @@ def _compare_run(
         differs = old_words != new_words
         num_changed = int(np.count_nonzero(differs))
         if len(run) == 1 and num_changed > len(differs) * _WHOLE_SHARE:
-            return [_BlockDiff(run[0], num_changed, None, new_words, old_words)]
+            return [_BlockDiff(tensor, run[0], num_changed, None, new_words, old_words)]
         (positions,) = differs.nonzero()
     return _split(layout, run, positions, old_words, new_words)
 
@@ -330,38 +350,35 @@ def _split(
     by = np.repeat(shifts, np.diff(cuts, prepend=0)) if len(run) > 1 else shifts
     in_tensors = narrowed(positions + by, layout.sizes[blocks[0].tensor])
     differing, end = [], 0
-    for index, cut in zip(run, cuts.tolist(), strict=True):
+    for index, block, cut in zip(run, blocks, cuts.tolist(), strict=True):
         start, end = end, cut
         if end > start:
-            part = slice(start, end)
-            differing.append(
-                _BlockDiff(index, end - start, in_tensors[part], values[part], replaced[part])
-            )
+            columns = (in_tensors[start:end], values[start:end], replaced[start:end])
+            differing.append(_BlockDiff(block.tensor, index, end - start, *columns))
     return differing
 
 
 def _joined(before: FileTensors, after: torch.Tensor, blocks: list[_BlockDiff]) -> TensorDiff:
     """Return the differences in one tensor from those in its blocks."""
-    layout = before.layout
-    tensor = layout.blocks[blocks[0].block].tensor
-    if any(block.positions is None for block in blocks):
+    tensor, layout = blocks[0].tensor, before.layout
+    size, width = layout.sizes[tensor], layout.widths[tensor]
+    if sum([block.num_changed for block in blocks]) * width > size * _WHOLE_SHARE:
         old = words_of(before, tensor)
-        if sum([block.num_changed for block in blocks]) > _WHOLE_SHARE * len(old):
-            return TensorDiff(tensor, None, _bytes_of(after).view(old.dtype), old)
-        blocks = [block for each in blocks for block in _gathered(layout, each)]
-    if len(blocks) == 1:
-        _, _, positions, values, replaced = blocks[0]
-        return TensorDiff(tensor, positions, values, replaced)
-    _, _, *columns = zip(*blocks, strict=True)
-    return TensorDiff(tensor, *map(np.concatenate, columns))
+        return TensorDiff(tensor, None, _bytes_of(after).view(old.dtype), old)
+    blocks = [_gathered(layout, block) for block in blocks]
+    *_, positions, values, replaced = blocks[0]
+    if len(blocks) > 1:
+        columns = list(zip(*blocks, strict=True))[-3:]
+        positions, values, replaced = map(np.concatenate, columns)
+    return TensorDiff(tensor, positions, values, replaced)
 
 
-def _gathered(layout: Layout, block: _BlockDiff) -> list[_BlockDiff]:
+def _gathered(layout: Layout, block: _BlockDiff) -> _BlockDiff:
     """Gather the words that differ in a block, if they were only counted."""
     if block.positions is not None:
-        return [block]
+        return block
     (positions,) = (block.replaced != block.values).nonzero()
-    return _split(layout, [block.block], positions, block.replaced, block.values)
+    return _split(layout, [block.block], positions, block.replaced, block.values)[0]
 
 
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -383,27 +400,53 @@ def cut_work(sizes: Sequence[int], copier: Copier) -> list[tuple[int, int]]:
     return split_evenly(sizes, copier.num_threads * _SHARES_A_THREAD)
 
 
-Group: TypeAlias = list[tuple[TensorDiff, slice]]
-"""Parts of changes that are handled together: of several tensors with words of one size, or a range
-of one whole tensor."""
-
-
-def cut_changes(layout: Layout, changes: Sequence[TensorDiff]) -> list[Group]:
+def cut_changes(layout: Layout, changes: Iterable[TensorDiff]) -> list[list[TensorDiff]]:
     """Cut changes into groups of a bounded number of words, in a bounded range of the file.
 
-    They are sorted by the bytes of their words, then by place.
+    A group holds parts of changes in tensors with words of one size, all of whole tensors or none.
+    Groups are in the order of the bytes of their words, then in that of the changes.
+    """
+    by_width: dict[int, list[TensorDiff]] = {width: [] for width in WORDS}
+    for change in changes:
+        by_width[layout.widths[change.tensor]].append(change)
+    return [group for width, some in by_width.items() for group in _groups(layout, some, width)]
+
+
+def _groups(
+    layout: Layout, changes: Iterable[TensorDiff], width: int
+) -> Iterator[list[TensorDiff]]:
+    group: list[TensorDiff] = []
+    is_whole, room, limit = False, 0, 0
+    for change in changes:
+        at, total, positions = 0, len(change.values), change.positions
+        start = layout.offsets[change.tensor] // width
+        last = start + layout.sizes[change.tensor] // width - 1
+        if is_whole != (positions is None):
+            is_whole, room = not is_whole, 0
+        while at < total:
+            first = start + (at if positions is None else int(positions[at]))
+            if not room or first >= limit:
+                if group:
+                    yield group
+                group, room = [], _WHOLE_BYTES // width if is_whole else _GROUP_CHANGES
+                limit = first + delta.MAX_CHUNK_WORDS
+            end = min(at + room, total)
+            if last >= limit:  # some words of the tensor are too far away
+                places = np.arange(at, end) if positions is None else positions[at:end]
+                end = at + max(1, int(places.searchsorted(limit - start)))
+            group.append(change.part(at, end))
+            room -= end - at
+            at = end
+    if group:
+        yield group
+
+
+def check_change(layout: Layout, change: TensorDiff) -> None:
+    """Check that a change is of a tensor and has a new word for each position in it.
 
     Raises:
-        InvalidWeightsError: a change does not fit the layout.
+        InvalidWeightsError: it does not fit the layout.
     """
-    for change in changes:
-        _check(layout, change)
-    in_order = sorted(changes, key=lambda change: (layout.widths[change.tensor], change.tensor))
-    by_width = itertools.groupby(in_order, lambda change: layout.widths[change.tensor])
-    return [group for width, some in by_width for group in _groups(layout, some, width)]
-
-
-def _check(layout: Layout, change: TensorDiff) -> None:
     if not 0 <= change.tensor < len(layout.specs):
         raise InvalidWeightsError(f"a change of tensor {change.tensor}, which is not there")
     positions, values = change.positions, change.values
@@ -412,7 +455,7 @@ def _check(layout: Layout, change: TensorDiff) -> None:
     if (
         values.dtype != WORDS[layout.widths[change.tensor]]
         or not len(values) == count > 0
-        or (positions is not None and not 0 <= positions[0] <= positions[-1] < num_words)
+        or (positions is not None and not 0 <= int(positions[0]) <= int(positions[-1]) < num_words)
     ):
         raise InvalidWeightsError(
             f"a change does not fit {layout.specs[change.tensor]!s:.200}: {len(values)} values of "
@@ -420,52 +463,24 @@ def _check(layout: Layout, change: TensorDiff) -> None:
         )
 
 
-def _groups(layout: Layout, changes: Iterable[TensorDiff], width: int) -> Iterator[Group]:
-    group: Group = []
-    room, limit = 0, 0
-    for change in changes:
-        at, total = 0, len(change.values)
-        if change.positions is None:
-            if group:
-                yield group
-            group, room = [], 0
-            step = _WHOLE_BYTES // width
-            cuts = range(0, total, step)
-            yield from ([(change, slice(at, min(at + step, total)))] for at in cuts)
-            continue
-        start = layout.offsets[change.tensor] // width
-        while at < total:
-            first = start + int(change.positions[at])
-            if not room or first >= limit:
-                if group:
-                    yield group
-                group, room, limit = [], _GROUP_CHANGES, first + delta.MAX_CHUNK_WORDS
-            end = min(at + room, total)
-            if start + int(change.positions[end - 1]) >= limit:
-                end = at + max(1, int(change.positions[at:end].searchsorted(limit - start)))
-            group.append((change, slice(at, end)))
-            room -= end - at
-            at = end
-    if group:
-        yield group
-
-
-def gather(layout: Layout, group: Group) -> tuple[slice | Integers, Words, Words | None]:
+def gather(
+    layout: Layout, group: Sequence[TensorDiff]
+) -> tuple[list[slice] | Integers, Words, Words | None]:
     """Gather the words of a group.
 
     Returns:
-        The places of the words in the file, counted in words of their size; the new words; and the
-        old ones, if all were kept.
+        The places of the words in the file, counted in words of their size: ranges, for whole
+        tensors. Then the new words; and the old ones, if all were kept.
     """
-    values = _joined_words([change.values[part] for change, part in group])
-    old = [change.replaced[part] for change, part in group if change.replaced is not None]
+    values = _joined_words([change.values for change in group])
+    old = [change.replaced for change in group if change.replaced is not None]
     replaced = _joined_words(old) if len(old) == len(group) else None
-    starts = [layout.offsets[change.tensor] // values.itemsize for change, _ in group]
-    change, part = group[0]
-    if change.positions is None:
-        first = starts[0] + part.start
-        return slice(first, first + len(values)), values, replaced
-    positions = [c.positions[part] for c, part in group if c.positions is not None]
+    starts = [layout.offsets[change.tensor] // values.itemsize for change in group]
+    positions = [change.positions for change in group if change.positions is not None]
+    if not positions:
+        firsts = [start + change.first for start, change in zip(starts, group, strict=True)]
+        lengths = [len(change.values) for change in group]
+        return list(map(slice, firsts, map(operator.add, firsts, lengths))), values, replaced
     places = np.concatenate(positions, dtype=np.int64)
     places += np.repeat(starts, [len(each) for each in positions])
     return places, values, replaced
@@ -478,22 +493,34 @@ def _joined_words(parts: Sequence[Words]) -> Words:
 def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: Copier) -> None:
     """Write changes into memory that holds the version before; writing them twice is harmless.
 
-    Raises:
-        InvalidWeightsError: a change does not fit the layout.
+    They fit the layout, as those that were found do: they are not checked again.
     """
     groups = cut_changes(contents.layout, changes)
 
     def work(first: int, end: int) -> None:
         for group in groups[first:end]:
             places, values, _ = gather(contents.layout, group)
-            file_words(contents, values.itemsize)[places] = values
+            write_words(file_words(contents, values.itemsize), places, values, is_added=False)
 
     copier.in_parallel(work, cut_work(list(map(num_words, groups)), copier))
 
 
-def num_words(group: Group) -> int:
+def write_words(
+    words: Words, places: list[slice] | Integers, values: Words, *, is_added: bool
+) -> None:
+    """Write values to places, or add them to the words there."""
+    if isinstance(places, np.ndarray):
+        words[places] = words[places] + values if is_added else values
+        return
+    end = 0
+    for place in places:
+        start, end = end, end + place.stop - place.start
+        words[place] = words[place] + values[start:end] if is_added else values[start:end]
+
+
+def num_words(group: Sequence[TensorDiff]) -> int:
     """Return the number of words in a group."""
-    return sum([part.stop - part.start for _, part in group])
+    return sum([len(change.values) for change in group])
 
 
 def change_at(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -21,13 +21,15 @@ from dbuffer.format.layout import Layout
 from dbuffer.io.changes import (
     WORDS,
     Diff,
-    Group,
+    TensorDiff,
     Words,
+    check_change,
     cut_changes,
     cut_work,
     file_words,
     gather,
     num_words,
+    write_words,
 )
 from dbuffer.io.copier import Copier
 from dbuffer.io.tensors import FileTensors
@@ -70,7 +72,12 @@ def encode_delta(
     Raises:
         InvalidWeightsError: a change does not fit the layout.
     """
-    groups = cut_changes(diff.layout, diff.changes)
+    for change in diff.changes:
+        check_change(diff.layout, change)
+    changes = sorted(diff.changes, key=lambda change: change.tensor)
+    tensors = [change.tensor for change in changes]
+    _require_ascending(len(set(tensors)) == len(tensors))
+    groups = cut_changes(diff.layout, changes)
     encoded: dict[int, tuple[Chunk, bytes]] = {}
 
     def work(first: int, end: int) -> None:
@@ -82,10 +89,10 @@ def encode_delta(
     for before, after in itertools.pairwise(chunks):
         if before.word_bytes == after.word_bytes:
             _require_ascending(before.first_word + before.num_words <= after.first_word)
-    rows = delta.tensor_table(len(diff.changes))
-    rows["tensor"] = sorted(change.tensor for change in diff.changes)
+    rows = delta.tensor_table(len(changes))
+    rows["tensor"] = tensors
     if diff.checksums is not None:
-        rows["xxh3"] = [diff.checksums[tensor] for tensor in rows["tensor"].tolist()]
+        rows["xxh3"] = [diff.checksums[change.tensor] for change in changes]
     record = DeltaRecord(
         base=base,
         identity=identity,
@@ -106,19 +113,19 @@ def _require_ascending(is_ascending: object) -> None:
         )
 
 
-def _encode_chunk(layout: Layout, group: Group) -> tuple[Chunk, bytes]:
+def _encode_chunk(layout: Layout, group: Sequence[TensorDiff]) -> tuple[Chunk, bytes]:
     places, words, replaced = gather(layout, group)
     value_code = delta.NEW_WORDS
     if replaced is not None:
         differences = _zigzag(words - replaced)
-        if not isinstance(places, slice) or _is_shorter(differences, words):
+        if isinstance(places, np.ndarray) or _is_shorter(differences, words):
             value_code, words = delta.DIFFERENCES, differences
-    if isinstance(places, slice):
-        first, size = places.start, len(words)
-        position_code, streams = delta.WHOLE, list[npt.NDArray[np.uint8]]()
-    else:
+    if isinstance(places, np.ndarray):
         first, size = int(places[0]), int(places[-1] - places[0]) + 1
         position_code, streams = _encode_positions(places - first, size)
+    else:
+        first, size = places[0].start, places[-1].stop - places[0].start
+        position_code, streams = delta.WHOLE, []
     streams += delta.split_planes(words)
     stored = [delta.pack(stream) for stream in streams]
     lengths = np.array([len(stream) for stream in stored], "<u4").tobytes()
@@ -246,14 +253,13 @@ def apply_delta(
             if excerpt is None or excerpt.overlaps(chunk):
                 places, values = _decode_chunk(header, number, read_chunk(number), tensors)
                 if excerpt is not None:
-                    if isinstance(places, slice):
-                        places = np.arange(places.start, places.stop)
+                    if not isinstance(places, np.ndarray):
+                        places = np.concatenate([np.arange(p.start, p.stop) for p in places])
                     is_inside, places = excerpt.select(places, chunk.word_bytes)
                     values = values[is_inside]
                 words = file_words(contents, chunk.word_bytes)
-                if chunk.values == delta.DIFFERENCES:
-                    values = values + words[places]
-                words[places] = values
+                is_added = chunk.values == delta.DIFFERENCES
+                write_words(words, places, values, is_added=is_added)
 
     copier.in_parallel(work, cut_work([chunk.raw_bytes for chunk in header.chunks], copier))
 
@@ -274,27 +280,29 @@ def changed_positions(
             chunk = header.chunks[number]
             indices, starts, ends = _tensors_in(chunk, tensors)
             if chunk.positions == delta.WHOLE:
-                _whole_range(chunk, tensors)
-                of_chunk[number] = [(int(indices[0]), None)]
+                _whole_ranges(chunk, tensors)
+                of_chunk[number] = [(index, None) for index in indices.tolist()]
                 continue
             streams = _streams(header, number, read_chunk(number))
             places = _decode_places(chunk, streams, tensors)
-            cuts = itertools.pairwise([0, *places.searchsorted(ends).tolist()])
+            cuts = places.searchsorted(ends)
+            positions = places - np.repeat(starts, np.diff(cuts, prepend=0))
+            parts = zip(indices.tolist(), itertools.pairwise([0, *cuts.tolist()]), strict=True)
             of_chunk[number] = [
-                (index, places[cut:end] - start)
-                for index, start, (cut, end) in zip(indices.tolist(), starts, cuts, strict=True)
-                if end > cut
+                (index, positions[cut:end]) for index, (cut, end) in parts if end > cut
             ]
 
     copier.in_parallel(work, cut_work([chunk.raw_bytes for chunk in header.chunks], copier))
-    parts: dict[int, list[Integers | None]] = {}
+    by_tensor: dict[int, list[Integers | None]] = {}
     for number in range(len(header.chunks)):
-        for index, positions in of_chunk[number]:
-            parts.setdefault(index, []).append(positions)
-    return [(index, _joined(parts[index])) for index in sorted(parts)]
+        for index, some in of_chunk[number]:
+            by_tensor.setdefault(index, []).append(some)
+    return [(index, _joined(by_tensor[index])) for index in sorted(by_tensor)]
 
 
 def _joined(parts: list[Integers | None]) -> Integers | None:
+    if len(parts) == 1:
+        return parts[0]
     known = [part for part in parts if part is not None]
     return np.concatenate(known) if len(known) == len(parts) else None
 
@@ -356,12 +364,12 @@ def _decode_chunk(
     number: int,
     body: bytes | memoryview,
     tensors: dict[int, _TensorTable],
-) -> tuple[slice | Integers, Words]:
+) -> tuple[list[slice] | Integers, Words]:
     """Return the places of a chunk's words in the file, and the words, or what is added to them."""
     chunk, streams = header.chunks[number], _streams(header, number, body)
-    places: slice | Integers
+    places: list[slice] | Integers
     if chunk.positions == delta.WHOLE:
-        places = _whole_range(chunk, tensors)
+        places = _whole_ranges(chunk, tensors)
     else:
         places = _decode_places(chunk, streams, tensors)
     planes = streams[delta.NUM_STREAMS[chunk.positions] :]
@@ -370,13 +378,14 @@ def _decode_chunk(
     return places, _unzigzag(words) if chunk.values == delta.DIFFERENCES else words
 
 
-def _whole_range(chunk: Chunk, tensors: dict[int, _TensorTable]) -> slice:
-    """Return the range of a chunk that replaces all words, which is inside a changed tensor."""
+def _whole_ranges(chunk: Chunk, tensors: dict[int, _TensorTable]) -> list[slice]:
+    """Return the ranges of a chunk that replaces all words of changed tensors in its range."""
     _, starts, ends = _tensors_in(chunk, tensors)
-    end = chunk.first_word + chunk.num_words
-    if len(starts) != 1 or starts[0] > chunk.first_word or end > ends[0]:
-        raise StoreCorruptError("delta: a whole chunk is not inside one of the tensors it names")
-    return slice(chunk.first_word, end)
+    first, end = chunk.first_word, chunk.first_word + chunk.num_words
+    starts, ends = np.maximum(starts, first), np.minimum(ends, end)
+    if (ends - starts).sum() != chunk.num_changed or (starts[0], ends[-1]) != (first, end):
+        raise StoreCorruptError("delta: a whole chunk has other words than the tensors it names")
+    return list(map(slice, starts.tolist(), ends.tolist()))
 
 
 def _decode_places(
