@@ -365,11 +365,11 @@ def _joined(before: FileTensors, after: torch.Tensor, blocks: list[_BlockDiff]) 
     if sum([block.num_changed for block in blocks]) * width > size * _WHOLE_SHARE:
         old = words_of(before, tensor)
         return TensorDiff(tensor, None, _bytes_of(after).view(old.dtype), old)
-    blocks = [_gathered(layout, block) for block in blocks]
-    *_, positions, values, replaced = blocks[0]
-    if len(blocks) > 1:
-        columns = list(zip(*blocks, strict=True))[-3:]
-        positions, values, replaced = map(np.concatenate, columns)
+    if len(blocks) == 1:
+        _, _, _, positions, values, replaced = blocks[0]
+        return TensorDiff(tensor, positions, values, replaced)
+    columns = list(zip(*(_gathered(layout, block) for block in blocks), strict=True))[-3:]
+    positions, values, replaced = map(np.concatenate, columns)
     return TensorDiff(tensor, positions, values, replaced)
 
 
