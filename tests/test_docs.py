@@ -357,14 +357,14 @@ def test_every_error_is_in_the_table() -> None:
 def test_every_metric_is_documented(tmp_path: Path) -> None:
     from prometheus_client import REGISTRY, CollectorRegistry
 
-    from dbuffer.integrations import mirror_metrics, sender_metrics
+    from dbuffer.integrations import metrics
     from dbuffer.integrations.engine.reporting import FollowerReport
 
     FollowerReport().begin("documented")
     others = CollectorRegistry()
-    mirror_metrics.register(dbuffer.Mirror(tmp_path / "remote", tmp_path / "local"), others)
+    metrics.register(dbuffer.Mirror(tmp_path / "remote", tmp_path / "local"), others)
     with dbuffer.WeightSender(tmp_path / "store") as sender:
-        sender_metrics.register(sender, others)
+        metrics.register(sender, others)
         families = [*REGISTRY.collect(), *others.collect()]
     suffix = {"counter": "_total"}
     found = {

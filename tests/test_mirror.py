@@ -54,7 +54,7 @@ from support import (
 
 import dbuffer
 from dbuffer.format.manifest import ReceiverRecord
-from dbuffer.integrations import mirror_metrics
+from dbuffer.integrations import metrics
 from dbuffer.mirror.mirror import Mirror, start_mirror
 from dbuffer.publish.publication import Publication
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
@@ -307,7 +307,7 @@ def test_metrics(remote: Path, local: Path) -> None:
     registry = CollectorRegistry()
     publish(remote, 5)
     with quick(remote, local).start() as one:
-        mirror_metrics.register(one, registry)
+        metrics.register(one, registry)
         one.wait_until_current(10)
         until("it says so", lambda: one.stats["copied"] == 1)
         value = registry.get_sample_value

@@ -36,7 +36,7 @@ from dbuffer import (
     WeightReceiver,
     WeightSender,
 )
-from dbuffer.integrations import sender_metrics
+from dbuffer.integrations import metrics
 from dbuffer.publish import publication as publication_module
 from dbuffer.publish import sender as sender_module
 from dbuffer.publish.draft import Draft
@@ -466,7 +466,7 @@ def test_metrics_count_versions_and_deltas(store: Path) -> None:
 
     weights = {"weight": torch.zeros(1000)}
     with WeightSender(store, delta=True) as sender:
-        sender_metrics.register(sender, registry)
+        metrics.register(sender, registry)
         assert value("versions") == 0
         sender.send(weights)
         weights["weight"][7] = 1

@@ -499,8 +499,11 @@ def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: 
 
     def work(first: int, end: int) -> None:
         for group in groups[first:end]:
-            places, values, _ = gather(contents.layout, group)
-            write_words(file_words(contents, values.itemsize), places, values, is_added=False)
+            # Whole tensors are copied once, not gathered before.
+            parts = [[change] for change in group] if group[0].positions is None else [group]
+            for part in parts:
+                places, values, _ = gather(contents.layout, part)
+                write_words(file_words(contents, values.itemsize), places, values, is_added=False)
 
     copier.in_parallel(work, cut_work(list(map(num_words, groups)), copier))
 

@@ -145,7 +145,7 @@ class WeightSync:
         self.version: int | None = None
         """Newest version that vLLM has."""
         self.sender = self._open_sender(delta, dtype)
-        """Sender that publishes the weights, for instance for `sender_metrics`."""
+        """Sender that publishes the weights, for instance for `dbuffer.integrations.metrics`."""
 
     def sync_weights(self) -> None:
         """Publish the trainer's weights, and return when vLLM generates with them.

@@ -70,7 +70,7 @@ def _serve_metrics(copying: Mirror, port: int) -> None:
     try:
         from prometheus_client import start_http_server
 
-        from dbuffer.integrations.mirror_metrics import register
+        from dbuffer.integrations.metrics import register
     except ModuleNotFoundError as error:
         raise DBufferError(
             f"--metrics-port needs {error.name}: pip install 'prometheus-client'"
