@@ -366,7 +366,7 @@ def _joined(before: FileTensors, after: torch.Tensor, blocks: list[_BlockDiff]) 
         old = words_of(before, tensor)
         return TensorDiff(tensor, None, _bytes_of(after).view(old.dtype), old)
     if len(blocks) == 1:
-        _, _, _, positions, values, replaced = blocks[0]
+        _, _, _, positions, values, replaced = _gathered(layout, blocks[0])
         return TensorDiff(tensor, positions, values, replaced)
     columns = list(zip(*(_gathered(layout, block) for block in blocks), strict=True))[-3:]
     positions, values, replaced = map(np.concatenate, columns)
