@@ -28,7 +28,7 @@ import dbuffer
 from dbuffer import SparsePatch
 from dbuffer.format.manifest import Manifest, ReceiverRecord
 from dbuffer.publish import delta_chain
-from dbuffer.receive import receiver as receiver_module
+from dbuffer.receive import reader as reader_module
 from dbuffer.receive.stager import Stager
 from dbuffer.store import network_files
 from dbuffer.store.buffer import DoubleBuffer, other_buffer
@@ -99,14 +99,14 @@ def opened(receiver: dbuffer.WeightReceiver) -> int:
 def reads_from_files() -> Iterator[list[int]]:
     """The versions that are read as files, and not gone on to."""
     versions: list[int] = []
-    read_whole = receiver_module.read_whole
+    read_whole = reader_module.read_whole
 
     def noting(held, *arguments, **options):  # type: ignore[no-untyped-def]
         versions.append(held.manifest.version)
         return read_whole(held, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(receiver_module, "read_whole", noting)
+        patch.setattr(reader_module, "read_whole", noting)
         yield versions
 
 

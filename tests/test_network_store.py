@@ -278,8 +278,8 @@ def test_a_snapshot_outlives_its_file(
 
 
 def memory_of(receiver: dbuffer.WeightReceiver) -> torch.Tensor:
-    assert receiver._in_memory is not None
-    return receiver._in_memory.tensors.data
+    assert receiver.reader._in_memory is not None
+    return receiver.reader._in_memory[1].data
 
 
 def test_loading_again_takes_no_new_memory(

@@ -279,7 +279,7 @@ class TestThePointer:
         sender.send(weights_of(1))
         looks.clear()
         assert receiver.wait_for_version(timeout_s=1) == 1
-        with receiver.open_seen(0, timeout_s=1) as snapshot:
+        with receiver.open_seen(0) as snapshot:
             assert snapshot.version == 1
         with receiver.hold_seen(0) as held:
             assert held.manifest.version == 1
@@ -291,7 +291,7 @@ class TestThePointer:
         assert receiver.wait_for_version(timeout_s=1) == 1
         for version in range(2, 2 + num_publishes):
             sender.send(weights_of(version))
-        with receiver.open_seen(0, timeout_s=1) as snapshot:
+        with receiver.open_seen(0) as snapshot:
             # What was seen is still there until its buffer is taken for another version.
             assert snapshot.version == (1 if num_publishes == 1 else 1 + num_publishes)
             assert values_in(snapshot.tensors) == {float(snapshot.version)}

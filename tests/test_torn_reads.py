@@ -42,6 +42,7 @@ import dbuffer
 from dbuffer.format import layout
 from dbuffer.io.copier import Copier
 from dbuffer.publish import delta_chain
+from dbuffer.receive.reader import VersionReader
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import filesystem, network_files
 from dbuffer.store.hold import Held
@@ -141,7 +142,7 @@ def count_detections(counts: Counter[str]) -> None:
 
     counted(filesystem, "try_lock")
     counted(Held, "is_unchanged")
-    counted(WeightReceiver, "checksums_match")
+    counted(VersionReader, "checksums_match")
     counted(Held, "wait_after_loss")
     count_threads(counts)
 

@@ -75,7 +75,7 @@ class LocalCopy(Closing):
         footer = layouts.footer
         hashed = manifest.checksums_xxh3 is not None
         with (
-            receiver.reporting_unreadable(held),
+            receiver.reader.reporting_unreadable(held),
             Draft(self._writer, self._mappings, manifest.version, footer, hashed=hashed) as draft,
         ):
             try:
@@ -113,7 +113,7 @@ class LocalCopy(Closing):
         total = draft.footer.layout.checksums_offset
         if draft.is_mapped and held.manifest.checksums_xxh3 is not None:
             since, on_bytes = draft.claim.held_before, counter(self._progress, total)
-            checksums = receiver.apply_changes(draft.mapped, since, held, on_bytes)
+            checksums = receiver.reader.apply_changes(draft.mapped, since, held, on_bytes)
             if checksums is not None:
                 return checksums
         return draft.fill_from(held, remote, self._copier, counter(self._progress, total))
@@ -123,7 +123,7 @@ class LocalCopy(Closing):
         checksums: list[int] | None, held: Held, receiver: WeightReceiver, layout: Layout
     ) -> bool:
         """Whether what was read is the held version, which no writer has overwritten meanwhile."""
-        if checksums is not None and not receiver.checksums_match(held, layout, checksums):
+        if checksums is not None and not receiver.reader.checksums_match(held, layout, checksums):
             return False
         return held.is_unchanged()
 

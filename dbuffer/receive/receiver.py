@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -10,32 +11,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
 from torch import nn
 
 from dbuffer import errors
-from dbuffer.format.layout import Layout
-from dbuffer.format.manifest import UNDECODABLE, Pointer, host_in_id, is_receiver_id
+from dbuffer.format.manifest import Pointer, host_in_id, is_receiver_id
 from dbuffer.format.places import POINTER_FILE
-from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
-from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, copy_one
-from dbuffer.io.transfer import OnBytes
-from dbuffer.receive.snapshot import (
-    Snapshot,
-    SnapshotTensors,
-    map_privately,
-    read_whole,
-    wrong_tensors,
-)
+from dbuffer.receive.reader import VersionReader
+from dbuffer.receive.snapshot import Snapshot, SnapshotTensors, copy_matched
 from dbuffer.runtime import options
 from dbuffer.runtime.closing import Closing, ProcessBound
-from dbuffer.runtime.messages import listed
 from dbuffer.store.buffer import DoubleBuffer, pointer_to
-from dbuffer.store.hold import Held, Patience, hold_newest, hold_version
+from dbuffer.store.hold import Held, hold_newest, hold_version
 from dbuffer.store.records import RecordFile
 from dbuffer.store.watcher import Watcher
 from dbuffer.weights.targets import LoadedNames, Matcher, refuse_adapter
@@ -48,14 +39,6 @@ Target: TypeAlias = (
     | MutableMapping[str, torch.Tensor]
     | Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 )
-
-
-class _InMemory(NamedTuple):
-    """A version that was read over a network, in memory that no other object refers to."""
-
-    identity: str
-    layout_xxh3: str | None
-    tensors: FileTensors
 
 
 _NO_FAILURES = (
@@ -115,19 +98,15 @@ class WeightReceiver(Closing, ProcessBound):
         self.receiver_id = receiver_id
         self._store = DoubleBuffer(store, allow_shared_store=allow_shared_store)
         self.poll_interval_s = options.positive_seconds("poll_interval_s", poll_interval_s)
-        self._verify = verify
         self._copier = Copier(num_threads)
         self._watcher = Watcher(self._store.root / POINTER_FILE)
         self._pid = os.getpid()
         self._is_closed = False
         self.record = RecordFile(self._store.root, receiver_id)
         self.record.set(is_ephemeral=is_ephemeral)
+        self.reader = VersionReader(self._store, self.record, self._copier, verify)
         self._seen: Pointer | None = None
         self._loaded: int | None = None
-        self._kept = KeptMappings()
-        self._in_memory: _InMemory | None = None
-        self._known_checksums: dict[str, list[int]] = {}
-        self._patience = Patience()
         self._matcher = Matcher()
         self._loaded_names = LoadedNames()
 
@@ -139,7 +118,7 @@ class WeightReceiver(Closing, ProcessBound):
     @property
     def maps_files(self) -> bool:
         """Whether the store's files are mapped, and not read over a network."""
-        return self._store.medium.maps_files
+        return self.reader.maps_files
 
     def newest(self) -> Pointer | None:
         """Return the pointer to the newest version of any history; None: nothing is there."""
@@ -184,46 +163,47 @@ class WeightReceiver(Closing, ProcessBound):
         _check_version("newer_than", newer_than)
         _check_version("version", version)
         options.seconds("timeout_s", timeout_s)
-        with self._open(newer_than, timeout_s, version, acknowledge=acknowledge) as snapshot:
+        deadline = time.monotonic() + timeout_s
+
+        def hold() -> Held | None:
+            above = newer_than if version is None else version - 1
+            self._wait_until_published(above, timeout_s, deadline)
+            if version is None:
+                return self._hold(newer_than, reread=False)
+            # The newest is not held: what may be wrong with it says nothing of this one.
+            return self._hold_exactly(version)
+
+        with self._open(hold, acknowledge=acknowledge) as snapshot:
             yield snapshot
 
     @contextlib.contextmanager
-    def open_seen(self, newer_than: int, timeout_s: float) -> Iterator[Snapshot]:
+    def open_seen(self, newer_than: int) -> Iterator[Snapshot]:
         """Hold the version that :meth:`wait_for_version` has just found, for a ``with`` block.
 
         The pointer is read again only if that version is no longer there. Nothing is acknowledged.
         """
         self._check_open()
-        with self._open(newer_than, timeout_s, known=self._seen) as snapshot:
+        hold = functools.partial(self._hold, newer_than, reread=False)
+        with self._open(hold, acknowledge=False) as snapshot:
             yield snapshot
 
     @contextlib.contextmanager
-    def _open(
-        self,
-        newer_than: int | None,
-        timeout_s: float,
-        version: int | None = None,
-        *,
-        known: Pointer | None = None,
-        acknowledge: bool = False,
-    ) -> Iterator[Snapshot]:
-        deadline = time.monotonic() + timeout_s
+    def _open(self, hold: Callable[[], Held | None], *, acknowledge: bool) -> Iterator[Snapshot]:
         while True:
             with self.reporting(None) if acknowledge else contextlib.nullcontext():
-                held = self._wait_and_hold(newer_than, timeout_s, version, known, deadline)
-            known = None
+                held = hold()
             if held is None:
                 continue
             reporting = self.reporting(held.manifest.version)
             with self._released(held), reporting if acknowledge else contextlib.nullcontext():
-                tensors = self._bring_in(held)
+                tensors = self.reader.read(held)
                 if tensors is None:  # a writer was faster
                     continue
-                verify = self._is_verified_in_place(held)
+                verify = self.reader.must_verify_copy(held)
                 try:
                     yield Snapshot(held, tensors, self._copier, verify=verify)
                 finally:
-                    self._keep_snapshot_memory(held, tensors)
+                    self.reader.keep_memory(held, tensors)
                 if not held.is_unchanged():
                     self._store.newest_pointer(self._seen)  # raises if the store was emptied
                     raise errors.SnapshotEvictedError(
@@ -231,23 +211,8 @@ class WeightReceiver(Closing, ProcessBound):
                         "the sender waits, and its buffer was taken; open the newest and start over"
                     )
                 if acknowledge:
-                    self._note_applied(held)
+                    self._set_applied(held.manifest.version, held.manifest.history)
                 return
-
-    def _wait_and_hold(
-        self,
-        newer_than: int | None,
-        timeout_s: float,
-        version: int | None,
-        known: Pointer | None,
-        deadline: float,
-    ) -> Held | None:
-        if version is not None:
-            return self._wait_and_hold_exactly(version, timeout_s, deadline)
-        if known is None:
-            self._wait_until_published(newer_than, timeout_s, deadline)
-            known = self._seen  # which was read just now
-        return self._hold(newer_than, known)
 
     @contextlib.contextmanager
     def reporting(self, version: int | None) -> Iterator[None]:
@@ -286,7 +251,7 @@ class WeightReceiver(Closing, ProcessBound):
         None: no version is above ``newer_than``.
         """
         self._check_open()
-        held = self._hold(newer_than, self._seen)
+        held = self._hold(newer_than, reread=False)
         with contextlib.nullcontext() if held is None else self._released(held):
             yield held
 
@@ -298,6 +263,9 @@ class WeightReceiver(Closing, ProcessBound):
         check: Callable[[Mapping[str, Any]], None] = refuse_adapter,
     ) -> int | None:
         """Load the newest version, unless this receiver has loaded it already.
+
+        An error is reported in the record, and raised by a sender's ``wait_applied`` for this
+        receiver.
 
         Args:
             target: a module or a dictionary of tensors, filled in place; or a function such as
@@ -311,9 +279,6 @@ class WeightReceiver(Closing, ProcessBound):
             check: called with the version's metadata before anything is touched; what it raises
                 is raised. Default: refuse an adapter, which is no model
                 (:mod:`dbuffer.integrations.peft` loads those).
-
-        An error is reported in the record, and raised by a sender's ``wait_applied`` for this
-        receiver.
 
         Returns:
             The version loaded, or None if there is nothing newer (or nothing at all).
@@ -336,7 +301,7 @@ class WeightReceiver(Closing, ProcessBound):
                 check(held.manifest.metadata)
                 if self._load(held, target, partial) and held.is_unchanged():
                     self._loaded = held.manifest.version
-                    self._note_applied(held)
+                    self._set_applied(held.manifest.version, held.manifest.history)
                     return self._loaded
                 logger.warning(
                     "version %d of %s was overwritten while it was loaded; loading the newest",
@@ -446,8 +411,7 @@ class WeightReceiver(Closing, ProcessBound):
         self._watcher.close()
         self.record.close()
         self._copier.close()
-        self._kept.clear()
-        self._in_memory = None
+        self.reader.close()
 
     def _check_open(self) -> None:
         if self._is_closed or self._pid != os.getpid():
@@ -479,22 +443,19 @@ class WeightReceiver(Closing, ProcessBound):
                 f"{self._store.state_without_version()}"
             )
 
-    def _hold(self, newer_than: int | None, known: Pointer | None = None) -> Held | None:
+    def _hold(self, newer_than: int | None, *, reread: bool = True) -> Held | None:
+        """Hold the newest version; with ``reread`` False, the one that was seen just now."""
         with self._cleared_on_error():
             held = hold_newest(
                 self._store,
                 newer_than=newer_than,
                 seen=self._seen,
-                reread=known is None,
+                reread=reread,
                 announce=self._announce,
             )
         if held is not None:
             self._seen = pointer_to(held.buffer, held.manifest)
         return held
-
-    def _note_applied(self, held: Held) -> None:
-        manifest = held.manifest
-        self._set_applied(manifest.version, manifest.history)
 
     def _set_applied(self, version: int, history: str | None) -> None:
         self.record.set(
@@ -514,9 +475,7 @@ class WeightReceiver(Closing, ProcessBound):
                 self.record.write(held_version=None)
             raise
 
-    def _wait_and_hold_exactly(self, version: int, timeout_s: float, deadline: float) -> Held:
-        # Not held: what may be wrong with the newest one says nothing of this one.
-        self._wait_until_published(version - 1, timeout_s, deadline)
+    def _hold_exactly(self, version: int) -> Held:
         with self._cleared_on_error():
             held = hold_version(self._store, version, self.history, self._announce)
             if held is None:
@@ -534,140 +493,20 @@ class WeightReceiver(Closing, ProcessBound):
             held.release()
             self.record.write(held_version=None)
 
-    def _bring_in(self, held: Held, *, keep: bool = False) -> FileTensors | None:
-        """Return a version in memory, whole; None if a writer was faster.
-
-        ``keep``: its memory or mapping is kept for the next version, as the caller only copies
-        from it before then.
-        """
-        if self._store.medium.maps_files:
-            mapped = self._map_kept(held) if keep else map_privately(held)
-            if self._must_verify(held):
-                checksums = self._copier.checksums(mapped)
-                return mapped if self.checksums_match(held, mapped.layout, checksums) else None
-            return mapped
-        tensors = self._read(held)
-        if keep and tensors is not None:
-            self._keep_in_memory(held, tensors)
-        return tensors
-
-    @contextlib.contextmanager
-    def reporting_unreadable(self, held: Held) -> Iterator[None]:
-        """Record that a version made of an anchor and deltas cannot be read.
-
-        Its sender publishes the next version whole then, as no delta can be applied to this one.
-        """
-        try:
-            yield
-        except UNDECODABLE:
-            if held.manifest.anchor is not None:
-                self.record.write(unreadable_version=held.manifest.version)
-            raise
-        self.record.set(unreadable_version=None)
-
-    def _keep_snapshot_memory(self, held: Held, tensors: FileTensors) -> None:
-        """Keep the memory of a snapshot that was left, if deltas may be applied to it later.
-
-        Its user may have written into it, which checksums show; without them it is not used.
-        """
-        if held.manifest.chain and not self._store.medium.maps_files and self._must_verify(held):
-            self._keep_in_memory(held, tensors)
-
-    def _keep_in_memory(self, held: Held, tensors: FileTensors) -> None:
-        self._in_memory = _InMemory(held.manifest.identity, held.manifest.layout_xxh3, tensors)
-
-    def _read(self, held: Held) -> FileTensors | None:
-        """Read a version over the network; None if its file was removed, or its bytes changed."""
-        before, self._in_memory = self._in_memory, None
-        try:
-            with self.reporting_unreadable(held):
-                tensors = None if before is None else self._apply_deltas_in_memory(before, held)
-                if tensors is None:
-                    memory = None if before is None else before.tensors.data
-                    tensors = self._read_from_file(held, memory)
-            if tensors is None:
-                return None
-        except errors.StoreNotFoundError as error:
-            with self.reporting_unreadable(held):
-                held.wait_after_loss(error, self._patience)
-            return None
-        self._patience = Patience()
-        # It is in memory, and the sender need not keep the file.
-        self.record.write(held_version=None)
-        return tensors
-
-    def _read_from_file(self, held: Held, memory: torch.Tensor | None) -> FileTensors | None:
-        hashed = self._must_verify(held)
-        tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
-        if checksums is not None and not self.checksums_match(held, tensors.layout, checksums):
-            return None
-        return tensors
-
-    def _apply_deltas_in_memory(self, before: _InMemory, held: Held) -> FileTensors | None:
-        """Apply deltas to the version in memory; None if they do not lead to the held one."""
-        if before.layout_xxh3 != held.manifest.layout_xxh3 or not self._must_verify(held):
-            return None
-        checksums = self.apply_changes(before.tensors, before.identity, held)
-        return None if checksums is None else before.tensors
-
-    def apply_changes(
-        self,
-        tensors: FileTensors,
-        since: str | None,
-        held: Held,
-        on_bytes: OnBytes | None = None,
-    ) -> list[int] | None:
-        """Turn the version ``since`` in memory into a held one by its deltas, and verify it.
-
-        Returns:
-            The checksums of all tensors. None: no deltas lead there; or, logged, they cannot be
-            read, or the memory was modified before: the version must be read whole.
-        """
-        manifest = held.manifest
-        if since not in manifest.chain:
-            return None
-        try:
-            chain = ChainReader(held, tensors.layout)
-            chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
-            checksums = self._copier.checksums(tensors)
-            wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
-        except (*UNDECODABLE, errors.StoreNotFoundError) as error:
-            logger.warning("reading version %d whole: %s", manifest.version, error)
-            return None
-        if wrong:
-            logger.warning(
-                "reading version %d of %s whole: %s is not what was published, since the version "
-                "before it was changed in memory",
-                manifest.version,
-                self.store,
-                listed(wrong),
-            )
-            return None
-        return checksums
-
-    def _map_kept(self, held: Held) -> MappedTensors:
-        """Return a mapping that is only copied from, and kept for later versions in its file.
-
-        Layout, views and page tables, which a publish does not change, are made once.
-        """
-        return self._kept.of(held.path, held.file.number, lambda: map_privately(held))
-
     def _load(self, held: Held, target: Target, partial: bool) -> bool:
-        """Fill the target; False if checksums show that a writer was faster."""
+        """Fill the target; False if a writer was faster."""
         if callable(target) and not isinstance(target, nn.Module | Mapping):
-            tensors = self._bring_in(held)
+            tensors = self.reader.read(held)
             if tensors is None:
                 return False
-            self._note(held, tensors.layout.names, partial)
+            self._remember_names(held, tensors.layout.names, partial)
             target(iter(SnapshotTensors(tensors.data, tensors.layout).items()))
             return True
-        try:
-            match = self._matcher.match(target, self._layout_of(held), partial=partial)
-        except errors.StoreNotFoundError as error:
-            held.wait_after_loss(error, self._patience)
+        layout = self.reader.layout(held)
+        if layout is None:
             return False
-        # Damage is found before the target is touched ...
-        tensors = self._bring_in(held, keep=True)
+        match = self._matcher.match(target, layout, partial=partial)
+        tensors = self.reader.read(held, keep=True)  # damage is found before the target is touched
         if tensors is None:
             return False
         try:
@@ -675,50 +514,19 @@ class WeightReceiver(Closing, ProcessBound):
         except errors.WeightsMismatchError:
             if held.is_unchanged():
                 raise
-            return False  # a writer was faster
-        self._note(held, tensors.layout.all_names, partial)
-        for alias, index in match.aliases:
-            copy_one(alias, tensors.views[index])
-        # ... and a writer that comes in between, where locks do not hold it, by a second look.
-        hashed = self._is_verified_in_place(held)
-        checksums = self._copier.read(tensors, match.targets, hashed=hashed)
-        return checksums is None or self.checksums_match(held, tensors.layout, checksums)
+            return False
+        self._remember_names(held, tensors.layout.all_names, partial)
+        # A writer that locks do not hold back may come in between: a second look shows it.
+        hashed = self.reader.must_verify_copy(held)
+        checksums = copy_matched(match, tensors, self._copier, hashed=hashed)
+        return checksums is None or self.reader.checksums_match(held, tensors.layout, checksums)
 
-    def _layout_of(self, held: Held) -> Layout:
-        maps_files = self._store.medium.maps_files
-        return self._map_kept(held).layout if maps_files else held.read_layout()
-
-    def _note(self, held: Held, names: Set[str], partial: bool) -> None:
+    def _remember_names(self, held: Held, names: Set[str], partial: bool) -> None:
         """Remember the names that are about to be loaded; refuse names that would leave a mix."""
         version = held.manifest.version
         if partial:
             self._loaded_names.require_all(names, version)
         self._loaded_names.add(names, version)
-
-    def _must_verify(self, held: Held) -> bool:
-        return held.must_verify(self._verify)
-
-    def _is_verified_in_place(self, held: Held) -> bool:
-        """Whether the copy of a version must be verified, too."""
-        # A version that was read into memory was verified there, where no writer reaches it.
-        return self._store.medium.maps_files and self._must_verify(held)
-
-    def checksums_match(self, held: Held, layout: Layout, checksums: list[int]) -> bool:
-        """Compare checksums with the published ones; False if a writer has moved on since.
-
-        Raises:
-            StoreCorruptError: they differ, or there are none, and it was no writer.
-        """
-        wrong = wrong_tensors(held, layout, checksums, self._known_checksums)
-        if not wrong:
-            return True
-        # A writer marks the buffer before its first byte: one that is not marked was damaged.
-        if self._store.manifest(held.buffer) == held.manifest:
-            raise errors.StoreCorruptError(
-                f"{held.path}: version {held.manifest.version} was damaged after it was "
-                f"published: {listed(wrong)}; publish again to replace it"
-            )
-        return False
 
 
 def _check_version(name: str, value: int | None) -> None:

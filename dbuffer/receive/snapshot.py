@@ -1,11 +1,11 @@
-"""`Snapshot`: one version, mapped and held still, and the verification of its bytes."""
+"""`Snapshot`: one version, mapped or in memory, and held still."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from tensordict import TensorDict
 
-from dbuffer.errors import DBufferError, StoreAccessError, StoreCorruptError
+from dbuffer.errors import DBufferError, StoreCorruptError
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.io.chain_reader import ChainReader
 from dbuffer.io.copier import Copier
@@ -27,6 +27,7 @@ from dbuffer.io.tensors import (
     new_memory,
     view_tensor,
 )
+from dbuffer.receive.reader import wrong_tensors
 from dbuffer.runtime.closing import ProcessBound
 from dbuffer.runtime.messages import listed
 from dbuffer.store import filesystem
@@ -35,6 +36,15 @@ from dbuffer.store.hold import Held
 from dbuffer.weights.targets import Match
 
 logger = logging.getLogger(__name__)
+
+
+def copy_matched(
+    match: Match, tensors: FileTensors, copier: Copier, *, hashed: bool
+) -> list[int] | None:
+    """Copy tensors into the targets of a match; return their checksums, if ``hashed``."""
+    for alias, index in match.aliases:
+        copy_one(alias, tensors.views[index])
+    return copier.read(tensors, match.targets, hashed=hashed)
 
 
 class SnapshotTensors(Mapping[str, torch.Tensor]):
@@ -215,10 +225,7 @@ class Snapshot(ProcessBound):
     def fill(self, match: Match) -> None:
         """Copy all tensors into those that a :class:`~dbuffer.weights.targets.Matcher` found."""
         match.require_ties(self._contents.tensor)
-        for alias, index in match.aliases:
-            copy_one(alias, self._contents.views[index])
-        checksums = self._copier.read(self._contents, match.targets, hashed=self._verify)
-        self._check_copied(checksums)
+        self._check_copied(copy_matched(match, self._contents, self._copier, hashed=self._verify))
 
     def _check_copied(self, checksums: list[int] | None) -> None:
         if checksums is None:
@@ -238,61 +245,3 @@ class Snapshot(ProcessBound):
 
     def __repr__(self) -> str:
         return f"Snapshot(version={self.version}, tensors={len(self.tensors)})"
-
-
-def map_privately(held: Held) -> MappedTensors:
-    """Map a version privately: writing into the mapping changes no other."""
-    layout = held.read_layout()
-    if layout.is_in_parts or held.manifest.anchor is not None:
-        raise StoreAccessError(
-            f"{held.path} was written in parts, or with deltas, over a network, and looks like a "
-            "local file here: set DBUFFER_MOUNT=network to read it as it was written"
-        )
-    return MappedTensors(held.file.number, held.manifest.file_bytes, layout, shared=False)
-
-
-def read_whole(
-    held: Held, copier: Copier, memory: torch.Tensor | None = None, *, hashed: bool
-) -> tuple[FileTensors, list[int] | None]:
-    """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums.
-
-    Raises:
-        As :class:`ChainReader`: its file, too, may be gone or damaged.
-    """
-    layout = held.read_layout()
-    num_bytes = layout.checksums_offset
-    if memory is None or memory.numel() != num_bytes:
-        memory = new_memory(num_bytes)
-    tensors = FileTensors(memory, layout)
-    return tensors, ChainReader(held, layout).read(tensors, copier, hashed=hashed)
-
-
-def wrong_tensors(
-    held: Held,
-    layout: Layout,
-    checksums: list[int],
-    known: MutableMapping[str, list[int]] | None = None,
-) -> list[str]:
-    """Names of the tensors whose checksums differ from those published.
-
-    ``known``: verified checksums of earlier versions, by identity; these are added if all match.
-    """
-    manifest = held.manifest
-    if manifest.checksums_xxh3 is None:
-        raise StoreCorruptError(
-            f"{held.path}: version {manifest.version} was published without checksums, so it "
-            "cannot be verified; make the sender with checksum=True"
-        )
-    known = {} if known is None else known
-    expected = ChainReader(held, layout).expected(known)
-    if expected is None:
-        return ["the table of checksums"]
-    wrong = [
-        spec.name
-        for spec, checksum, right in zip(layout.specs, checksums, expected, strict=True)
-        if checksum != right
-    ]
-    if not wrong:
-        known.clear()  # what leads to a later one begins here
-        known[manifest.identity] = checksums
-    return wrong

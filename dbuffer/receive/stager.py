@@ -428,7 +428,7 @@ class Stager:
             opened = (
                 self._receiver.open(version=version, timeout_s=timeout_s, acknowledge=False)
                 if is_exact
-                else self._receiver.open_seen(version - 1, timeout_s)
+                else self._receiver.open_seen(version - 1)
             )
             snapshot = hold.enter_context(opened)
             if self._check is not None and snapshot.layout != self._checked:

@@ -8,7 +8,7 @@ from dbuffer.errors import StoreNotFoundError, WaitTimeoutError
 from dbuffer.format.manifest import UNDECODABLE
 from dbuffer.format.places import BUFFERS
 from dbuffer.io.copier import Copier
-from dbuffer.receive.snapshot import map_privately, read_whole, wrong_tensors
+from dbuffer.receive.reader import map_privately, read_whole, wrong_tensors
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.hold import Held, Patience, hold_buffer, hold_newest
 

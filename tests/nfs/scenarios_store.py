@@ -25,7 +25,7 @@ from lab import scenario
 from support import TIMEOUT_S, Child, Pattern, Step, at_step, in_soaks_alone, is_soak, newest
 
 import dbuffer
-from dbuffer.receive import receiver
+from dbuffer.receive import reader as reader_module
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.store import network_files
 from dbuffer.store.hold import Held
@@ -167,7 +167,7 @@ def read_slowly(connection: Connection, path: Path, name: str, announces: bool, 
     It stops between finding a version and reading it, and no checksum is compared.
     """
     rng = random.Random(seed)
-    read_whole = receiver.read_whole
+    read_whole = reader_module.read_whole
 
     def read_later(*args: Any, **options: Any) -> Any:
         time.sleep(rng.uniform(0.2, 1.0))
@@ -176,7 +176,7 @@ def read_slowly(connection: Connection, path: Path, name: str, announces: bool, 
     def note_lost(*args: Any) -> None:
         raise EOFError  # where it would be tried again
 
-    receiver.read_whole, Held.wait_after_loss = read_later, note_lost
+    reader_module.read_whole, Held.wait_after_loss = read_later, note_lost
     if not announces:
         WeightReceiver._announce = lambda self, version: None
     versions: list[int] = []

@@ -1,0 +1,272 @@
+"""`VersionReader`: brings held versions into memory and verifies them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, MutableMapping
+from typing import Literal
+
+import torch
+
+from dbuffer.errors import StoreAccessError, StoreCorruptError, StoreNotFoundError
+from dbuffer.format.layout import Layout
+from dbuffer.format.manifest import UNDECODABLE, Manifest
+from dbuffer.io.chain_reader import ChainReader
+from dbuffer.io.copier import Copier
+from dbuffer.io.tensors import FileTensors, KeptMappings, MappedTensors, new_memory
+from dbuffer.io.transfer import OnBytes
+from dbuffer.runtime.messages import listed
+from dbuffer.store.buffer import DoubleBuffer
+from dbuffer.store.hold import Held, Patience
+from dbuffer.store.records import RecordFile
+
+logger = logging.getLogger(__name__)
+
+
+class VersionReader:
+    """Reader of held versions, which are mapped on a local mount, and else read into memory.
+
+    A mapping, or memory, is kept for the next version where that saves work.
+
+    Args:
+        store: the store that versions are held in.
+        record: the receiver's record, in which unreadable versions are reported.
+        copier: reads and hashes.
+        verify: whether to compare checksums, as in `WeightReceiver`.
+    """
+
+    def __init__(
+        self,
+        store: DoubleBuffer,
+        record: RecordFile,
+        copier: Copier,
+        verify: bool | Literal["auto"],
+    ) -> None:
+        self._store = store
+        self._record = record
+        self._copier = copier
+        self._verify = verify
+        self._mappings = KeptMappings()
+        self._in_memory: tuple[Manifest, FileTensors] | None = None
+        """Version that was read over a network, in memory that no other object refers to."""
+        self._known_checksums: dict[str, list[int]] = {}
+        self._patience = Patience()
+
+    @property
+    def maps_files(self) -> bool:
+        """Whether the store's files are mapped, and not read over a network."""
+        return self._store.medium.maps_files
+
+    def close(self) -> None:
+        """Let go of the memory that was kept."""
+        self._mappings.clear()
+        self._in_memory = None
+
+    def layout(self, held: Held) -> Layout | None:
+        """Return a version's layout; None if a writer was faster."""
+        try:
+            return self._map_kept(held).layout if self.maps_files else held.read_layout()
+        except StoreNotFoundError as error:
+            held.wait_after_loss(error, self._patience)
+            return None
+
+    def read(self, held: Held, *, keep: bool = False) -> FileTensors | None:
+        """Return a version in memory, whole; None if a writer was faster.
+
+        ``keep``: its memory or mapping is kept for the next version, as the caller only copies
+        from it before then.
+        """
+        if self.maps_files:
+            mapped = self._map_kept(held) if keep else map_privately(held)
+            if self._must_verify(held):
+                checksums = self._copier.checksums(mapped)
+                return mapped if self.checksums_match(held, mapped.layout, checksums) else None
+            return mapped
+        tensors = self._read_into_memory(held)
+        if keep and tensors is not None:
+            self._in_memory = held.manifest, tensors
+        return tensors
+
+    def keep_memory(self, held: Held, tensors: FileTensors) -> None:
+        """Keep the memory of a snapshot that was left, if deltas may be applied to it later.
+
+        Its user may have written into it, which checksums show; without them it is not used.
+        """
+        if held.manifest.chain and not self.maps_files and self._must_verify(held):
+            self._in_memory = held.manifest, tensors
+
+    def must_verify_copy(self, held: Held) -> bool:
+        """Whether copies of a version's tensors must be verified as well."""
+        # A version that was read into memory was verified there, where no writer reaches it.
+        return self.maps_files and self._must_verify(held)
+
+    def checksums_match(self, held: Held, layout: Layout, checksums: list[int]) -> bool:
+        """Compare checksums with the published ones; False if a writer has moved on since.
+
+        Raises:
+            StoreCorruptError: they differ, or there are none, and it was no writer.
+        """
+        wrong = wrong_tensors(held, layout, checksums, self._known_checksums)
+        if not wrong:
+            return True
+        # A writer marks the buffer before its first byte: one that is not marked was damaged.
+        if self._store.manifest(held.buffer) == held.manifest:
+            raise StoreCorruptError(
+                f"{held.path}: version {held.manifest.version} was damaged after it was "
+                f"published: {listed(wrong)}; publish again to replace it"
+            )
+        return False
+
+    @contextlib.contextmanager
+    def reporting_unreadable(self, held: Held) -> Iterator[None]:
+        """Record that a version made of an anchor and deltas cannot be read.
+
+        Its sender publishes the next version whole then, as no delta can be applied to this one.
+        """
+        try:
+            yield
+        except UNDECODABLE:
+            if held.manifest.anchor is not None:
+                self._record.write(unreadable_version=held.manifest.version)
+            raise
+        self._record.set(unreadable_version=None)
+
+    def apply_changes(
+        self,
+        tensors: FileTensors,
+        since: str | None,
+        held: Held,
+        on_bytes: OnBytes | None = None,
+    ) -> list[int] | None:
+        """Turn the version ``since`` in memory into a held one by its deltas, and verify it.
+
+        Returns:
+            The checksums of all tensors. None: no deltas lead there; or, logged, they cannot be
+            read, or the memory was modified before: the version must be read whole.
+        """
+        manifest = held.manifest
+        if since not in manifest.chain:
+            return None
+        try:
+            chain = ChainReader(held, tensors.layout)
+            chain.read(tensors, self._copier, since=since, on_bytes=on_bytes)
+            checksums = self._copier.checksums(tensors)
+            wrong = wrong_tensors(held, tensors.layout, checksums, self._known_checksums)
+        except (*UNDECODABLE, StoreNotFoundError) as error:
+            logger.warning("reading version %d whole: %s", manifest.version, error)
+            return None
+        if wrong:
+            logger.warning(
+                "reading version %d of %s whole: %s is not what was published, since the version "
+                "before it was changed in memory",
+                manifest.version,
+                self._store.root,
+                listed(wrong),
+            )
+            return None
+        return checksums
+
+    def _must_verify(self, held: Held) -> bool:
+        return held.must_verify(self._verify)
+
+    def _map_kept(self, held: Held) -> MappedTensors:
+        """Return a mapping that is only copied from, and kept for later versions in its file.
+
+        Layout, views and page tables, which a publish does not change, are made once.
+        """
+        return self._mappings.of(held.path, held.file.number, lambda: map_privately(held))
+
+    def _read_into_memory(self, held: Held) -> FileTensors | None:
+        """Read a version over the network; None if its file was removed, or its bytes changed."""
+        before, self._in_memory = self._in_memory, None
+        try:
+            with self.reporting_unreadable(held):
+                tensors = None if before is None else self._apply_deltas(*before, held)
+                if tensors is None:
+                    memory = None if before is None else before[1].data
+                    tensors = self._read_from_file(held, memory)
+            if tensors is None:
+                return None
+        except StoreNotFoundError as error:
+            with self.reporting_unreadable(held):
+                held.wait_after_loss(error, self._patience)
+            return None
+        self._patience = Patience()
+        # It is in memory, and the sender need not keep the file.
+        self._record.write(held_version=None)
+        return tensors
+
+    def _apply_deltas(
+        self, before: Manifest, tensors: FileTensors, held: Held
+    ) -> FileTensors | None:
+        """Apply deltas to the version in memory; None if they do not lead to the held one."""
+        if before.layout_xxh3 != held.manifest.layout_xxh3 or not self._must_verify(held):
+            return None
+        checksums = self.apply_changes(tensors, before.identity, held)
+        return None if checksums is None else tensors
+
+    def _read_from_file(self, held: Held, memory: torch.Tensor | None) -> FileTensors | None:
+        hashed = self._must_verify(held)
+        tensors, checksums = read_whole(held, self._copier, memory, hashed=hashed)
+        if checksums is not None and not self.checksums_match(held, tensors.layout, checksums):
+            return None
+        return tensors
+
+
+def map_privately(held: Held) -> MappedTensors:
+    """Map a version privately: writing into the mapping changes no other."""
+    layout = held.read_layout()
+    if layout.is_in_parts or held.manifest.anchor is not None:
+        raise StoreAccessError(
+            f"{held.path} was written in parts, or with deltas, over a network, and looks like a "
+            "local file here: set DBUFFER_MOUNT=network to read it as it was written"
+        )
+    return MappedTensors(held.file.number, held.manifest.file_bytes, layout, shared=False)
+
+
+def read_whole(
+    held: Held, copier: Copier, memory: torch.Tensor | None = None, *, hashed: bool
+) -> tuple[FileTensors, list[int] | None]:
+    """Read a version, into ``memory`` if that has the right size; ``hashed``: with checksums.
+
+    Raises:
+        As :class:`ChainReader`: its file, too, may be gone or damaged.
+    """
+    layout = held.read_layout()
+    num_bytes = layout.checksums_offset
+    if memory is None or memory.numel() != num_bytes:
+        memory = new_memory(num_bytes)
+    tensors = FileTensors(memory, layout)
+    return tensors, ChainReader(held, layout).read(tensors, copier, hashed=hashed)
+
+
+def wrong_tensors(
+    held: Held,
+    layout: Layout,
+    checksums: list[int],
+    known: MutableMapping[str, list[int]] | None = None,
+) -> list[str]:
+    """Names of the tensors whose checksums differ from those published.
+
+    ``known``: verified checksums of earlier versions, by identity; these are added if all match.
+    """
+    manifest = held.manifest
+    if manifest.checksums_xxh3 is None:
+        raise StoreCorruptError(
+            f"{held.path}: version {manifest.version} was published without checksums, so it "
+            "cannot be verified; make the sender with checksum=True"
+        )
+    known = {} if known is None else known
+    expected = ChainReader(held, layout).expected(known)
+    if expected is None:
+        return ["the table of checksums"]
+    wrong = [
+        spec.name
+        for spec, checksum, right in zip(layout.specs, checksums, expected, strict=True)
+        if checksum != right
+    ]
+    if not wrong:
+        known.clear()  # what leads to a later one begins here
+        known[manifest.identity] = checksums
+    return wrong
