@@ -235,7 +235,7 @@ def test_no_place_for_a_store(no_place: Path) -> None:
         lambda: dbuffer.ResidentModel(torch.nn.Linear(2, 2), no_place),
         lambda: dbuffer.WeightReceiver(no_place).wait_for_version(timeout_s=0),
         lambda: dbuffer.WeightReceiver(no_place).load_into({"a": torch.ones(1)}),
-        lambda: dbuffer.Mirror(no_place, no_place.with_name("local")).is_current(),
+        lambda: dbuffer.Mirror(no_place, no_place.with_name("local")).wait_until_current(0),
         lambda: dbuffer.Mirror(no_place.with_name("remote"), no_place).start(),
     ]
     for make in makers:

@@ -424,7 +424,7 @@ def test_a_writer_that_comes_round_in_place_is_found_out_by_a_reader_across_a_ne
             writer.receive()
         at_step(Step("c_return", "preadv"), go_on)
         receiver._copier.close()
-        receiver._copier = dbuffer.io.copier.Copier(1)
+        receiver._copier = receiver.reader._copier = dbuffer.io.copier.Copier(1)
         assert load(receiver) == 6
         sys.setprofile(None)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from dbuffer.errors import (
 from dbuffer.format.manifest import Pointer, host_in_id
 from dbuffer.io.copier import Copier
 from dbuffer.mirror.local_copy import LocalCopy
+from dbuffer.mirror.refusals import is_stale, refusal, require_not_put_back, require_not_stale
 from dbuffer.publish.draft import Progress
 from dbuffer.publish.publication import Publication
 from dbuffer.receive.follow_loop import FollowLoop
@@ -140,7 +140,7 @@ class Mirror(Closing, ProcessBound):
 
     @property
     def version(self) -> int | None:
-        """The newest version that it has published, or found published."""
+        """The newest version that it has published, or that was published before it."""
         return self._published
 
     @property
@@ -179,14 +179,6 @@ class Mirror(Closing, ProcessBound):
                 self._elect()
         if not stop.is_set():
             self._follow(stop)
-
-    def is_current(self) -> bool:
-        """Whether the local store holds the remote one's newest version, or both hold nothing.
-
-        Only the stores are looked at: ``on_copied`` may not have been called yet.
-        """
-        remote, local = _newest_identity(self._remote), _newest_identity(self._local)
-        return remote == local
 
     def wait_until_current(self, timeout_s: float = 60.0) -> None:
         """Wait until the local store holds what was the newest version when this was called.
@@ -258,7 +250,7 @@ class Mirror(Closing, ProcessBound):
         if lock is None:
             return False
         try:
-            self._require_not_stale()
+            require_not_stale(self._remote, self._local)
         except BaseException:
             lock.close()
             raise
@@ -273,49 +265,13 @@ class Mirror(Closing, ProcessBound):
     def _wait_until_prepared(self) -> None:
         """Wait until the elected mirror has begun with what the remote store holds now."""
         deadline = time.monotonic() + _PREPARED_S
-        while self._is_stale() and not self._elect():
+        while is_stale(self._remote, self._local) and not self._elect():
             if time.monotonic() > deadline:
                 raise OptionError(
                     f"a mirror of another store than {self._remote.root} is at work in "
                     f"{self._local.root}; stop it, or give another directory"
                 )
             time.sleep(_LOOK_S)
-
-    def _require_not_stale(self) -> None:
-        if self._is_stale():
-            is_away = "" if self._remote.exists() else ", which is not there"
-            what = f"versions of another store than {self._remote.root}{is_away}"
-            raise OptionError(self._refusal(what))
-
-    def _is_stale(self) -> bool:
-        """Whether a mirror has left versions in the local store that the remote one never held.
-
-        Without a remote store nobody can tell, and they count as stale unless somebody uses them:
-        the network may be away.
-        """
-        pointer = self._local.pointer()
-        if pointer is None or self._is_same_history():
-            return False
-        # The newest decides: where a sender has taken a mirror over, the older one may be a copy.
-        manifest = self._local.manifest(pointer.buffer)
-        if manifest is None or manifest.origin is None:
-            return False
-        return self._remote.exists() or not self._users()
-
-    def _is_same_history(self) -> bool:
-        if not self._remote.exists():
-            return False
-        remote, local = self._remote.writer(), self._local.writer()
-        return remote is not None and local is not None and remote.history == local.history
-
-    def _users(self) -> list[str]:
-        return [r.receiver for r in self._local.receivers() if self._local.may_live(r)]
-
-    def _refusal(self, what: str) -> str:
-        users = self._users()
-        stop = f"stop {', '.join(users)}, which read it, and " if users else ""
-        command = f"rm -r {shlex.quote(str(self._local.root))}"
-        return f"{self._local.root} holds {what}: {stop}remove it ({command}), or name another"
 
     # Following
 
@@ -332,7 +288,9 @@ class Mirror(Closing, ProcessBound):
                             copied = self._copy_newest(receiver)
                             loop.used()
                     if copied is not None:
-                        self._announce(copied)
+                        if self._on_copied is not None:
+                            self._on_copied(copied)
+                        self._announced = copied.version
                     elif loop.has_started_over:
                         self._close_copy()
                         self._published = self._announced = None
@@ -355,7 +313,7 @@ class Mirror(Closing, ProcessBound):
         return receiver
 
     def _copy_newest(self, receiver: WeightReceiver) -> Publication | None:
-        """Copy the version that was just found; None: it is there, or was overwritten meanwhile."""
+        """Copy the version that was just seen; None: it is there, or was overwritten meanwhile."""
         if self._copy is None:
             self._copy = self._begin_history(receiver.history)
         with receiver.hold_seen(self._published) as held:
@@ -365,11 +323,6 @@ class Mirror(Closing, ProcessBound):
             receiver.record.count(copied=1, copied_bytes=copied.num_bytes, copy_s=copied.duration_s)
             receiver.record.write(staged_version=copied.version, problem=None, problem_version=None)
         return copied
-
-    def _announce(self, copied: Publication) -> None:
-        if self._on_copied is not None:
-            self._on_copied(copied)
-        self._announced = copied.version
 
     def _close_copy(self) -> None:
         copy, self._copy = self._copy, None
@@ -393,11 +346,11 @@ class Mirror(Closing, ProcessBound):
         history = history or remote.history
         pointer = self._local.pointer()
         if pointer is not None and local is not None and local.history == history:
-            self._require_not_put_back(pointer.version)
+            require_not_put_back(self._remote, self._local, pointer.version)
             self._published = self._announced = pointer.version
         elif pointer is not None and (local is None or local.history != self._copied_history):
             what = f"version {pointer.version} of another store than {self._remote.root}"
-            raise OptionError(self._refusal(what))
+            raise refusal(self._local, what)
         writer = BufferWriter(
             self._local.root,
             durable=False,
@@ -410,16 +363,6 @@ class Mirror(Closing, ProcessBound):
         )
         self._copied_history = history
         return copy
-
-    def _require_not_put_back(self, published: int) -> None:
-        """Refuse a remote store that an older copy has replaced."""
-        newest = self._remote.newest_pointer()
-        if newest is None or newest.version < published:
-            raise OptionError(
-                f"{self._remote.root} went back to version {newest and newest.version}, and "
-                f"{self._local.root} holds version {published} of it: was it put back from a copy? "
-                "Give another directory, or remove the local one"
-            )
 
 
 def start_mirror(
@@ -441,9 +384,3 @@ def start_mirror(
     if filesystem.real_path(local) == filesystem.real_path(remote):
         return None
     return Mirror(remote, local, **more).start()
-
-
-def _newest_identity(store: DoubleBuffer) -> str | None:
-    pointer = store.newest_pointer() if store.exists() else None
-    manifest = None if pointer is None else store.manifest(pointer.buffer)
-    return None if manifest is None else manifest.identity

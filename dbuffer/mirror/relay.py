@@ -9,12 +9,12 @@ state, and with it that the receiver has ended.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import threading
 import time
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from dbuffer.errors import DBufferError, StoreNotFoundError
@@ -40,7 +40,6 @@ class AcknowledgementRelay:
         self._local = local
         self._remote = DoubleBuffer(remote, allow_shared_store=True)
         self._records: list[ReceiverRecord] = []
-        self._relayed: dict[_Key, ReceiverRecord] = {}
         self._files: dict[_Key, PublishedRecord] = {}
         self._touched_at = time.monotonic()
         self._problem: str | None = None
@@ -74,27 +73,26 @@ class AcknowledgementRelay:
         ended = {_key(record) for record in self._records if not self._local.may_live(record)}
         self._records = self._local.receivers()
         records = {_key(record): _relayed(record, ended) for record in self._records}
-        for key in self._relayed.keys() - records.keys():
+        for key in self._files.keys() - records.keys():
             self._files.pop(key).remove()
-            del self._relayed[key]
         # Not Path.is_dir(), which raises what a network mount may answer.
         if not os.path.isdir(self._remote.root / RECEIVERS_DIRECTORY):  # noqa: PTH112
             return
         for key, record in records.items():
-            known = self._relayed.get(key)
-            if known is None or record != dataclasses.replace(known, updated_at=record.updated_at):
-                self._write(key, record)
+            self._update(self._files.setdefault(key, PublishedRecord(self._remote, *key)), record)
         if time.monotonic() - self._touched_at > HEARTBEAT_S:
             self._touched_at = time.monotonic()
-            for key, record in self._relayed.items():
-                if not record.has_ended and not self._files[key].touch():
-                    self._files[key].put(record)
+            for file in self._files.values():
+                if file.record is not None and not file.record.has_ended:
+                    file.show_life()
 
-    def _write(self, key: _Key, record: ReceiverRecord) -> None:
-        file = self._files.setdefault(key, PublishedRecord(self._remote, *key))
+    def _update(self, file: PublishedRecord, record: ReceiverRecord) -> None:
+        """Write a record, if more has changed in it than its time."""
+        before = file.record
+        if before is not None and record == replace(before, updated_at=record.updated_at):
+            return
         with contextlib.suppress(StoreNotFoundError):  # the store is being removed
             file.put(record)
-            self._relayed[key] = record
             if record.has_ended:
                 file.close()
 
@@ -106,6 +104,4 @@ def _key(record: ReceiverRecord) -> _Key:
 def _relayed(record: ReceiverRecord, ended: Collection[_Key]) -> ReceiverRecord:
     """Return the part of a record that concerns the sender; the version held is in the mirror."""
     has_ended = record.has_ended or _key(record) in ended
-    return dataclasses.replace(
-        record, held_version=None, stats={}, is_relayed=True, has_ended=has_ended
-    )
+    return replace(record, held_version=None, stats={}, is_relayed=True, has_ended=has_ended)

@@ -1,6 +1,6 @@
 """`FollowLoop`: how everything that follows a store waits, retries, logs and starts over.
 
-A follower makes one attempt after the other until it is told to stop::
+A follower makes one attempt after the other until it is to stop::
 
     loop = FollowLoop(receiver, "copying", logger, new_history="follow", stop=stop)
     newer_than = None

@@ -178,7 +178,7 @@ class WeightReceiver(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def open_seen(self, newer_than: int) -> Iterator[Snapshot]:
-        """Hold the version that :meth:`wait_for_version` has just found, for a ``with`` block.
+        """Hold the version that :meth:`wait_for_version` has just returned, for a ``with`` block.
 
         The pointer is read again only if that version is no longer there. Nothing is acknowledged.
         """
@@ -246,7 +246,7 @@ class WeightReceiver(Closing, ProcessBound):
 
     @contextlib.contextmanager
     def hold_seen(self, newer_than: int | None = None) -> Iterator[Held | None]:
-        """Hold the file of the version that :meth:`wait_for_version` has just found, unread.
+        """Hold the file of the version that :meth:`wait_for_version` has just returned, unread.
 
         None: no version is above ``newer_than``.
         """
@@ -437,9 +437,9 @@ class WeightReceiver(Closing, ProcessBound):
     ) -> None:
         version = self.wait_for_version(newer_than, max(0.0, deadline - time.monotonic()))
         if version is None:
-            wanted = "no version" if newer_than is None else f"no version above {newer_than}"
+            missing = "no version" if newer_than is None else f"no version above {newer_than}"
             raise errors.WaitTimeoutError(
-                f"{wanted} was published within {timeout_s:g} s in {self.store}"
+                f"{missing} was published within {timeout_s:g} s in {self.store}"
                 f"{self._store.state_without_version()}"
             )
 
@@ -506,7 +506,7 @@ class WeightReceiver(Closing, ProcessBound):
         if layout is None:
             return False
         match = self._matcher.match(target, layout, partial=partial)
-        tensors = self.reader.read(held, keep=True)  # damage is found before the target is touched
+        tensors = self.reader.read(held, keep=True)  # damage shows before the target is touched
         if tensors is None:
             return False
         try:

@@ -223,7 +223,7 @@ class Snapshot(ProcessBound):
         return self._contents.layout
 
     def fill(self, match: Match) -> None:
-        """Copy all tensors into those that a :class:`~dbuffer.weights.targets.Matcher` found."""
+        """Copy all tensors into the targets of a match, after comparing tied tensors."""
         match.require_ties(self._contents.tensor)
         self._check_copied(copy_matched(match, self._contents, self._copier, hashed=self._verify))
 

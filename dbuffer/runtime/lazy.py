@@ -1,4 +1,4 @@
-"""`lazily`: a package whose names are imported when they are asked for."""
+"""`lazily`: a package whose names are imported when they are used."""
 
 from __future__ import annotations
 

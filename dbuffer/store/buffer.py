@@ -98,18 +98,18 @@ class DoubleBuffer:
         other = other_weights(self.root)
         return "" if other is None else f", which holds {other}"
 
-    def _require_successor(self, seen: Pointer, found: Pointer | None) -> None:
-        if found is not None and different_history(seen, found):
+    def _require_successor(self, seen: Pointer, now: Pointer | None) -> None:
+        if now is not None and different_history(seen, now):
             raise errors.VersionRegressedError(
                 f"{self.root} was emptied or replaced: it held version {seen.version}, and what it "
-                f"holds now, version {found.version}, is of another run, which new receivers "
+                f"holds now, version {now.version}, is of another run, which new receivers "
                 "follow",
-                found.history,
+                now.history,
             )
-        if found is None or found.version < seen.version:
+        if now is None or now.version < seen.version:
             raise errors.VersionRegressedError(
                 f"{self.root} went back from version {seen.version} to "
-                f"{0 if found is None else found.version}: it was emptied or replaced; new "
+                f"{0 if now is None else now.version}: it was emptied or replaced; new "
                 "receivers follow what is there now"
             )
 
@@ -144,9 +144,9 @@ class DoubleBuffer:
     def _manifests_of_one_moment(self) -> dict[str, Manifest | None]:
         """Read both manifests as they stood together: a writer may replace one meanwhile."""
         before = None
-        while (found := {buffer: self.manifest(buffer) for buffer in places.BUFFERS}) != before:
-            before = found
-        return found
+        while (manifests := {buffer: self.manifest(buffer) for buffer in places.BUFFERS}) != before:
+            before = manifests
+        return manifests
 
     def weights_path(self, buffer: str, manifest: Manifest) -> Path:
         """Path of the weights file that a buffer's manifest names."""
@@ -277,16 +277,16 @@ def pointer_to(buffer: str, manifest: Manifest) -> Pointer:
     )
 
 
-def different_history(seen: Pointer, found: Pointer) -> bool:
+def different_history(seen: Pointer, now: Pointer) -> bool:
     """Whether a store was started over between two looks at its pointer.
 
     Version numbers do not show it: every history begins at version 1. A copy of the store that was
     put back and written to has the same history; but no version is published twice.
     """
-    if seen.history != found.history:
+    if seen.history != now.history:
         return True
-    is_same = (seen.run, seen.generation) == (found.run, found.generation)
-    return seen.version == found.version and not is_same
+    is_same = (seen.run, seen.generation) == (now.run, now.generation)
+    return seen.version == now.version and not is_same
 
 
 def other_buffer(buffer: str) -> str:

@@ -111,21 +111,21 @@ def make_directory(path: Path, *, parents: bool = False, durable: bool = False) 
 def check_trust(path: Path) -> None:
     """Refuse a directory in which someone else could put weights."""
     with os_errors("look at a store", path):
-        found = path.stat()
-    if not stat.S_ISDIR(found.st_mode):
+        status = path.stat()
+    if not stat.S_ISDIR(status.st_mode):
         raise StoreAccessError(f"{path} is not a directory, so not a store")
-    _check_trusted(found, path)
+    _check_trusted(status, path)
 
 
-def _check_trusted(found: os.stat_result, path: Path) -> None:
-    if found.st_uid != os.geteuid():
+def _check_trusted(status: os.stat_result, path: Path) -> None:
+    if status.st_uid != os.geteuid():
         raise StoreAccessError(
-            f"{path} belongs to user {found.st_uid}, and this process runs as {os.geteuid()}; "
+            f"{path} belongs to user {status.st_uid}, and this process runs as {os.geteuid()}; "
             "pass allow_shared_store=True (--allow-shared-store) to use it all the same"
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StoreAccessError(
-            f"others can write to {path} (mode {stat.S_IMODE(found.st_mode):04o}); "
+            f"others can write to {path} (mode {stat.S_IMODE(status.st_mode):04o}); "
             f"run 'chmod go-w {path}', or pass allow_shared_store=True (--allow-shared-store)"
         )
 
@@ -155,11 +155,11 @@ def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descript
     return file
 
 
-def _check_regular(found: os.stat_result, path: Path, *, owner_only: bool) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_regular(status: os.stat_result, path: Path, *, owner_only: bool) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise StoreCorruptError(f"{path} is not a plain file")
     if owner_only:
-        _check_trusted(found, path)
+        _check_trusted(status, path)
 
 
 def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
@@ -171,11 +171,11 @@ def check_file(path: Path, num_bytes: int, *, owner_only: bool) -> None:
         StoreAccessError: it has another owner, or its mode lets others write.
     """
     with os_errors("look at", path):
-        found = path.lstat()
-    _check_regular(found, path, owner_only=owner_only)
-    if found.st_size != num_bytes:
+        status = path.lstat()
+    _check_regular(status, path, owner_only=owner_only)
+    if status.st_size != num_bytes:
         raise StoreCorruptError(
-            f"{path} has {found.st_size} bytes, and was written with {num_bytes}"
+            f"{path} has {status.st_size} bytes, and was written with {num_bytes}"
         )
 
 
@@ -205,19 +205,15 @@ def show_new_names(*directories: Path) -> None:
 
 def read_small(path: Path, max_bytes: int, *, owner_only: bool = True) -> bytes:
     """Read the whole of a small file, as it is now."""
-    for _ in range(_STALE_RETRIES):
+    for num_retries in itertools.count():
         try:
-            return _read_small(path, max_bytes, owner_only=owner_only)
+            refresh(path.parent)
+            with open_regular(path, os.O_RDONLY, owner_only=owner_only) as file:
+                data = os.read(file.number, max_bytes + 1)
+            break
         except OSError as error:
-            if error.errno != errno.ESTALE:
+            if error.errno != errno.ESTALE or num_retries == _STALE_RETRIES:
                 raise
-    return _read_small(path, max_bytes, owner_only=owner_only)
-
-
-def _read_small(path: Path, max_bytes: int, *, owner_only: bool) -> bytes:
-    refresh(path.parent)
-    with open_regular(path, os.O_RDONLY, owner_only=owner_only) as file:
-        data = os.read(file.number, max_bytes + 1)
     if len(data) > max_bytes:
         raise StoreCorruptError(f"{path} is larger than {max_bytes} bytes")
     return data
@@ -307,7 +303,7 @@ def replace_file(
 def _rename(temporary: Path, path: Path, made: tuple[int, int]) -> None:
     """Give a finished file its name, over what had it.
 
-    An NFS client asks again when it has heard no answer, and a server that was restarted in between
+    An NFS client asks again when no answer has come, and a server that was restarted in between
     does not know that it has done it already: then there is nothing to rename. So what counts is
     which file is at ``path``; ``made`` is ours, by :func:`identity_of`.
     """
@@ -374,13 +370,13 @@ def remove_stale_temporaries(directory: Path) -> None:
     oldest = time.time() - _STALE_TEMPORARY_S
     for path in list_matching(directory, ".*.tmp"):
         with contextlib.suppress(FileNotFoundError):
-            found = path.lstat()
+            status = path.lstat()
             is_ours = (
                 _TEMPORARY.fullmatch(path.name) is not None
-                and stat.S_ISREG(found.st_mode)
-                and found.st_uid == os.geteuid()
+                and stat.S_ISREG(status.st_mode)
+                and status.st_uid == os.geteuid()
             )
-            if is_ours and found.st_mtime < oldest:
+            if is_ours and status.st_mtime < oldest:
                 path.unlink()
 
 
@@ -407,9 +403,9 @@ def check_room(path: Path, num_bytes: int) -> None:
     Over NFSv3 it cannot. What quotas and others take shows when the file is flushed.
     """
     with os_errors("look for room", path):
-        found = os.statvfs(path.parent)
+        status = os.statvfs(path.parent)
         # Some that are not disks have no size to tell.
-        if found.f_blocks and found.f_bavail * found.f_frsize < num_bytes:
+        if status.f_blocks and status.f_bavail * status.f_frsize < num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -436,8 +432,8 @@ def sync_directory(path: Path) -> None:
 
 def identity_of(descriptor: int) -> tuple[int, int]:
     """Device and inode of an open file, which no other file has that takes its name."""
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | None:

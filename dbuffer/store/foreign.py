@@ -63,6 +63,6 @@ def require_no_other_weights(root: Path, *, move_torchrl_aside: bool = False) ->
     filesystem.move_into(aside, root / _TORCHRL_META)
     with os_errors("look for TorchRL's weights", root):
         nested = (path.parent for path in root.glob(f"*/{_TORCHRL_META}"))
-        found = [*root.glob(_TORCHRL_TENSORS), *nested]
-    filesystem.move_into(aside, *found)
+        moved = [*root.glob(_TORCHRL_TENSORS), *nested]
+    filesystem.move_into(aside, *moved)
     logger.warning("%s held %s: moved into %s", root, other, aside)

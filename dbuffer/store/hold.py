@@ -78,9 +78,9 @@ class Held:
         return manifest.checksums_xxh3 is not None if verify == "auto" else verify
 
     def is_still_named(self) -> bool:
-        found = self.store.manifest(self.buffer)
-        return found is not None and (
-            (found.run, found.generation) == (self.manifest.run, self.manifest.generation)
+        manifest = self.store.manifest(self.buffer)
+        return manifest is not None and (
+            (manifest.run, manifest.generation) == (self.manifest.run, self.manifest.generation)
         )
 
     def wait_after_loss(self, error: errors.StoreNotFoundError, patience: Patience) -> None:
@@ -265,7 +265,7 @@ def _reason_not_to_read(
         return _Hindrance(f"{path} is locked by a writer", is_locked=True)
     # Read again, now that it is locked or announced: a writer marks the manifest only after
     # it has locked the file, and removes the file only after it has marked the manifest and
-    # then found nobody who announced it.
+    # then read no record that announces it.
     if store.manifest(buffer) != manifest:
         return _Hindrance(f"buffer {buffer} was rewritten")
     try:

@@ -24,12 +24,12 @@ class Mount(NamedTuple):
 def mount_of(path: Path) -> Mount:
     """Return the mount under ``path``, which need not exist yet."""
     path = real_path(path)
-    found, longest = Mount("unknown", "unknown", ()), -1
+    mounted, longest = Mount("unknown", "unknown", ()), -1
     for point, mount in _mounts():
         # Later lines hide earlier ones at the same place.
         if path.is_relative_to(point) and len(point) >= longest:
-            found, longest = mount, len(point)
-    return found
+            mounted, longest = mount, len(point)
+    return mounted
 
 
 def _mounts() -> Iterator[tuple[str, Mount]]:

@@ -41,6 +41,8 @@ class PublishedRecord:
 
     def __init__(self, store: DoubleBuffer, receiver_id: str, token: str) -> None:
         self.path = store.record_path(receiver_id, token)
+        self.record: ReceiverRecord | None = None
+        """Record that was put there last."""
         self._store = store
         self._file: Descriptor | None = None
 
@@ -49,17 +51,21 @@ class PublishedRecord:
         self._file = self._store.medium.publish_file(
             self.path, encode(record), shows_life=True, before=self._file
         )
+        self.record = record
 
-    def touch(self) -> bool:
-        """Show life where no lock does, as on a network mount; False: the file was removed."""
+    def show_life(self) -> None:
+        """Touch the file where no lock shows life, as on a network mount."""
+        if self.record is None or not self._store.medium.reaches_other_hosts:
+            return
+        is_removed = False
         with contextlib.suppress(OSError):  # the network is cut
-            if self._store.medium.reaches_other_hosts:
-                filesystem.refresh(self.path.parent)
-                try:
-                    os.utime(self.path)
-                except FileNotFoundError:
-                    return False
-        return True
+            filesystem.refresh(self.path.parent)
+            try:
+                os.utime(self.path)
+            except FileNotFoundError:
+                is_removed = True
+        if is_removed:  # another host took the receiver for dead
+            self.put(self.record)
 
     def close(self) -> None:
         """Stop showing life; the file stays."""
@@ -189,9 +195,8 @@ class RecordFile:
 
     def _show_life(self) -> None:
         with self._lock, contextlib.suppress(errors.DBufferError):
-            # Removed: another host took this receiver for dead.
-            if self._file is not None and not self._file.touch():
-                self._file.put(self._record)
+            if self._file is not None:
+                self._file.show_life()
 
     def _stop_heartbeat(self) -> None:
         if self._heartbeat is not None:
@@ -225,7 +230,7 @@ def _has_ended(store: DoubleBuffer, record: ReceiverRecord) -> bool:
         return mine is None or not mine.is_open
     if not store.may_live(record):
         return True
-    # Without locks, a container that was restarted is told by the host name and process id of the
+    # Without locks, a container that was restarted is known by the host name and process id of the
     # one before it. Should that one live after all, its next heartbeat writes its record again.
     is_alike = (process.host, process.pid) == (here.host, here.pid)
     return is_alike and store.medium.reaches_other_hosts and not record.is_relayed
@@ -238,11 +243,11 @@ def _start_heartbeat(show_life: Callable[[], None]) -> threading.Event:
 
     def beat() -> None:
         while not stop.wait(HEARTBEAT_S):
-            if (found := method()) is None:
+            if (beat_once := method()) is None:
                 return
             with contextlib.suppress(MemoryError):  # the next one may find some
-                found()
-            del found
+                beat_once()
+            del beat_once
 
     threading.Thread(target=beat, name="dbuffer-heartbeat", daemon=True).start()
     return stop

@@ -35,7 +35,7 @@ _RETRY_S = 60.0
 _OUT_OF_INOTIFY = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOSYS)
 
 
-class Watcher:
+class Watcher(FileSystemEventHandler):
     """Watches one file's directory for the file being replaced.
 
     On a network mount, and while inotify or threads are used up, :meth:`wait` sleeps. The directory
@@ -58,6 +58,12 @@ class Watcher:
         self._changed.clear()
         return may_have_changed
 
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        """End a wait if an event, which the observer's thread has seen, is about the file."""
+        for path in (event.src_path, event.dest_path):
+            if os.path.basename(os.fsdecode(path)) == self._file.name:  # noqa: PTH119
+                self._changed.set()
+
     def wake(self) -> None:
         self._changed.set()
 
@@ -69,10 +75,10 @@ class Watcher:
     def _follow_directory(self) -> None:
         """Watch the directory that has the name now; a removed one takes its watch with it."""
         try:
-            found = self._file.parent.stat()
+            status = self._file.parent.stat()
         except FileNotFoundError:
             return
-        identity = (found.st_dev, found.st_ino)
+        identity = (status.st_dev, status.st_ino)
         # A new directory may get the number of the one that was removed; the emitter ends with
         # the old one.
         is_unwatched = identity != self._watched or self._has_ended()
@@ -92,11 +98,8 @@ class Watcher:
         observer: BaseObserver | None = None
         try:
             observer = Observer()
-            observer.schedule(
-                _Handler(self._file.name, self._changed),
-                str(directory),
-                event_filter=[FileCreatedEvent, FileMovedEvent],
-            )
+            changes = [FileCreatedEvent, FileMovedEvent]
+            observer.schedule(self, str(directory), event_filter=changes)
             observer.start()
         except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no more threads
             if observer is not None:
@@ -124,14 +127,3 @@ class Watcher:
             self._observer.join()
             self._observer = None
             self._watched = None
-
-
-class _Handler(FileSystemEventHandler):
-    def __init__(self, name: str, changed: threading.Event) -> None:
-        self._name = name
-        self._changed = changed
-
-    def on_any_event(self, event: FileSystemEvent) -> None:
-        for path in (event.src_path, event.dest_path):
-            if os.path.basename(os.fsdecode(path)) == self._name:  # noqa: PTH119
-                self._changed.set()

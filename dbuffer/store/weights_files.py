@@ -163,7 +163,7 @@ class LocalFiles(WeightsFiles):
         """The buffer's file, locked against readers; None if there is none, or readers hold on.
 
         A reader that outlasts the time-out keeps the bytes it maps: the buffer moves to a new
-        file. It is told that it was evicted when it compares generations.
+        file. It learns that it was evicted when it compares generations.
         """
         file = self._open_again(self.store.root / buffer / manifest.file)
         if file is None:

@@ -119,15 +119,17 @@ class BufferWriter:
         filesystem.make_directory(self.root, parents=True, durable=durable)
         self.store.check()
         require_no_other_weights(self.root, move_torchrl_aside=move_torchrl_aside)
-        self._check_directories()
+        self._make_directories()
         self.medium = self.store.medium
         self._sync = durable or self.medium.reaches_other_hosts
-        self._published: dict[Path, Descriptor | None] = {}
+        self._open_records: dict[Path, Descriptor | None] = {}
         self._files = FILES[self.medium.name](self.store, reader_timeout_s)
         self._generation = 0
         self._has_deltas = (self.root / places.DELTAS_DIRECTORY).is_dir()
         self._forgot_at = time.monotonic()
-        lock = _take_lock(self.store)
+        # Between hosts epochs show a second writer; on a local disk readers need locks as well.
+        path, may_lack_locks = self.root / places.WRITER_LOCK_FILE, self.medium.reaches_other_hosts
+        lock = filesystem.take_lock(path, "writer's", may_lack_locks=may_lack_locks)
         if lock is None:
             holder = self.store.undamaged_writer()
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
@@ -148,7 +150,7 @@ class BufferWriter:
 
     def close(self) -> None:
         self._files.close()
-        for file in self._published.values():
+        for file in self._open_records.values():
             if file is not None:
                 file.close()
         self._lock.close()
@@ -191,15 +193,17 @@ class BufferWriter:
         """
         self._check_open()
         self.store.require_writer(self.record)
-        self._check_directories()
+        self._make_directories()
         contents = Contents(self.store)
         buffer = contents.idle_buffer
         old = contents.manifests[buffer]
         kept = self._files_of(contents, other_buffer(buffer))
         file = None
+        # The newest version may be a chain of deltas from the file of this buffer.
         if with_file and (old is None or self.root / buffer / old.file not in kept):
             file = self._reuse(buffer, old, layout_xxh3, file_bytes)
         # Counted on from our own last one too: the record that held it may be damaged by now.
+        # The commit's is one higher, whether it comes about or not.
         self._generation = generation = max(self._generation, contents.last_generation) + 2
         name, held_before = f"weights-{self.record.run}-{generation}.td", None
         if file is not None and old is not None:
@@ -348,15 +352,15 @@ class BufferWriter:
     def _read_back(self, pointer: Pointer, complete: Manifest, sizes: dict[Path, int]) -> None:
         """See what other hosts see: caches and successors may have it otherwise."""
         self.store.require_writer(self.record)
-        found_sizes = {}
+        sizes_read = {}
         for path in sizes:
             with os_errors("read back", path):
-                found_sizes[path] = path.stat().st_size
-        found = self.store.pointer(), self.store.manifest(pointer.buffer), found_sizes
-        if found != (pointer, complete, sizes):
+                sizes_read[path] = path.stat().st_size
+        read = self.store.pointer(), self.store.manifest(pointer.buffer), sizes_read
+        if read != (pointer, complete, sizes):
             raise StoreAccessError(
                 f"{self.root} does not give back version {pointer.version} as it was written: "
-                f"{found!r:.400}; is it a mount that all hosts see alike?"
+                f"{read!r:.400}; is it a mount that all hosts see alike?"
             )
 
     def abandon(self, claim: Claim) -> None:
@@ -396,11 +400,11 @@ class BufferWriter:
         return record
 
     def _put(self, path: Path, record: Record) -> None:
-        self._published[path] = self.medium.publish_file(
-            path, encode(record), durable=self._sync, before=self._published.get(path)
+        self._open_records[path] = self.medium.publish_file(
+            path, encode(record), durable=self._sync, before=self._open_records.get(path)
         )
 
-    def _check_directories(self) -> None:
+    def _make_directories(self) -> None:
         """Refuse a store in which others could put weights; make what it lacks, or has lost."""
         self.store.check()
         for name in (places.SCRATCH_DIRECTORY, *places.BUFFERS, places.RECEIVERS_DIRECTORY):
@@ -434,9 +438,3 @@ class BufferWriter:
             # What is published is published, and tidiness is not worth a publish that fails.
             logger.warning("cannot remove records of dead receivers: %s", error)
             self._forgot_at = time.monotonic()
-
-
-def _take_lock(store: DoubleBuffer) -> Descriptor | None:
-    path = store.root / places.WRITER_LOCK_FILE
-    # Between hosts epochs show a second writer; on a local disk readers need locks as well.
-    return filesystem.take_lock(path, "writer's", may_lack_locks=store.medium.reaches_other_hosts)
