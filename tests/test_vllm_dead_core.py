@@ -96,6 +96,7 @@ def call_and_kill(directory: Path) -> dict[str, Any]:
 def lose_weights(llm: Any, follower: Any) -> dict[str, Any]:
     """Let it sleep and wake, and load past dbuffer; sync after each."""
     from dbuffer.integrations.engine.engine_options import UpdateRequest
+    from dbuffer.integrations.engine.messages import RankRequest
     from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 
     seen: dict[str, Any] = {}
@@ -108,7 +109,9 @@ def lose_weights(llm: Any, follower: Any) -> dict[str, Any]:
 
     for level in LEVELS:
         llm.sleep(level)
-        seen[f"asleep {level}"] = error_of(lambda: engine.do(UpdateRequest()))
+        seen[f"asleep {level}"] = error_of(
+            lambda: engine.do(RankRequest("update", update=UpdateRequest()))
+        )
         seen[f"label in sleep {level}"] = llm.llm_engine.get_weight_version()
         llm.wake_up()
         seen[f"woken {level}"] = sync()
@@ -134,12 +137,13 @@ def tokens(llm: Any) -> list[int]:
 
 
 def kill_in_calls(llm: Any) -> dict[str, Any]:
+    from dbuffer.integrations.engine.messages import RankRequest
     from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 
     engine = OfflineVllm(llm)
     [core] = llm.llm_engine.engine_core.resources.engine_manager.processes
     calls: dict[str, Callable[[], Any]] = {
-        "check": lambda: engine.mismatches([]),
+        "check": lambda: engine.call(RankRequest("check")),
         "pause": lambda: engine.pause("keep"),
         "weight_version": engine.weight_version,
         "set_weight_version": lambda: engine.set_weight_version("3"),
