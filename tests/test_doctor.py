@@ -370,13 +370,15 @@ def test_two_hosts_measure_together(any_place: Path, waits_first: str) -> None:
         report = child.receive()
         assert child.wait() == 0
     (meeting,) = examination.peers
-    assert (meeting.pid, report.pid) == (child_pid(meeting), os.getpid())
+    assert (meeting.pid, report["pid"]) == (child_pid(meeting), os.getpid())
     assert meeting.locks_exclude is True
     assert meeting.is_same_kernel
     assert (meeting.is_late, meeting.problem) == (False, None)
     assert len(meeting.delays_ms) == 20
     assert all(0 < delay_ms < 10_000 for delay_ms in meeting.delays_ms)
-    assert report.num_seen == 1 + 20 + 1, "the first is not counted, and the last is for the locks"
+    assert report["num_seen"] == 1 + 20 + 1, (
+        "the first is not counted, and the last is for the locks"
+    )
     assert examination.broken == ()
     assert list(any_place.iterdir()) == []
 
@@ -394,7 +396,7 @@ def test_several_peers_are_measured_with_in_turn(place: Path) -> None:
             time.sleep(0.01)
         examination = doctor.examine(place)
         assert {meeting.pid for meeting in examination.peers} == {one.pid, other.pid}
-        assert one.receive().pid == other.receive().pid == os.getpid()
+        assert one.receive()["pid"] == other.receive()["pid"] == os.getpid()
 
 
 def be_peer_on_a_network(connection: Connection, place: Path) -> None:
@@ -600,7 +602,9 @@ def test_commands_on_two_hosts(any_place: Path, tmp_path: Path) -> None:
         assert code == 0, errors
     (meeting,) = json.loads(found)["peers"]
     assert (len(meeting["delays_ms"]), meeting["problem"]) == (20, None)
-    assert json.loads(report)["num_seen"] == 22
+    summary = json.loads(report)
+    assert summary.keys() == {"host", "pid", "num_seen"}
+    assert summary["num_seen"] == 22
     assert list(any_place.iterdir()) == []
 
 

@@ -288,6 +288,11 @@ class ReceiverRecord(Record):
         if not all(type(value) in (int, float) for value in self.stats.values()):
             raise StoreCorruptError(f"{self.NAME}: field 'stats' holds something else than numbers")
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether it is an engine some of whose ranks are half loaded."""
+        return self.state == "broken"
+
     def has_applied(self, version: int, history: str | None) -> bool:
         """Whether it has applied ``version`` of this history, or a later one; 0: it has come.
 

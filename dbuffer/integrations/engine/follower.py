@@ -368,8 +368,10 @@ class Follower(Closing):
             self._engine.do(RankRequest("update", update=update))
         except Exception as error:
             record = self._outcome_of(view, attempt)
-            if record is None or not record.has_applied(*goal):
-                if _is_broken(record) and isinstance(error, errors.EngineUpdateError):
+            if record is None:
+                raise
+            if not record.has_applied(*goal):
+                if record.is_broken and isinstance(error, errors.EngineUpdateError):
                     raise errors.EngineBrokenError(str(error)) from error
                 raise
             logger.warning("%s switched, and its answer was lost: %s", self.engine_id, error)
@@ -382,9 +384,9 @@ class Follower(Closing):
                 f"{view.options.store}: do its workers see the same directory, and may they write "
                 "there?"
             )
-        if _is_broken(record) or not record.has_applied(*goal):
+        if record.is_broken or not record.has_applied(*goal):
             # On a rank whose errors the engine does not pass on.
-            kind = errors.EngineBrokenError if _is_broken(record) else errors.EngineUpdateError
+            kind = errors.EngineBrokenError if record.is_broken else errors.EngineUpdateError
             raise kind(record.problem or f"{view.engine_id} has not switched, and does not say why")
         return record, load_s
 
@@ -396,7 +398,7 @@ class Follower(Closing):
         record = view.readable_record()
         if record is None or record.attempt != attempt:
             return None
-        if not _is_broken(record):
+        if not record.is_broken:
             self._adopt_record(record)
             self._is_certain = True
         return record
@@ -536,7 +538,3 @@ def _engine_id(facts: EngineFacts, options: EngineOptions) -> str:
 
 def _real_store(options: EngineOptions) -> str:
     return os.path.realpath(options.read_store)
-
-
-def _is_broken(record: ReceiverRecord | None) -> bool:
-    return record is not None and record.state == "broken"

@@ -6,11 +6,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
-
 from dbuffer.errors import WeightsMismatchError
 from dbuffer.format.layout import Layout
 from dbuffer.integrations.engine.plan.load_trace import LoadTrace
+from dbuffer.integrations.engine.plan.patching import same_bytes
 from dbuffer.integrations.engine.shape_check import no_places
 from dbuffer.receive.snapshot import Snapshot
 from dbuffer.runtime.messages import listed
@@ -48,14 +47,13 @@ class UnusedTensors:
 
     def compare(self, trace: LoadTrace, snapshot: Snapshot) -> None:
         """Refuse a version whose tied tensors differ, as far as this rank alone can tell."""
-
-        def tensor(name: str) -> torch.Tensor:
-            return snapshot.tensors[snapshot.layout.aliases.get(name, name)]
-
+        tensors, aliases = snapshot.tensors, snapshot.layout.aliases
+        stored = {name: aliases.get(name, name) for pair in trace.twins.items() for name in pair}
         differing = {
             name: f"{name} (it differs from {twin}, which the engine has in its place)"
             for name, twin in trace.twins.items()
-            if not _are_equal(tensor(name), tensor(twin))
+            if stored[name] != stored[twin]
+            and not same_bytes(tensors[stored[name]], tensors[stored[twin]])
         }
         if self._is_pipeline:
             self._differing = snapshot.identity, differing
@@ -101,10 +99,3 @@ class UnusedTensors:
                 listed(unused),
             )
         self._warned.update(unused)
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bytes."""
-    return one.data_ptr() == other.data_ptr() or torch.equal(
-        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
-    )

@@ -24,7 +24,7 @@ class VersionId(NamedTuple):
     @classmethod
     def of(cls, record: ReceiverRecord | None) -> VersionId | None:
         """Read the version that an engine's record says it serves; None: none of this store."""
-        if record is None or record.applied_version is None or record.state == "broken":
+        if record is None or record.applied_version is None or record.is_broken:
             return None
         return cls(record.applied_version, record.history)
 

@@ -95,7 +95,7 @@ def _refusal(options: EngineOptions) -> RankAnswer:
         return None
     record = store.record(options.engine_id or "", record_token(options.instance_id or ""))
     # What was half loaded before following began is repaired by an update.
-    if record is None or record.problem is None or record.state == "broken":
+    if record is None or record.problem is None or record.is_broken:
         return None
     return UnsupportedError(record.problem)
 

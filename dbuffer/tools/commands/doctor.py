@@ -64,5 +64,9 @@ def _be_peer(directory: Path, timeout_s: float, *, as_json: bool) -> None:
         report = wait_for_host(directory, timeout_s=timeout_s, progress=progress)
     if report is None:
         raise WaitTimeoutError(f"no 'dbuffer doctor {directory}' came within {timeout_s:g} s")
-    text = f"measured with process {report.pid} on {report.host}, which has the results"
-    shared.report(report, text, as_json=as_json)
+    if as_json:
+        shared.print_json(report)
+    else:
+        shared.print_line(
+            f"measured with process {report['pid']} on {report['host']}, which has the results"
+        )

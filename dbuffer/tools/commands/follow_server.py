@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,23 +17,17 @@ if TYPE_CHECKING:
     from dbuffer.integrations.engine.server import EngineServer
 
 
-class ServerKind(enum.StrEnum):
-    """The inference servers that can be followed from outside."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
-
-
 def follow_server(
     store: shared.StoreArgument,
     url: Annotated[str, typer.Argument(show_default=False, help="The server's address.")],
     engine: Annotated[
-        ServerKind,
+        str,
         typer.Option(
+            metavar="vllm|sglang",
             help="A vLLM server runs with VLLM_SERVER_DEV_MODE=1; an SGLang server with "
-            "--custom-weight-loader dbuffer.integrations.sglang.load_from_store."
+            "--custom-weight-loader dbuffer.integrations.sglang.load_from_store.",
         ),
-    ] = ServerKind.VLLM,
+    ] = "vllm",
     count: shared.CountOption = None,
     timeout_s: shared.TimeoutOption = None,
     receiver_id: shared.ReceiverOption = None,
@@ -84,6 +77,7 @@ def follow_server(
     """
     if timeout_s is not None:
         options.seconds("timeout_s", timeout_s)
+    options.choice("engine", engine, ("vllm", "sglang"))
     options.choice("pause", pause, ("keep", "abort", "wait"))
     try:
         from dbuffer.integrations.engine.background import follow_for_ever
@@ -128,8 +122,8 @@ def follow_server(
                 )
 
 
-def _server(engine: ServerKind, url: str, names: Path | None, api_key: str | None) -> EngineServer:
-    if engine is ServerKind.SGLANG:
+def _server(engine: str, url: str, names: Path | None, api_key: str | None) -> EngineServer:
+    if engine == "sglang":
         from dbuffer.integrations.sglang.sglang_engine import SglangServer
 
         rename = None if names is None else NameMap.read(names)

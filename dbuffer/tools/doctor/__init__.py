@@ -10,7 +10,7 @@ from dbuffer.errors import DBufferError
 from dbuffer.runtime import options
 from dbuffer.store import mounts
 from dbuffer.tools.doctor import peer
-from dbuffer.tools.doctor.findings import Finding, OnStep, unknown
+from dbuffer.tools.doctor.findings import Finding, OnStep, Outcome, finding
 from dbuffer.tools.doctor.probes import PROBES, READING, WRITING, Site
 from dbuffer.tools.doctor.scratch import remove_stale
 
@@ -67,7 +67,8 @@ def examine(
     meetings: tuple[peer.Meeting, ...] = ()
     if findings[-1].verdict == "broken":
         untried = ", ".join(probe.title for probe in PROBES)
-        findings.append(unknown(f"not tried: {untried}", "nothing can be written").of("the rest"))
+        outcome: Outcome = "unknown", f"not tried: {untried}", "nothing can be written"
+        findings.append(finding("the rest", outcome))
     else:
         findings += [probe.try_on(site, say) for probe in PROBES]
         meetings, between = _meet(site, timeout_s, say)
@@ -93,5 +94,6 @@ def _meet(
         remove_stale(site.base)
         meetings = peer.measure_with_peers(site, timeout_s=timeout_s, progress=progress)
     except (DBufferError, OSError) as error:
-        return (), [unknown(str(error), "run it again on both hosts").of("other hosts")]
+        outcome: Outcome = "unknown", str(error), "run it again on both hosts"
+        return (), [finding("other hosts", outcome)]
     return meetings, peer.judge(site, meetings)

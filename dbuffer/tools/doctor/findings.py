@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 GUARANTEES = {
     1: "No torn reads",
@@ -24,33 +23,25 @@ OnStep = Callable[[str], None]
 
 Verdict = Literal["good", "adapted", "broken", "unknown"]
 
+Outcome: TypeAlias = tuple[Verdict, str, str]
+"""Verdict, result and consequence of a probe, as in its `Finding`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Result of one probe."""
 
-    probe: str = field(default="", kw_only=True)
+    probe: str
     verdict: Verdict
     """``good``: it works; ``adapted``: it does not work, and dbuffer does without; ``broken``: it
     does not work, and a guarantee cannot hold; ``unknown``: it could not be determined."""
     result: str
     consequence: str
     """Consequence for dbuffer and its users."""
-    guarantee: int | None = None
+    guarantee: int | None
     """Number in `GUARANTEES` of the guarantee that cannot hold; None unless broken."""
 
-    def of(self, probe: str, guarantee: int | None = None) -> Finding:
-        """Return the finding with its probe, and the guarantee that fails with it."""
-        is_broken = self.verdict == "broken"
-        return replace(self, probe=probe, guarantee=guarantee if is_broken else None)
 
-
-good = functools.partial(Finding, "good")
-adapted = functools.partial(Finding, "adapted")
-broken = functools.partial(Finding, "broken")
-unknown = functools.partial(Finding, "unknown")
-
-
-def duration(duration_ms: float) -> str:
-    """Return milliseconds as text for people."""
-    return f"{duration_ms:.1f} ms" if duration_ms < 1e3 else f"{duration_ms / 1e3:.1f} s"
+def finding(probe: str, outcome: Outcome, guarantee: int | None = None) -> Finding:
+    """Return the finding of a probe; ``guarantee`` fails if the outcome is broken."""
+    return Finding(probe, *outcome, guarantee if outcome[0] == "broken" else None)

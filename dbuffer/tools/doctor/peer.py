@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dbuffer import errors
 from dbuffer.runtime import options
@@ -31,11 +31,8 @@ from dbuffer.tools.doctor.findings import (
     POLLING,
     Finding,
     OnStep,
-    adapted,
-    broken,
-    duration,
-    good,
-    unknown,
+    Outcome,
+    finding,
 )
 from dbuffer.tools.doctor.probes import Site
 from dbuffer.tools.doctor.scratch import PREFIX, remove_stale, remove_tree, scratch
@@ -79,25 +76,17 @@ class Meeting:
     """Whether a sender here keeps a sender there out; None: not measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerReport:
-    """Summary on the peer; the results are on the first host."""
-
-    host: str
-    """First host."""
-    pid: int
-    num_seen: int
-    """Number of versions received."""
-
-
 # ---------------------------------------------------------------------------------------------
 # The second host
 
 
 def wait_for_host(
     path: str | os.PathLike[str], *, timeout_s: float, progress: OnStep | None = None
-) -> PeerReport | None:
+) -> dict[str, Any] | None:
     """Be the peer of an examination; return None if no first host came within ``timeout_s``.
+
+    The result has the first host's ``host`` and ``pid``, and ``num_seen``, the number of versions
+    received; the findings are on the first host.
 
     Raises:
         OptionError: an option is invalid.
@@ -154,7 +143,7 @@ def _introduce(place: Path) -> None:
     filesystem.show_new_names(place, place.parent)
 
 
-def _receive(receiver: WeightReceiver) -> PeerReport:
+def _receive(receiver: WeightReceiver) -> dict[str, Any]:
     version, num_seen, is_last = None, 0, False
     while not is_last:
         with receiver.open(version, timeout_s=_SILENCE_S) as snapshot:
@@ -162,7 +151,7 @@ def _receive(receiver: WeightReceiver) -> PeerReport:
             is_last = first_host["is_last"]
             if is_last:
                 _try_to_send(receiver.store)
-    return PeerReport(host=first_host["host"], pid=first_host["pid"], num_seen=num_seen)
+    return {"host": first_host["host"], "pid": first_host["pid"], "num_seen": num_seen}
 
 
 def _try_to_send(store: Path) -> None:
@@ -311,63 +300,78 @@ def _locks_exclude(sender: WeightSender) -> bool:
 def judge(site: Site, meetings: Sequence[Meeting]) -> list[Finding]:
     """Return the findings of the measurements with all peers."""
     if not meetings:
-        return [_without_peer(site).of("other hosts")]
+        return [finding("other hosts", _without_peer(site))]
     return [finding for meeting in meetings for finding in _judge_meeting(site, meeting)]
 
 
-def _without_peer(site: Site) -> Finding:
+def _without_peer(site: Site) -> Outcome:
     if site.medium.reaches_other_hosts:
-        return unknown(
+        return (
+            "unknown",
             "not measured: no peer waits here",
             f"to measure, run 'dbuffer doctor {site.path} --peer' on another host, then this again",
         )
-    return good("no peer waits here", "a store on a local mount is for the processes of this host")
+    return (
+        "good",
+        "no peer waits here",
+        "a store on a local mount is for the processes of this host",
+    )
 
 
 def _judge_meeting(site: Site, meeting: Meeting) -> Iterator[Finding]:
     host = meeting.host
-    yield _mounts(site, meeting).of(f"{host}: mount", 1)
+    yield finding(f"{host}: mount", _mounts(site, meeting), 1)
     if meeting.problem is not None:
-        outcome = broken(meeting.problem, "versions published here cannot be read there")
-        yield outcome.of(f"{host}: reads a version", 1)
+        outcome: Outcome = (
+            "broken",
+            meeting.problem,
+            "versions published here cannot be read there",
+        )
+        yield finding(f"{host}: reads a version", outcome, 1)
         return
-    yield _delays(meeting).of(f"{host}: sees a version", 5)
+    yield finding(f"{host}: sees a version", _delays(meeting), 5)
     if meeting.locks_exclude is not None:
-        yield _locks(meeting.locks_exclude).of(f"{host}: locks")
+        yield finding(f"{host}: locks", _locks(meeting.locks_exclude))
 
 
-def _mounts(site: Site, meeting: Meeting) -> Finding:
+def _mounts(site: Site, meeting: Meeting) -> Outcome:
     result = f"{meeting.filesystem} there, {site.medium.filesystem} here"
     if site.medium.reaches_other_hosts and meeting.is_network:
-        return good(result, "both use it as a network mount")
+        return "good", result, "both use it as a network mount"
     if not site.medium.reaches_other_hosts and not meeting.is_network and meeting.is_same_kernel:
-        return good(f"{result}, on one machine", "both use it as a local one")
+        return "good", f"{result}, on one machine", "both use it as a local one"
     where = "there" if site.medium.reaches_other_hosts else "here"
-    return broken(
+    return (
+        "broken",
         result,
         f"used as a local mount {where}: versions published {where} are rewritten in place, "
         f"and refused on the other host; set {MOUNT_VARIABLE}=network {where}",
     )
 
 
-def _delays(meeting: Meeting) -> Finding:
+def _delays(meeting: Meeting) -> Outcome:
     if meeting.is_late:
         result = f"a version was not seen within {_LIMIT_S:g} s"
-        return broken(result, "workers there would not see new versions")
+        return "broken", result, "workers there would not see new versions"
     median_ms, max_ms = statistics.median(meeting.delays_ms), max(meeting.delays_ms)
     result = (
-        f"{duration(median_ms)} (median), {duration(max_ms)} (max) of {len(meeting.delays_ms)}, "
+        f"{_duration(median_ms)} (median), {_duration(max_ms)} (max) of {len(meeting.delays_ms)}, "
         "each whole by its checksums"
     )
     if max_ms > 1e3:
-        return adapted(result, f"versions arrive that late; {POLLING}")
-    return good(result, POLLING)
+        return "adapted", result, f"versions arrive that late; {POLLING}"
+    return "good", result, POLLING
 
 
-def _locks(exclude: bool) -> Finding:
+def _duration(duration_ms: float) -> str:
+    return f"{duration_ms:.1f} ms" if duration_ms < 1e3 else f"{duration_ms / 1e3:.1f} s"
+
+
+def _locks(exclude: bool) -> Outcome:
     if exclude:
-        return good("exclude processes of the other host", "a second sender there is refused")
-    return adapted(
+        return "good", "exclude processes of the other host", "a second sender there is refused"
+    return (
+        "adapted",
         "do not exclude processes of the other host",
         "a second sender there is detected by its epoch, not prevented",
     )

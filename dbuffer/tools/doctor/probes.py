@@ -22,7 +22,7 @@ from dbuffer.store import filesystem, mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
 from dbuffer.store.medium import Medium, medium_of
 from dbuffer.store.watcher import Watcher
-from dbuffer.tools.doctor.findings import POLLING, Finding, OnStep, adapted, broken, good, unknown
+from dbuffer.tools.doctor.findings import POLLING, Finding, OnStep, Outcome, finding
 from dbuffer.tools.doctor.process import OtherProcess
 from dbuffer.tools.doctor.scratch import scratch
 
@@ -72,7 +72,7 @@ class Probe(NamedTuple):
     """Row of the table of probes."""
 
     title: str
-    run: Callable[[Site], Finding]
+    run: Callable[[Site], Outcome]
     guarantee: int
     """Guarantee that cannot hold if the probe fails."""
     cure: str
@@ -84,35 +84,37 @@ class Probe(NamedTuple):
         try:
             outcome = self.run(site)
         except (DBufferError, OSError) as error:
-            outcome = broken(str(error), self.cure)
-        return outcome.of(self.title, self.guarantee)
+            outcome = "broken", str(error), self.cure
+        return finding(self.title, outcome, self.guarantee)
 
 
 # ---------------------------------------------------------------------------------------------
 # Probes that write nothing
 
 
-def _probe_mount(site: Site) -> Finding:
+def _probe_mount(site: Site) -> Outcome:
     medium = site.medium
     result = f"{medium.filesystem} from {mounts.mount_of(site.base).source}"
     kind = os.environ.get(MOUNT_VARIABLE, "auto")
     if kind != "auto":
         result += f", overridden by {MOUNT_VARIABLE}={kind}"
     if medium.reaches_other_hosts:
-        return adapted(
+        return (
+            "adapted",
             f"{result}: a network mount",
             "a new file for each version, flushed and read back; readers look by polling, open "
             "the directory before the pointer, read into memory, and check sizes and checksums",
         )
     if medium.can_rewrite_in_place:
-        return good(f"{result}: local", "two files, mapped and rewritten in place")
-    return adapted(
+        return "good", f"{result}: local", "two files, mapped and rewritten in place"
+    return (
+        "adapted",
         f"{result}: local, copies on write",
         "mapped; a new file for each version, because rewriting a page may need new space",
     )
 
 
-def _probe_options(site: Site) -> Finding:
+def _probe_options(site: Site) -> Outcome:
     options = mounts.mount_of(site.base).options
     shown = [
         option
@@ -123,43 +125,46 @@ def _probe_options(site: Site) -> Finding:
     result = ", ".join(shown) or "the usual ones"
     notes = [note for option, note in _OPTIONS_TO_NOTE.items() if option in options]
     if notes:
-        return adapted(result, "; ".join(notes))
+        return "adapted", result, "; ".join(notes)
     if site.medium.filesystem in ("tmpfs", "ramfs"):
-        return adapted(result, "in memory: nothing survives a reboot, not even with durable=True")
-    return good(result, "nothing to do: no option is missing or harmful")
+        return "adapted", result, "in memory: nothing survives a reboot, not even with durable=True"
+    return "good", result, "nothing to do: no option is missing or harmful"
 
 
-def _probe_trust(site: Site) -> Finding:
+def _probe_trust(site: Site) -> Outcome:
     if site.base != site.path:
-        return good(f"{site.path} is not there", "a sender makes it, with mode 0700")
+        return "good", f"{site.path} is not there", "a sender makes it, with mode 0700"
     status = site.path.stat()
     result = f"mode {stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}"
     try:
         filesystem.check_trust(site.path)
     except StoreAccessError as error:
         if site.allow_shared_store:
-            return adapted(result, "used because of allow_shared_store")
+            return "adapted", result, "used because of allow_shared_store"
         is_store = any((site.path / name).exists() for name in (POINTER_FILE, WRITER_FILE))
         others_can_rename = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         if is_store or others_can_rename:
-            return broken(result, f"refused: {error}")
-        return adapted(result, "not a store itself; a sender makes one in it, with mode 0700")
-    return good(f"{result}, which is this one", "used")
+            return "broken", result, f"refused: {error}"
+        return "adapted", result, "not a store itself; a sender makes one in it, with mode 0700"
+    return "good", f"{result}, which is this one", "used"
 
 
-def _probe_room(site: Site) -> Finding:
+def _probe_room(site: Site) -> Outcome:
     room = os.statvfs(site.base)
     if room.f_blocks == 0:
-        return unknown(
-            "the mount does not say", "a version that is too large fails while it is written"
+        return (
+            "unknown",
+            "the mount does not say",
+            "a version that is too large fails while it is written",
         )
     free = room.f_bavail * room.f_frsize
     result = f"{format_bytes(free)} free of {format_bytes(room.f_blocks * room.f_frsize)}"
     if room.f_files and not room.f_favail:
-        return broken(f"{result}, and no room for another file (inode)", "remove some files")
+        return "broken", f"{result}, and no room for another file (inode)", "remove some files"
     if free < 2 * _PROBE_BYTES:
-        return broken(result, "make room for two versions")
-    return good(
+        return "broken", result, "make room for two versions"
+    return (
+        "good",
         result,
         f"room for two versions of {format_bytes(free / 2)} each; of {format_bytes(free / 3)}, "
         "where readers keep an old one",
@@ -170,7 +175,7 @@ def _probe_room(site: Site) -> Finding:
 # Probes that write, each in a directory of its own
 
 
-def _probe_writing(site: Site) -> Finding:
+def _probe_writing(site: Site) -> Outcome:
     with scratch(site.base) as place:
         with filesystem.make_file(place / "file", os.O_RDWR) as file, os_errors("write", place):
             filesystem.write_at(file.number, 0, bytes(_PROBE_BYTES))
@@ -183,11 +188,11 @@ def _probe_writing(site: Site) -> Finding:
         directory_ms = 1e3 * (time.perf_counter() - started)
     result = f"a file of 1 MiB in {file_ms:.1f} ms, a directory in {directory_ms:.1f} ms"
     if site.medium.reaches_other_hosts:
-        return good(result, "every publish is flushed: other hosts see nothing else")
-    return good(result, "with durable=True every publish is flushed")
+        return "good", result, "every publish is flushed: other hosts see nothing else"
+    return "good", result, "with durable=True every publish is flushed"
 
 
-def _probe_directories(site: Site) -> Finding:
+def _probe_directories(site: Site) -> Outcome:
     with scratch(site.base) as place:
         filesystem.make_directory(place / "store")
         status = (place / "store").stat()
@@ -199,13 +204,13 @@ def _probe_directories(site: Site) -> Finding:
         result += ", requested 0700"
         consequence = "a store made here could be written to or read by others"
     else:
-        return good(result, "a new store is for its owner only")
+        return "good", result, "a new store is for its owner only"
     if site.allow_shared_store:
-        return adapted(result, f"{consequence}; used because of allow_shared_store")
-    return broken(result, f"{consequence}: pass --allow-shared-store if that is intended")
+        return "adapted", result, f"{consequence}; used because of allow_shared_store"
+    return "broken", result, f"{consequence}: pass --allow-shared-store if that is intended"
 
 
-def _probe_rename(site: Site) -> Finding:
+def _probe_rename(site: Site) -> Outcome:
     with scratch(site.base) as place, OtherProcess() as other:
         filesystem.make_directory(place / "from")
         path, number = place / "pointer", 0
@@ -217,24 +222,28 @@ def _probe_rename(site: Site) -> Finding:
         seen = other.answer()
     result = f"replaced {number} times, read {seen['reads']} times by another process: "
     if seen["mixed"]:
-        return broken(
+        return (
+            "broken",
             f"{result}{seen['mixed']} mixed or empty",
             "the version pointer cannot be flipped atomically",
         )
     if not seen["missing"]:
-        return good(
-            f"{result}always the old bytes or the new", "the version pointer is flipped like this"
+        return (
+            "good",
+            f"{result}always the old bytes or the new",
+            "the version pointer is flipped like this",
         )
     result += f"never mixed, {seen['missing']} times missing or stale"
     if site.medium.reaches_other_hosts:
-        return adapted(result, "readers look again, and fall back on the buffers' manifests")
-    return broken(result, "a reader may find no pointer; use another filesystem")
+        return "adapted", result, "readers look again, and fall back on the buffers' manifests"
+    return "broken", result, "a reader may find no pointer; use another filesystem"
 
 
-def _probe_locks(site: Site) -> Finding:
+def _probe_locks(site: Site) -> Outcome:
     with scratch(site.base) as place, filesystem.make_file(place / "lock", os.O_RDWR) as file:
         if site.medium.reaches_other_hosts and not _knows_locks(file.number):
-            return adapted(
+            return (
+                "adapted",
                 "not supported by the mount",
                 "readers need none; a second sender is detected by its epoch, not prevented",
             )
@@ -244,20 +253,22 @@ def _probe_locks(site: Site) -> Finding:
         # Over a network, the lock of a dead process is released after a moment.
         is_dropped = filesystem.lock_within(file.number, timeout_s=5.0) if excludes else True
     if not excludes:
-        return adapted(
+        return (
+            "adapted",
             "two processes can hold the same exclusive lock",
             "readers compare what they have read with the manifest instead; a second sender is "
             "detected by its epoch, not prevented",
         )
     if not is_dropped:
-        return broken(
+        return (
+            "broken",
             "one process excludes another, and still does after it was killed",
             "a lock left by a crash must be removed by hand",
         )
     result = "one process excludes another, until it dies"
     if site.medium.reaches_other_hosts:
-        return good(result, "a second sender on this host is refused; readers need none")
-    return good(result, "readers hold what they read, and a second sender is refused")
+        return "good", result, "a second sender on this host is refused; readers need none"
+    return "good", result, "readers hold what they read, and a second sender is refused"
 
 
 def _knows_locks(file: int) -> bool:
@@ -272,30 +283,34 @@ def _knows_locks(file: int) -> bool:
     return True
 
 
-def _probe_allocation(site: Site) -> Finding:
+def _probe_allocation(site: Site) -> Outcome:
     with scratch(site.base) as place, filesystem.make_file(place / "file", os.O_RDWR) as file:
         try:
             filesystem.allocate(file.number, _PROBE_BYTES, place / "file")
         except DBufferError as error:
             if not site.medium.reaches_other_hosts:
                 raise
-            return adapted(str(error), "free space is checked before, and proved by the flush")
+            return "adapted", str(error), "free space is checked before, and proved by the flush"
         reserved = 512 * os.fstat(file.number).st_blocks
     result = f"{reserved / _PROBE_BYTES:.0%} of the requested bytes have blocks"
     if site.medium.reaches_other_hosts:
         # The blocks that this host reports do not tell how much room the server has.
-        return good(result, "free space is checked before, and proved by the flush")
+        return "good", result, "free space is checked before, and proved by the flush"
     if reserved >= _PROBE_BYTES:
-        return good(result, "a full disk is detected before anything is written")
+        return "good", result, "a full disk is detected before anything is written"
     if not site.medium.can_rewrite_in_place:
-        return adapted(result, "a disk that fills up during a publish may kill the sender (SIGBUS)")
-    return broken(result, "a disk that fills up during a publish would kill the sender (SIGBUS)")
+        return (
+            "adapted",
+            result,
+            "a disk that fills up during a publish may kill the sender (SIGBUS)",
+        )
+    return "broken", result, "a disk that fills up during a publish would kill the sender (SIGBUS)"
 
 
-def _probe_mapping(site: Site) -> Finding:
+def _probe_mapping(site: Site) -> Outcome:
     num_bytes = mmap.PAGESIZE
     if site.medium.reaches_other_hosts:
-        return good("not probed: not used on a network mount", "readers read into memory")
+        return "good", "not probed: not used on a network mount", "readers read into memory"
     with scratch(site.base) as place, OtherProcess() as other:
         path = place / "file"
         with filesystem.make_file(path, os.O_RDWR) as file, os_errors("map a file", path):
@@ -312,18 +327,19 @@ def _probe_mapping(site: Site) -> Finding:
                 came = bytes(shared[:])
     expected = {"read": (b"s" * num_bytes).hex(), "mapped": (b"s" * num_bytes).hex()}
     if still != seen:
-        return broken("writes into a private mapping reach the file", "use another filesystem")
+        return "broken", "writes into a private mapping reach the file", "use another filesystem"
     if seen != expected or came != b"t" * num_bytes:
-        return broken("a mapped write is not seen by another process", "use another filesystem")
-    return good(
+        return "broken", "a mapped write is not seen by another process", "use another filesystem"
+    return (
+        "good",
         "writes are seen by other processes at once, private ones are not",
         "publishing is a copy into a mapped file; receivers map it",
     )
 
 
-def _probe_events(site: Site) -> Finding:
+def _probe_events(site: Site) -> Outcome:
     if site.medium.reaches_other_hosts:
-        return adapted("not probed: it sees no change by other hosts", f"{POLLING}; no inotify")
+        return "adapted", "not probed: it sees no change by other hosts", f"{POLLING}; no inotify"
     with scratch(site.base) as place:
         filesystem.make_directory(place / "from")
         watcher = Watcher(place / "pointer")
@@ -336,16 +352,16 @@ def _probe_events(site: Site) -> Finding:
         finally:
             watcher.close()
     if not came:
-        return adapted(f"no event within {_EVENT_TIMEOUT_S:g} s", POLLING)
-    return good(f"an event after {delay_ms:.1f} ms", "receivers are woken by each publish")
+        return "adapted", f"no event within {_EVENT_TIMEOUT_S:g} s", POLLING
+    return "good", f"an event after {delay_ms:.1f} ms", "receivers are woken by each publish"
 
 
-def _probe_inotify(site: Site) -> Finding:
+def _probe_inotify(site: Site) -> Outcome:
     if site.medium.reaches_other_hosts:
-        return good("not probed: not used on a network mount", POLLING)
+        return "good", "not probed: not used on a network mount", POLLING
     begin = getattr(ctypes.CDLL(None, use_errno=True), "inotify_init1", None)
     if begin is None:
-        return adapted("this system has no inotify", POLLING)
+        return "adapted", "this system has no inotify", POLLING
     instances: list[int] = []
     try:
         while len(instances) < _INOTIFY_WANTED and (descriptor := begin(os.O_CLOEXEC)) >= 0:
@@ -354,8 +370,9 @@ def _probe_inotify(site: Site) -> Finding:
         for descriptor in instances:
             os.close(descriptor)
     if len(instances) == _INOTIFY_WANTED:
-        return good(f"{_INOTIFY_WANTED} or more free", "each receiver takes one")
-    return adapted(
+        return "good", f"{_INOTIFY_WANTED} or more free", "each receiver takes one"
+    return (
+        "adapted",
         f"only {len(instances)} free",
         f"each receiver takes one; for those that get none, {POLLING}: raise "
         "fs.inotify.max_user_instances",
