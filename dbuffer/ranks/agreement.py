@@ -31,6 +31,7 @@ from dbuffer import errors
 from dbuffer.errors import ClosedError, DBufferError, OptionError, RankFailedError
 from dbuffer.ranks.rendezvous import meet
 from dbuffer.ranks.world import T, World
+from dbuffer.runtime.messages import described
 from dbuffer.runtime.translated import TranslatedErrors
 from dbuffer.store.liveness import Process
 
@@ -138,7 +139,7 @@ class Agreement(World):
                 outcome = outcome._replace(error=str(error), kind=kind)
             except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
                 cause = error
-                outcome = outcome._replace(error=f"{type(error).__name__}: {error}")
+                outcome = outcome._replace(error=described(error))
             outcomes = self._exchange(outcome, cause)
             for rank, one in enumerate(outcomes):
                 if one.error is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _MAX_LISTED = 8
-_MAX_MESSAGE = 300
+_MAX_MESSAGE = 2000
 
 
 def listed(items: Sequence[object], separator: str = ", ") -> str:

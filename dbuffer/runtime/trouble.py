@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from dbuffer.errors import DBufferError, EngineUnreachableError
+from dbuffer.runtime.messages import described
 
 _RETRY_MIN_S = 0.5
 _RETRY_MAX_S = 30.0
@@ -143,7 +144,7 @@ class RetryLoop:
 
 def describe(error: Exception) -> str:
     """Return an error's message, with its type if it is not an error that users may expect."""
-    return str(error) if _is_known(error) else f"{type(error).__name__}: {error}"
+    return str(error) if _is_known(error) else described(error)
 
 
 def _is_known(error: Exception) -> bool:

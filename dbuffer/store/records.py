@@ -22,6 +22,7 @@ from typing import Any
 from dbuffer import errors
 from dbuffer.format.manifest import ReceiverRecord, encode
 from dbuffer.format.places import RECEIVERS_DIRECTORY
+from dbuffer.runtime.messages import described
 from dbuffer.runtime.trouble import log_once
 from dbuffer.store import filesystem
 from dbuffer.store.buffer import DoubleBuffer
@@ -157,7 +158,7 @@ class RecordFile:
 
     def write_problem(self, error: Exception, version: int | None, **changes: Any) -> None:
         """Say why a version cannot be applied; None: the store itself is the problem."""
-        text = f"{type(error).__name__}: {error}"[:MAX_PROBLEM_CHARACTERS]
+        text = described(error)[:MAX_PROBLEM_CHARACTERS]
         self.write(problem=text, problem_version=version, **changes)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequ
 from dbuffer.integrations.engine.engine_rank import ENDPOINT_ATTR, EngineRank, ModelState
 from dbuffer.integrations.engine.rank_receiver import RankReceiver, by_rank
 from dbuffer.integrations.engine.shape_check import no_places
+from dbuffer.runtime.messages import described
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class RankEndpoint:
             receiver = RankReceiver(rank, options, self.state, engine_id)
         except Exception as error:
             logger.warning("cannot follow %s", options.store, exc_info=True)
-            problem = f"{type(error).__name__}: {error}"
+            problem = described(error)
             # It would go no better the next time.
             is_final = isinstance(error, errors.UnsupportedError | errors.OptionError)
         try:

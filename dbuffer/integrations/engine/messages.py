@@ -15,6 +15,7 @@ from dbuffer import errors
 from dbuffer.format.layout import TensorSpec
 from dbuffer.integrations.engine.engine_options import EngineOptions, UpdateRequest
 from dbuffer.runtime import options as checks
+from dbuffer.runtime.messages import described
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def as_answer(error: Exception) -> errors.DBufferError:
     for kind in _ANSWERS:
         if isinstance(error, kind):
             return kind(str(error))
-    return errors.EngineUpdateError(f"{type(error).__name__}: {error}")
+    return errors.EngineUpdateError(described(error))
 
 
 def worst_of(answers: Sequence[RankAnswer]) -> RankAnswer:

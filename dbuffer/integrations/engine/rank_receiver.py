@@ -38,6 +38,7 @@ from dbuffer.integrations.engine.rank_model import RankModel
 from dbuffer.integrations.engine.version_id import VersionId, describe_weights
 from dbuffer.receive.receiver import WeightReceiver
 from dbuffer.receive.stager import Staged, Stager
+from dbuffer.runtime.messages import described
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.records import RecordFile
 
@@ -290,7 +291,7 @@ class RankReceiver:
         # All ranks must learn of it, whatever it is; else they would wait for this one.
         except Exception as error:  # noqa: BLE001
             logger.warning("rank %d cannot prepare: %s", self.ranks.rank, error)
-            return None, f"{type(error).__name__}: {error}"
+            return None, described(error)
         return staged, None
 
     def _require_published(self, version: int) -> None:
@@ -415,7 +416,7 @@ class RankReceiver:
             action()
         except Exception as error:
             logger.warning("rank %d failed", self.ranks.rank, exc_info=True)
-            problem = f"{type(error).__name__}: {error}"
+            problem = described(error)
         return self.ranks.gather(problem)
 
     def _require_no_problem(

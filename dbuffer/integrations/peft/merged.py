@@ -19,6 +19,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from dbuffer.errors import InvalidWeightsError
+from dbuffer.runtime.messages import described
 from dbuffer.weights.checkpoint import LazyTensor
 from dbuffer.weights.sources import only_tensors, own_tensors
 
@@ -118,7 +119,7 @@ def _merge_whole(peft_model: PeftModel, adapters: list[str] | None) -> nn.Module
     # Each of its methods has its own way to say that it cannot.
     except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
         raise InvalidWeightsError(
-            f"peft cannot merge these adapters: {type(error).__name__}: {error}"
+            f"peft cannot merge these adapters: {described(error)}"
         ) from error
     left = [name for name, module in merged.named_modules() if isinstance(module, BaseTunerLayer)]
     if left:

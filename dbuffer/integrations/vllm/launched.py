@@ -31,6 +31,7 @@ from dbuffer.integrations.vllm.rank import worker_group
 from dbuffer.integrations.vllm.vllm_engine import OfflineVllm
 from dbuffer.ranks.agreement import Agreement
 from dbuffer.runtime.closing import Closing
+from dbuffer.runtime.messages import described
 
 _NEXT = "get the first rank's order"
 """The step in which the first rank gives all ranks an order, or the outcome of a call."""
@@ -176,6 +177,6 @@ def _carry_out(agreement: Agreement, mine: Any, order: dict[str, Any]) -> list[A
         except DBufferError:
             raise
         except Exception as error:
-            raise EngineUpdateError(f"{type(error).__name__}: {error}") from error
+            raise EngineUpdateError(described(error)) from error
 
     return agreement.each(f"do {order['call']}", do)

@@ -30,6 +30,7 @@ from dbuffer.integrations.vllm.config import engine_settings, options_of, shares
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
+from dbuffer.runtime.trouble import describe
 
 logger = logging.getLogger(__name__)
 
@@ -81,9 +82,8 @@ class FollowStore:
 
 def _refusal(error: Exception) -> str:
     """Describe an error in one line, however long it is."""
-    is_known = isinstance(error, DBufferError | OSError)
-    reason = str(error) if is_known else f"{type(error).__name__}: {error}"
-    return f"this server does not start, because it cannot follow: {' '.join(reason.split())}"
+    reason = " ".join(describe(error).split())
+    return f"this server does not start, because it cannot follow: {reason}"
 
 
 async def _end(follower: BackgroundFollower | SharedFollower) -> None:
