@@ -1,10 +1,11 @@
-"""Every error that dbuffer raises: one tree, and each error also a standard one.
+"""Tree of all errors that dbuffer raises; each is also a standard error.
 
-Catch :class:`DBufferError` for all of them, or the standard type (``TimeoutError``,
-``ValueError``, ``OSError`` ...) where the code around already does. Each takes one message,
-so that all of them pickle and cross process boundaries.
+Catch :class:`DBufferError` to catch all of them, or the standard type (``TimeoutError``,
+``ValueError``, ``OSError`` ...) if your code already catches that. Each takes one message, so that
+it can be pickled and cross process boundaries.
 
-A docstring says what happened, then what to do; ``docs/errors.md`` is made of both.
+The first paragraph of a docstring says what happened, the second what to do; ``docs/errors.md`` is
+generated from both.
 """
 
 
@@ -22,7 +23,7 @@ class StoreNotFoundError(DBufferError, FileNotFoundError):
 class StoreAccessError(DBufferError, OSError):
     """The filesystem refused access, or the store is not safe: others can write to it.
 
-    Look at the mount: read-only, permissions, a broken disk. For a shared directory, run
+    Check the mount: read-only, permissions, a broken disk. For a shared directory, run
     ``chmod go-w`` on the path that the message names, or pass ``allow_shared_store=True``.
     """
 
@@ -45,19 +46,19 @@ class StoreCorruptError(DBufferError, ValueError):
 class StoreBusyError(DBufferError, BlockingIOError):
     """Another sender has this store open, or another follower of this process has the engine.
 
-    Close that one, whose process the message names, or use another directory.
+    Close the other one, whose process the message names, or use another directory.
     """
 
 
 class WriterSupersededError(DBufferError, RuntimeError):
-    """Another sender took the store over. This one must not publish any more.
+    """Another sender took over the store. This one must not publish any more.
 
-    Stop this process; if it is the right one, stop the other and make a new sender.
+    Stop this process. If it is the right one, stop the other and make a new sender.
     """
 
 
 class VersionError(DBufferError, ValueError):
-    """A version that is not above the last published one, no longer there, or not an integer.
+    """A version is not above the last published one, not in the store any more, or no integer.
 
     Publish a version above the last one, or leave ``version`` out; put a trainer's step in the
     metadata.
@@ -67,40 +68,40 @@ class VersionError(DBufferError, ValueError):
 class WaitTimeoutError(DBufferError, TimeoutError):
     """No version was published, or too few receivers acknowledged one, in time.
 
-    Check that the trainer publishes into this very directory. For receivers, the message says which
-    version each of them has applied; look at the logs of the slow ones, or raise ``timeout_s``.
+    Check that the trainer publishes into this directory. For receivers, the message says which
+    version each has applied: look at the logs of the slow ones, or raise ``timeout_s``.
     """
 
 
 class VersionRegressedError(DBufferError, RuntimeError):
-    """The store went back to a lower version, became empty, or was replaced, under a receiver.
+    """The store went back to a lower version, was emptied or was replaced while a receiver used it.
 
-    Call ``start_over()`` on the receiver if that was meant. :attr:`history` is None where the
+    If that was intended, call ``start_over()`` on the receiver. :attr:`history` is None if the
     store was emptied, or restored from a copy.
     """
 
     def __init__(self, message: str, history: str | None = None) -> None:
         super().__init__(message)
         self.history = history
-        """History of the store that took the place of the one before; None: no other is known."""
+        """History of the store that replaced the previous one; None: unknown."""
 
 
 class ReceiverFailedError(DBufferError, RuntimeError):
-    """A receiver that was waited for reported a failure, or its process has ended.
+    """A receiver that the sender waits for reported a failure, or its process has ended.
 
-    The message names the receiver and says why; restart it, or publish weights that fit it.
+    The message names the receiver and the reason. Restart it, or publish weights that fit it.
     """
 
 
 class OptionError(DBufferError, ValueError):
-    """An option has an invalid value, or one that does not fit the place where it is used.
+    """An option has an invalid value, or a value that does not fit where it is used.
 
     The message says which values are valid.
     """
 
 
 class InvalidWeightsError(DBufferError, ValueError):
-    """The weights or the metadata cannot be published, or were modified meanwhile.
+    """The weights or the metadata cannot be published, or were modified during the publish.
 
     Nothing was published. The message names the tensor, or the entry of the metadata, and the
     reason. With ``send(wait=False)``: call ``wait()`` on its result before ``optimizer.step()``,
@@ -109,39 +110,39 @@ class InvalidWeightsError(DBufferError, ValueError):
 
 
 class UnsupportedError(DBufferError, NotImplementedError):
-    """A trainer, an engine, a model or a store is of a kind that dbuffer does not support.
+    """A trainer, engine, model, store or option is of a kind that dbuffer does not support.
 
-    Nothing was touched. The message names the obstacle, and what to use instead.
+    Nothing was changed. The message names the obstacle, and what to use instead.
     """
 
 
 class WeightsMismatchError(DBufferError, ValueError):
-    """The published weights do not fit the target. The target was not touched.
+    """The published weights do not fit the target. The target was not changed.
 
-    The message lists the differences: mend names with ``rename=``, dtypes with ``dtype=``, or
-    what a partial version lacks.
+    The message lists the differences. Correct names with ``rename=`` and dtypes with ``dtype=``,
+    or publish the tensors that a partial version lacks.
     """
 
 
 class SnapshotEvictedError(DBufferError, RuntimeError):
-    """A snapshot was held for longer than the sender waits, and its buffer was taken.
+    """A snapshot was held for longer than the sender waits, and its buffer was rewritten.
 
-    Discard what was read and open the newest version; copy faster, or raise the sender's
+    Discard the bytes that were read and open the newest version. Copy faster, or raise the sender's
     ``reader_timeout_s``.
     """
 
 
 class RankFailedError(DBufferError, RuntimeError):
-    """A rank of a sharded trainer or of an engine failed or was lost; no rank went on.
+    """A rank of a sharded trainer or of an engine failed or was lost; no rank continued.
 
-    The message names the rank and its reason. If one was lost, make a new sender in a new job.
+    The message names the rank and the reason. If a rank was lost, make a new sender in a new job.
     """
 
 
 class RankTimeoutError(RankFailedError, TimeoutError):
-    """A rank did not arrive where the others waited for it.
+    """A rank did not reach the step at which the others waited for it.
 
-    The message says which ranks, where, and how long they were waited for.
+    The message names the ranks and the step, and says how long the others waited.
     """
 
 
@@ -153,14 +154,14 @@ class ClosedError(DBufferError, ValueError):
 
 
 class EngineEndedError(ClosedError):
-    """A followed engine is dead, or the event loop or actor that it lived in is.
+    """A followed engine has ended, or its event loop or actor has.
 
-    Follow the engine that you start in its place.
+    Follow the engine that replaces it.
     """
 
 
 class NotReadyError(DBufferError, RuntimeError):
-    """A call came before the one that it needs, or after the last one.
+    """A call came in the wrong order: before a call that it needs, or too late.
 
     The message says which call must come first.
     """
@@ -169,14 +170,15 @@ class NotReadyError(DBufferError, RuntimeError):
 class EngineBusyError(DBufferError, RuntimeError):
     """The engine has requests in flight, or sleeps. Its weights were not touched.
 
-    Let the ``LLM`` finish its requests, or wake it, then ``sync()``.
+    Let the engine finish its requests, or wake it up, then call ``sync()``.
     """
 
 
 class EngineUpdateError(DBufferError, RuntimeError):
-    """An engine could not switch to a version. It serves on with the weights that it had.
+    """An engine could not switch to a version. It still serves the previous weights.
 
-    The message names rank and tensor: publish weights that fit; the next version is tried again.
+    The message names the rank and the tensor. Publish weights that fit: the engine tries the next
+    version.
     """
 
 
@@ -188,7 +190,7 @@ class EngineBrokenError(DBufferError, RuntimeError):
 
 
 class EngineUnreachableError(DBufferError, ConnectionError):
-    """An engine's server does not answer, or not as one of its kind does.
+    """An engine's server or actor does not answer, or sends an answer that dbuffer does not know.
 
-    Check that the server is up, its address and its key.
+    Check that it is up, and its address and API key.
     """

@@ -3,9 +3,9 @@
     python examples/atropos_bridge.py
 
 Trains a tiny random Qwen3 on the server's answers; the reward is the share of an answer's tokens
-that are in a secret set. The parameters live in the store: an update copies nothing before the
-server can have it. At the end the server's greedy answers must equal those of a fresh server on the
-final checkpoint. Needs httpx, transformers and vLLM; takes a minute on two cores.
+that are in a secret set. The parameters live in the store, so that an update is published without a
+copy. At the end the server's greedy answers must equal those of a fresh server on the final
+checkpoint. Needs httpx, transformers and vLLM; takes a minute on two cores.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ def main(directory: Path) -> bool:
                 update_ms = 1e3 * (time.perf_counter() - started)
                 print(f"step {step}: reward {reward.mean():.3f}, update {update_ms:.0f} ms")
             final = ask(server, PROMPTS, temperature=0.0)
-    # The bridge is closed: the model keeps its values, in ordinary memory.
+    # The bridge is closed: the model now has its values in ordinary memory.
     model.save_pretrained(directory / "final")
     with serve(directory / "final") as server:
         is_equal = torch.equal(final, ask(server, PROMPTS, temperature=0.0))
@@ -70,7 +70,7 @@ def main(directory: Path) -> bool:
 
 
 def make_model() -> Any:
-    """A Qwen3 of 0.2 million random parameters."""
+    """Return a Qwen3 with 0.2 million random parameters."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -87,7 +87,7 @@ def make_model() -> Any:
 
 @contextlib.contextmanager
 def serve(checkpoint: Path) -> Iterator[httpx.Client]:
-    """A stock vLLM server in development mode whose workers can load from a store."""
+    """Run a stock vLLM server in development mode whose workers can load from a store."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -134,7 +134,7 @@ def is_ready(client: httpx.Client) -> bool:
 
 
 def ask(client: httpx.Client, prompts: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The server's answers, one to each prompt."""
+    """Return the server's answers, one for each prompt."""
     question = {
         "model": "policy",
         "prompt": prompts.tolist(),

@@ -3,8 +3,8 @@
     python -m torch.distributed.run --standalone --nproc-per-node=2 examples/lightrft_ranks.py
 
 The actor is a tiny random Qwen3 under FSDP2. Each rank has an engine in its process, samples
-answers with it, and trains; then all ranks call ``broadcast_to_engine()``. What stands for LightRFT
-here is its strategy, of which dbuffer reads four values. At the end each engine's greedy answers
+answers with it, and trains; then all ranks call ``broadcast_to_engine()``. A namespace stands in
+for LightRFT's strategy, of which dbuffer reads four values. At the end each engine's greedy answers
 must equal those of a fresh engine on the final checkpoint. Needs transformers and vLLM; takes a
 minute on two cores.
 """
@@ -47,12 +47,12 @@ def main(directory: Path) -> bool:
     torch.set_num_threads(1)
     rank, model = distributed.get_rank(), make_model()
     engine = start_engine(model, directory / "initial")
-    # As in LightRFT, the actor's `model` is what is trained, sharded over all ranks.
+    # As in LightRFT, the actor's `model` is trained, sharded over all ranks.
     actor = SimpleNamespace(model=shard(model))
     optimizer = torch.optim.Adam(actor.model.parameters(), 3e-3)
     arguments = SimpleNamespace(fsdp=True, zero_stage=3, bf16=True)
     strategy = SimpleNamespace(engine_type="vllm", args=arguments)
-    # LightRFT's class of this name takes the same line.
+    # The same line as with LightRFT's class of this name.
     manager = BroadcastManager(actor, strategy, engine)
     manager.broadcast_to_engine()
     for step in range(1, NUM_STEPS + 1):
@@ -81,7 +81,7 @@ def say(text: str) -> None:
 
 
 def make_model() -> Any:
-    """A Qwen3 of 0.2 million random parameters."""
+    """Return a Qwen3 with 0.2 million random parameters."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -104,7 +104,7 @@ def shard(model: Any) -> Any:
 
 
 def start_engine(model: Any, checkpoint: Path) -> LLM:
-    """A vLLM engine of this rank's own, started as LightRFT starts it."""
+    """Start a vLLM engine for this rank, as LightRFT does."""
     if distributed.get_rank() == 0:
         model.save_pretrained(checkpoint)
     distributed.barrier()
@@ -123,7 +123,7 @@ def start_engine(model: Any, checkpoint: Path) -> LLM:
 
 
 def generate(engine: LLM, prompts: torch.Tensor, temperature: float) -> torch.Tensor:
-    """One answer to each prompt."""
+    """Return one answer for each prompt."""
     sampling = SamplingParams(
         temperature=temperature, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False
     )

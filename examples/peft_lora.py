@@ -3,10 +3,10 @@
     python examples/peft_lora.py
 
 Trains an adapter of a tiny random Qwen3 by policy gradient; the reward is the share of an answer's
-tokens that are in a secret set. After each step the model with the adapter merged is published,
-layer by layer; the peft model stays as it is. At the end the adapter alone is published into a
-second store, as for an engine that loads adapters, and the sampler's greedy answers must equal
-those of the base model with that adapter. Needs peft and transformers; takes half a minute.
+tokens that are in a secret set. After each step the merged model is published, layer by layer; the
+peft model does not change. At the end the adapter alone is published into a second store, as for an
+engine that loads adapters, and the sampler's greedy answers must equal those of the base model with
+that adapter. Needs peft and transformers; takes half a minute.
 """
 
 import multiprocessing
@@ -46,7 +46,7 @@ def main(directory: Path) -> bool:
     base.save_pretrained(directory / "base")
     model: Any = get_peft_model(base, LORA)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
-    weights = merged_weights(model)  # merged when they are sent, each time anew
+    weights = merged_weights(model)  # merged at each send
     rewards = []
     # Forking a process that has used torch's threads can deadlock.
     context = multiprocessing.get_context("spawn")
@@ -74,7 +74,7 @@ def main(directory: Path) -> bool:
 
 
 def sample_for_ever(trainer: Connection, directory: Path) -> None:
-    """Answer the trainer's prompts with the newest weights; the sampler's process."""
+    """Answer the trainer's prompts with the newest weights, in the sampler's process."""
     torch.set_num_threads(1)
     model = Qwen3ForCausalLM.from_pretrained(directory / "base").eval()
     with WeightReceiver(directory / "store") as receiver:
@@ -88,7 +88,7 @@ def sample_for_ever(trainer: Connection, directory: Path) -> None:
 
 
 def answers_with_adapter(model: PeftModel, directory: Path) -> torch.Tensor:
-    """Publish the adapter, save it where peft reads it, and sample with base and adapter."""
+    """Publish the adapter, save it for peft, and sample with the base model and the adapter."""
     with WeightSender(directory / "adapters") as sender:
         publication = send_adapter(sender, model)
     with WeightReceiver(directory / "adapters") as receiver:
@@ -99,7 +99,7 @@ def answers_with_adapter(model: PeftModel, directory: Path) -> torch.Tensor:
 
 
 def make_model() -> Any:
-    """A Qwen3 of 0.2 million random parameters."""
+    """Return a Qwen3 with 0.2 million random parameters."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -116,7 +116,7 @@ def make_model() -> Any:
 
 @torch.inference_mode()
 def generate(model: Any, prompts: torch.Tensor, *, is_random: bool) -> torch.Tensor:
-    """One answer to each prompt: at temperature 1, or greedy."""
+    """Return one answer for each prompt: sampled at temperature 1, or greedy."""
     options = {"do_sample": True, "top_k": 0} if is_random else {"do_sample": False}
     output: torch.Tensor = model.generate(
         prompts,

@@ -1,13 +1,13 @@
-"""A trainer whose rollouts come from an SGLang server that follows through a store.
+"""Trainer whose rollouts come from an SGLang server that follows through a store.
 
-Start the server on any host that sees the store, then this::
+Start the server on any host that sees the store, then this program::
 
     python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init \
         --custom-weight-loader dbuffer.integrations.sglang.load_from_store
     python examples/sglang_server.py MODEL http://localhost:30000 /dev/shm/policy
 
 Training is left out: a step moves the weights a little, at random. Each batch of rollouts must be
-sampled with the weights of the step before it, and say so. Needs transformers and httpx.
+sampled with the weights of the previous step, and be labeled so. Needs transformers and httpx.
 """
 
 import sys
@@ -35,12 +35,12 @@ def main(checkpoint: str, url: str, store: str) -> None:
             versions = {rollout["meta_info"]["weight_version"] for rollout in sample(url)}
             print(f"step {step}: rollouts of version {', '.join(sorted(versions))}", flush=True)
             if versions != {str(version)}:
-                sys.exit(f"version {version} was published last")
+                sys.exit(f"expected version {version}, the last one published")
             train(model)
 
 
 def sample(url: str) -> list[dict[str, Any]]:
-    """One rollout for each prompt: ``output_ids``, and in ``meta_info`` the weights' version."""
+    """Return a rollout for each prompt: ``output_ids``, and the version in ``meta_info``."""
     parameters = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True}
     body = {"input_ids": PROMPTS, "sampling_params": parameters}
     response = httpx.post(f"{url}/generate", json=body, timeout=TIMEOUT_S)

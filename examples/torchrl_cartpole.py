@@ -62,12 +62,12 @@ def main(store: str) -> bool:
 
 
 def make_env() -> TransformedEnv:
-    """CartPole that sums up its rewards."""
+    """Return a CartPole environment that sums up its rewards."""
     return TransformedEnv(GymEnv("CartPole-v1"), RewardSum())
 
 
 class PPO:
-    """A small actor and critic with TorchRL's clipped loss."""
+    """Small actor and critic with TorchRL's clipped loss."""
 
     def __init__(self) -> None:
         self.actor = ProbabilisticActor(
@@ -83,7 +83,7 @@ class PPO:
         self._optimizer = torch.optim.Adam(self._loss.parameters(), 2e-3)
 
     def update(self, batch: Any) -> None:
-        """Train on one batch of frames, ten times over."""
+        """Train on one batch of frames for ten epochs."""
         for _ in range(10):
             with torch.no_grad():
                 self._advantages(batch)
@@ -98,7 +98,7 @@ class PPO:
 
 
 def make_network(out_features: int) -> MLP:
-    """A network on the four numbers that describe the cart and its pole."""
+    """Return a network on the four numbers that describe the cart and its pole."""
     return MLP(4, out_features, num_cells=[64, 64], activation_class=nn.Tanh)
 
 

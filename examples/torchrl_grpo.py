@@ -59,7 +59,7 @@ def main(directory: Path) -> bool:
     sampler = wrap(engine, tokenizer)
     learner = Learner(model, tokenizer)
 
-    # TorchRL's class of this name takes the same lines.
+    # The same lines as with TorchRL's class of this name.
     scheme = VLLMDoubleBufferSyncScheme(str(directory / "store"))
     sender = scheme.create_sender()
     sender.register_model(model)
@@ -116,7 +116,7 @@ class Learner:
 
         Returns:
             The effective sample size, as a share of the batch: 1 if the answers were sampled with
-            the weights that are trained, less the further the engine is behind.
+            the weights that are trained, and less if the engine lags behind.
         """
         answers["next", "reward"] = rewards[:, None, None]
         answers["next", "done"] = torch.ones(len(rewards), 1, dtype=torch.bool)
@@ -131,7 +131,7 @@ class Learner:
 
 
 def make_model() -> Any:
-    """A Qwen3 of 0.2 million random parameters."""
+    """Return a Qwen3 with 0.2 million random parameters."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = Qwen3Config(
@@ -148,7 +148,7 @@ def make_model() -> Any:
 
 
 def start_engine(model: Any, checkpoint: Path) -> Any:
-    """A vLLM engine on a checkpoint of the model."""
+    """Start a vLLM engine from a checkpoint of the model."""
     model.save_pretrained(checkpoint)
     return LLM(
         str(checkpoint),
@@ -163,7 +163,7 @@ def start_engine(model: Any, checkpoint: Path) -> Any:
 
 
 def wrap(engine: Any, tokenizer: PreTrainedTokenizerFast) -> vLLMWrapper:
-    """Let TorchRL sample from an engine, with the log-probability of each token."""
+    """Return a wrapper with which TorchRL samples, with the log-probability of each token."""
     # The wrapper has no option for the progress bar.
     engine.generate = functools.partial(engine.generate, use_tqdm=False)
     options = {"max_new_tokens": ANSWER_TOKENS, "ignore_eos": True, "detokenize": False}
@@ -177,7 +177,7 @@ def wrap(engine: Any, tokenizer: PreTrainedTokenizerFast) -> vLLMWrapper:
 
 
 def generate(engine: Any) -> list[list[int]]:
-    """The engine's greedy answers to the prompts."""
+    """Return the engine's greedy answers to the prompts."""
     greedy = SamplingParams(
         temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False
     )

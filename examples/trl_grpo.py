@@ -3,8 +3,9 @@
     python examples/trl_grpo.py
 
 Trains a tiny random Qwen3; the reward is the share of an answer's tokens that are in a secret set.
-dbuffer's part is the line that makes the trainer. At the end the engine's greedy answers must equal
-those of a fresh engine on the final checkpoint. Needs TRL and vLLM; takes a minute on two cores.
+Only the line that makes the trainer differs from TRL without dbuffer. At the end the engine's
+greedy answers must equal those of a fresh engine on the final checkpoint. Needs TRL and vLLM; takes
+a minute on two cores.
 """
 
 import os
@@ -62,7 +63,7 @@ def main(directory: Path) -> bool:
         train_dataset=Dataset.from_dict({"prompt": [as_text(prompt) for prompt in PROMPTS]}),
     )
     trainer.train()
-    trainer.vllm_generation.sync_weights()  # TRL does so before it generates, not at the end
+    trainer.vllm_generation.sync_weights()  # TRL syncs before it generates, not at the end
     final = generate(trainer.vllm_generation.llm)
     trainer.weight_sync.close()
 
@@ -70,7 +71,7 @@ def main(directory: Path) -> bool:
         str(save(trainer.model, directory / "final")),
         max_model_len=CONTEXT_TOKENS,
         kv_cache_memory_bytes=64 << 20,
-        distributed_executor_backend="external_launcher",  # in this process, as TRL's
+        distributed_executor_backend="external_launcher",  # in this process, as with TRL
     )
     is_equal = generate(fresh) == final
     print(f"greedy answers of the engine and of a fresh one: {'equal' if is_equal else 'differ'}")
@@ -78,7 +79,7 @@ def main(directory: Path) -> bool:
 
 
 def configuration(directory: Path) -> GRPOConfig:
-    """Batches of all prompts, with an engine in the trainer's process."""
+    """Configure batches of all prompts, and an engine in the trainer's process."""
     return GRPOConfig(
         use_vllm=True,
         vllm_mode="colocate",
@@ -102,7 +103,7 @@ def configuration(directory: Path) -> GRPOConfig:
 
 
 def make_model() -> Any:
-    """A Qwen3 of 0.2 million random parameters."""
+    """Return a Qwen3 with 0.2 million random parameters."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     config = Qwen3Config(
@@ -132,12 +133,12 @@ def save(model: Any, directory: Path) -> Path:
 
 
 def as_text(tokens: list[int]) -> str:
-    """Text of which the tokenizer makes these tokens."""
+    """Return text that the tokenizer turns into these tokens."""
     return " ".join(f"word-{token}" for token in tokens)
 
 
 def generate(engine: Any) -> list[list[int]]:
-    """The engine's greedy answers to the prompts."""
+    """Return the engine's greedy answers to the prompts."""
     greedy = SamplingParams(
         temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False
     )
