@@ -2,8 +2,7 @@
 
 Torch takes seconds to import: only the commands that need it import it.
 
-Exit codes: 0 success; 1 something failed or was found damaged; 2 wrong usage; 3 nothing was
-published in time.
+Exit codes: 0 success; 1 a failure, or damage in a store; 2 wrong usage; 3 a time-out.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ app = typer.Typer(
 
 A *store* is a directory with two buffers and a pointer to the newest one. `publish` writes a
 checkpoint into it; `follow`, `exec` and `follow-server` print each new version, run a command for
-it, or switch an inference server to it; `status` shows who is where.
+it, or switch an inference server to it; `status` shows the sender and the receivers.
 
 Try it: `dbuffer demo` trains a small model while a real vLLM engine samples from it.
 """,

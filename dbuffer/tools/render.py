@@ -46,7 +46,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def format_age(age_s: float | None) -> str:
-    """Return seconds in the largest unit with a number above one."""
+    """Return seconds in the largest unit in which they are at least one."""
     if age_s is None:
         return ""
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -66,7 +66,7 @@ def status_tables(status: StoreStatus) -> RenderableType:
         buffers.add_row(*map(cell, _buffer_row(buffer)))
     if not status.receivers:
         return Group(cell(head), buffers, "no receiver yet")
-    receivers = Table("receiver", "host", "pid", "applied", "behind by", "ready", "updated")
+    receivers = Table("receiver", "host", "pid", "applied", "behind by", "staged", "updated")
     for receiver in status.receivers:
         receivers.add_row(*map(cell, _receiver_row(receiver)))
     problems = [
@@ -85,7 +85,7 @@ def describe_check(check: BufferCheck) -> str:
         return printable(head + "\n  ".join(["damaged", *check.problems]))
     if check.has_checksums:
         return head + "every byte matches its checksum"
-    return head + "records, layout and size are correct; no checksums to verify its bytes with"
+    return head + "records, layout and size are correct; no checksums, so bytes are not verified"
 
 
 def doctor_table(examination: Examination) -> RenderableType:
@@ -189,7 +189,7 @@ def _receiver_row(receiver: ReceiverStatus) -> tuple[str, ...]:
     if receiver.part_of is not None:
         name = f"  {name.removeprefix(receiver.part_of + '.')}"
     return (
-        name if receiver.is_alive else f"{name} (gone)",
+        name if receiver.is_alive else f"{name} (ended)",
         receiver.host,
         str(receiver.pid),
         _or_blank(receiver.applied_version),

@@ -99,7 +99,7 @@ def _find_damage(held: Held) -> list[str]:
             return []
         if layout.is_in_parts or not held.store.medium.maps_files:
             _, checksums = read_whole(held, copier, hashed=True)
-            assert checksums is not None  # noqa: S101 - they were asked for
+            assert checksums is not None  # noqa: S101 - hashed=True
         else:
             checksums = copier.checksums(map_privately(held))
         return wrong_tensors(held, layout, checksums)

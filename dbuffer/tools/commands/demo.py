@@ -9,7 +9,7 @@ from dbuffer.errors import DBufferError
 from dbuffer.tools.commands import shared
 
 _ENVIRONMENT = {
-    # With two threads for so small a model, the median pause was 62 ms and not 18 ms, on two cores.
+    # With two threads, the median pause was 62 ms instead of 18 ms: the model is small. On 2 cores.
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -24,11 +24,11 @@ _ENVIRONMENT = {
 
 
 def demo() -> None:
-    """Train a tiny model by reinforcement learning, sampled by a real vLLM engine: a minute.
+    """Train a tiny model by reinforcement learning with a real vLLM engine. Takes a minute.
 
     The engine follows the trainer through a store: the reward only climbs if the weights reach it.
-    At the end its greedy answers must equal those of a fresh engine on the final checkpoint; else
-    exit code 1.
+    Exit code 1 if at the end its greedy answers differ from those of a fresh engine on the final
+    checkpoint.
     """
     os.environ |= _ENVIRONMENT | os.environ
     warnings.simplefilter("ignore")

@@ -26,8 +26,8 @@ def doctor(
     timeout_s: Annotated[
         float | None,
         typer.Option(
-            help="Stop with exit code 3 if the other host does not come for this many seconds.  "
-            "[default: 600 with --peer; without it, only a peer that already waits is used]"
+            help="Stop with exit code 3 if no other host joins within this many seconds.  "
+            "[default: 600 with --peer; without it, measure only with peers that already wait]"
         ),
     ] = None,
     as_json: shared.JsonOption = False,

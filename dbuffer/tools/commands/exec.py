@@ -40,7 +40,7 @@ def run_for_each(
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Run a shell command for each new version as it comes, then acknowledge the version.
+    """Run a shell command for each new version, then acknowledge the version.
 
     Its environment holds DBUFFER_VERSION, DBUFFER_STORE, DBUFFER_WEIGHTS (a file, safe to read
     until the command ends; on a network mount a copy in TMPDIR), DBUFFER_METADATA_FILE (JSON), and

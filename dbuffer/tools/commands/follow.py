@@ -36,7 +36,7 @@ def follow(
     as_json: shared.JsonLinesOption = False,
     allow_shared_store: shared.SharedOption = False,
 ) -> None:
-    """Print each new version as it comes, and acknowledge it."""
+    """Print each new version, and acknowledge it."""
     follow_versions(
         store,
         lambda snapshot: report_version(snapshot, as_json=as_json),
@@ -78,7 +78,7 @@ def follow_versions(
         allow_shared_store=allow_shared_store,
     )
     with receiver:
-        receiver.wait_for_version(newer_than, 0.0)  # what is wrong from the start is an error
+        receiver.wait_for_version(newer_than, 0.0)  # raise errors that exist from the start
         shared.explain_wait(store)
         policy: Literal["follow", "raise"] = "follow" if new_history == "follow" else "raise"
         loop = FollowLoop(
@@ -87,7 +87,7 @@ def follow_versions(
         while count is None or count > 0:
             held = contextlib.ExitStack()
             snapshot = _hold_next(receiver, loop, held, newer_than, timeout_s)
-            # A store that is emptied meanwhile is found, and decided on, by the next look.
+            # If the store is emptied meanwhile, the next wait applies `new_history`.
             with contextlib.suppress(errors.VersionRegressedError), held:
                 on_version(snapshot)
             newer_than = snapshot.version

@@ -99,7 +99,7 @@ def follow_server(
     except ModuleNotFoundError as error:
         raise DBufferError(f"this needs {error.name}: pip install '{error.name}'") from error
     last = time.monotonic()
-    # A switch that has begun must end with the server resumed, also when this is asked to stop.
+    # A switch that has begun must end with the server resumed, even after a signal.
     with shared.stopped_by_signals() as stop, follower:
         follower.require_followable()
         shared.explain_wait(store)

@@ -22,7 +22,7 @@ def mirror(
     local: Annotated[Path, shared.path_argument("Store to copy to, on /dev/shm.")],
     count: shared.CountOption = None,
     poll_interval_s: Annotated[
-        float, typer.Option(help="Seconds between looks at the remote store.")
+        float, typer.Option(help="Seconds between checks of the remote store.")
     ] = 1.0,
     metrics_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics on this port.")

@@ -56,7 +56,7 @@ def publish(
     from dbuffer.weights.checkpoint import read_checkpoint
     from dbuffer.weights.sources import Describer
 
-    # A sender makes the store: invalid input must be refused before.
+    # Refuse invalid input before the sender makes the store.
     parsed_metadata, parsed_dtype = checked_metadata(_parse_metadata(metadata)), _parse_dtype(dtype)
     rename = None if names is None else NameMap.read(names)
     weights = list(zip(*read_checkpoint(checkpoint), strict=True))

@@ -28,7 +28,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_TIMEOUT = 3
 EXIT_SIGNAL = 128
-"""Exit code of a command that a signal stopped, minus the signal's number, as in shells."""
+"""Exit code of a command that a signal stopped is this plus the signal's number, as in shells."""
 
 console = Console()
 errors = Console(stderr=True)
@@ -103,7 +103,7 @@ def print_line(text: str) -> None:
 
 
 def report(result: Any, text: str, *, as_json: bool) -> None:
-    """Print a result: as JSON, a dataclass's fields; or a text for people."""
+    """Print a result: the fields of a dataclass as JSON, or a text."""
     if as_json:
         print_json(dataclasses.asdict(result))
     else:
@@ -146,7 +146,7 @@ def status_line(*, hidden: bool) -> Iterator[Callable[[str], None] | None]:
 def stopped_by_signals() -> Iterator[threading.Event]:
     """Yield an event that SIGINT and SIGTERM set, so that work under way ends in order.
 
-    The exit code tells the signal when the block is left.
+    When the block ends, the command exits with the signal's code.
     """
     stop = threading.Event()
     received: list[int] = []

@@ -1,7 +1,7 @@
-"""Measurements between two hosts: `doctor --peer` on one receives what `doctor` on the other sends.
+"""Measurements between two hosts: `doctor` on one sends, `doctor --peer` on the other receives.
 
 The peer makes a directory and waits in it, as a `WeightReceiver` of a store that does not exist
-yet. The first host finds the directory and makes the store, with a `WeightSender`. The metadata of
+yet. The first host sees the directory and makes the store, with a `WeightSender`. The metadata of
 each version names its publisher, and marks the last version. Each delay is measured on the first
 host's clock, from the end of a publish until the peer's acknowledgement is visible: no two clocks
 are compared, and a delay is an upper bound of the time that a worker waits.
@@ -234,7 +234,7 @@ def _measure(place: Path, progress: OnStep) -> Meeting:
         is_same_kernel = introduction["machine"] == Process.here().machine
     except (KeyError, TypeError, ValueError) as error:
         raise errors.StoreCorruptError(
-            f"{place} is not a doctor's of this version: {error}"
+            f"{place} is not of this version of 'dbuffer doctor': {error}"
         ) from None
     delays_ms: list[float] = []
     problem, is_late, locks_exclude = None, False, None

@@ -1,6 +1,6 @@
 """Probes of a mount. Each does the operation itself, in a directory of its own.
 
-Documentation and options of a network mount do not tell how its servers behave.
+The documentation and options of a network mount do not show how its servers behave.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dbuffer.tools.doctor.scratch import scratch
 _PROBE_BYTES = 1 << 20
 _WATCH_S = 0.3
 _EVENT_TIMEOUT_S = 1.0
-_INOTIFY_WANTED = 8
+_INOTIFY_INSTANCES = 8
 """Each receiver takes one instance; an engine has a receiver for each rank of a host."""
 
 _OPTIONS_TO_SHOW = (
@@ -38,13 +38,13 @@ _OPTIONS_TO_SHOW = (
     *("barrier=0", "nobarrier", "data=", "size=", "nr_inodes=", "sync"),
 )
 _OPTIONS_TO_NOTE = {
-    "local_lock=all": "locks stay on this host, and nothing rests on them",
-    "local_lock=flock": "locks stay on this host, and nothing rests on them",
-    "soft": "soft: a slow server is an error in mid-publish; mount it hard",
-    "softerr": "softerr: a slow server is an error in mid-publish; mount it hard",
-    "nocto": "nocto: other hosts' versions are seen late; mount it without",
-    "nobarrier": "nobarrier: a power cut may take even what is published with durable=True",
-    "barrier=0": "barrier=0: a power cut may take even what is published with durable=True",
+    "local_lock=all": "locks work on this host only; no guarantee depends on them",
+    "local_lock=flock": "locks work on this host only; no guarantee depends on them",
+    "soft": "soft: a slow server makes a publish fail; mount with hard",
+    "softerr": "softerr: a slow server makes a publish fail; mount with hard",
+    "nocto": "nocto: this host sees other hosts' versions late; mount it without",
+    "nobarrier": "nobarrier: a power cut may lose versions, even with durable=True",
+    "barrier=0": "barrier=0: a power cut may lose versions, even with durable=True",
 }
 
 
@@ -122,7 +122,7 @@ def _probe_options(site: Site) -> Outcome:
         for known in _OPTIONS_TO_SHOW
         if option == known or (known[-1] in "=m" and option.startswith(known))
     ]
-    result = ", ".join(shown) or "the usual ones"
+    result = ", ".join(shown) or "default options"
     notes = [note for option, note in _OPTIONS_TO_NOTE.items() if option in options]
     if notes:
         return "adapted", result, "; ".join(notes)
@@ -133,7 +133,7 @@ def _probe_options(site: Site) -> Outcome:
 
 def _probe_trust(site: Site) -> Outcome:
     if site.base != site.path:
-        return "good", f"{site.path} is not there", "a sender makes it, with mode 0700"
+        return "good", f"{site.path} does not exist", "a sender makes it, with mode 0700"
     status = site.path.stat()
     result = f"mode {stat.S_IMODE(status.st_mode):04o}, user {status.st_uid}"
     try:
@@ -146,7 +146,7 @@ def _probe_trust(site: Site) -> Outcome:
         if is_store or others_can_rename:
             return "broken", result, f"refused: {error}"
         return "adapted", result, "not a store itself; a sender makes one in it, with mode 0700"
-    return "good", f"{result}, which is this one", "used"
+    return "good", f"{result}, the current user", "used"
 
 
 def _probe_room(site: Site) -> Outcome:
@@ -154,7 +154,7 @@ def _probe_room(site: Site) -> Outcome:
     if room.f_blocks == 0:
         return (
             "unknown",
-            "the mount does not say",
+            "the mount does not tell",
             "a version that is too large fails while it is written",
         )
     free = room.f_bavail * room.f_frsize
@@ -188,7 +188,7 @@ def _probe_writing(site: Site) -> Outcome:
         directory_ms = 1e3 * (time.perf_counter() - started)
     result = f"a file of 1 MiB in {file_ms:.1f} ms, a directory in {directory_ms:.1f} ms"
     if site.medium.reaches_other_hosts:
-        return "good", result, "every publish is flushed: other hosts see nothing else"
+        return "good", result, "every publish is flushed, so that other hosts see it"
     return "good", result, "with durable=True every publish is flushed"
 
 
@@ -256,7 +256,7 @@ def _probe_locks(site: Site) -> Outcome:
         return (
             "adapted",
             "two processes can hold the same exclusive lock",
-            "readers compare what they have read with the manifest instead; a second sender is "
+            "readers read the manifest again after they have read; a second sender is "
             "detected by its epoch, not prevented",
         )
     if not is_dropped:
@@ -268,7 +268,7 @@ def _probe_locks(site: Site) -> Outcome:
     result = "one process excludes another, until it dies"
     if site.medium.reaches_other_hosts:
         return "good", result, "a second sender on this host is refused; readers need none"
-    return "good", result, "readers hold what they read, and a second sender is refused"
+    return "good", result, "readers lock the version that they read; a second sender is refused"
 
 
 def _knows_locks(file: int) -> bool:
@@ -290,12 +290,12 @@ def _probe_allocation(site: Site) -> Outcome:
         except DBufferError as error:
             if not site.medium.reaches_other_hosts:
                 raise
-            return "adapted", str(error), "free space is checked before, and proved by the flush"
+            return "adapted", str(error), "free space is checked first, and confirmed by the flush"
         reserved = 512 * os.fstat(file.number).st_blocks
     result = f"{reserved / _PROBE_BYTES:.0%} of the requested bytes have blocks"
     if site.medium.reaches_other_hosts:
         # The blocks that this host reports do not tell how much room the server has.
-        return "good", result, "free space is checked before, and proved by the flush"
+        return "good", result, "free space is checked first, and confirmed by the flush"
     if reserved >= _PROBE_BYTES:
         return "good", result, "a full disk is detected before anything is written"
     if not site.medium.can_rewrite_in_place:
@@ -364,13 +364,13 @@ def _probe_inotify(site: Site) -> Outcome:
         return "adapted", "this system has no inotify", POLLING
     instances: list[int] = []
     try:
-        while len(instances) < _INOTIFY_WANTED and (descriptor := begin(os.O_CLOEXEC)) >= 0:
+        while len(instances) < _INOTIFY_INSTANCES and (descriptor := begin(os.O_CLOEXEC)) >= 0:
             instances.append(descriptor)
     finally:
         for descriptor in instances:
             os.close(descriptor)
-    if len(instances) == _INOTIFY_WANTED:
-        return "good", f"{_INOTIFY_WANTED} or more free", "each receiver takes one"
+    if len(instances) == _INOTIFY_INSTANCES:
+        return "good", f"{_INOTIFY_INSTANCES} or more free", "each receiver takes one"
     return (
         "adapted",
         f"only {len(instances)} free",
