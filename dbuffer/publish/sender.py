@@ -208,12 +208,12 @@ class WeightSender(Publisher):
     ) -> Publication:
         """Publish the newest version once more, with other values in some places.
 
-        It costs what the patches change, not the model. Patches that change nothing make a version
-        all the same; bits are taken as they are, also those of a NaN.
+        The cost grows with the patches, not with the model. Patches that change nothing also make a
+        version. Values are copied bit for bit, NaNs included.
 
-        The newest version is the one that this sender has published last. Before its first, it is
-        the one that the sender before it has left, as for a `send`; send all weights first where
-        that may be another run's.
+        The newest version is the last one that this sender published. Before its first publish, it
+        is the previous sender's last version, as for a `send`; if that may be another run's, send
+        all weights first.
 
         Args:
             patches: one a tensor at most.

@@ -121,7 +121,7 @@ def _check_trusted(status: os.stat_result, path: Path) -> None:
     if status.st_uid != os.geteuid():
         raise StoreAccessError(
             f"{path} belongs to user {status.st_uid}, and this process runs as {os.geteuid()}; "
-            "pass allow_shared_store=True (--allow-shared-store) to use it all the same"
+            "pass allow_shared_store=True (--allow-shared-store) to use it anyway"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StoreAccessError(
