@@ -16,7 +16,7 @@ from rich.text import Text
 from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.tools.doctor import Examination
-from dbuffer.tools.doctor.findings import GUARANTEES
+from dbuffer.tools.doctor.probes import GUARANTEES
 from dbuffer.tools.status import BufferStatus, ReceiverStatus, StoreStatus
 from dbuffer.weights.comparison import Comparison
 

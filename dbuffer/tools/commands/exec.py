@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -15,7 +16,7 @@ import typer
 from dbuffer.errors import DBufferError
 from dbuffer.store.filesystem import path_of
 from dbuffer.tools.commands import shared
-from dbuffer.tools.commands.follow import follow_versions, report_version
+from dbuffer.tools.commands.follow import follow_versions
 
 if TYPE_CHECKING:
     from dbuffer.receive.snapshot import Snapshot
@@ -26,19 +27,15 @@ _MAX_VARIABLE_BYTES = 128 << 10
 """Linux's limit for one variable of an environment, with its name and the zero at its end."""
 
 
+@shared.with_follow_options
 def run_for_each(
     store: shared.StoreArgument,
     command: Annotated[
         str, typer.Argument(metavar="COMMAND", show_default=False, help="The shell command.")
     ],
     newer_than: shared.NewerThanOption = None,
-    count: shared.CountOption = None,
-    timeout_s: shared.TimeoutOption = None,
-    receiver_id: shared.ReceiverOption = None,
-    verify: shared.VerifyOption = False,
-    new_history: shared.NewHistoryOption = "follow",
-    as_json: shared.JsonLinesOption = False,
-    allow_shared_store: shared.SharedOption = False,
+    *,
+    follow_options: shared.FollowOptions,
 ) -> None:
     """Run a shell command for each new version, then acknowledge the version.
 
@@ -47,22 +44,8 @@ def run_for_each(
     the same JSON in DBUFFER_METADATA if it is below 128 KB. A command that fails ends `exec` with
     exit code 1, and its version is not acknowledged.
     """
-
-    def run(snapshot: Snapshot) -> None:
-        report_version(snapshot, as_json=as_json)
-        _run(command, store, snapshot)
-
-    follow_versions(
-        store,
-        run,
-        newer_than=newer_than,
-        count=count,
-        timeout_s=timeout_s,
-        receiver_id=receiver_id,
-        verify=verify,
-        new_history=new_history,
-        allow_shared_store=allow_shared_store,
-    )
+    run = functools.partial(_run, command, store)
+    follow_versions(store, newer_than, follow_options, run)
 
 
 def _run(command: str, store: Path, snapshot: Snapshot) -> None:

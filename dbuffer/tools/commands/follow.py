@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import dbuffer
 from dbuffer import errors
-from dbuffer.receive.follow_loop import NEW_HISTORIES, FollowLoop
-from dbuffer.runtime import options
+from dbuffer.receive.follow_loop import FollowLoop
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
@@ -25,70 +24,51 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@shared.with_follow_options
 def follow(
     store: shared.StoreArgument,
     newer_than: shared.NewerThanOption = None,
-    count: shared.CountOption = None,
-    timeout_s: shared.TimeoutOption = None,
-    receiver_id: shared.ReceiverOption = None,
-    verify: shared.VerifyOption = False,
-    new_history: shared.NewHistoryOption = "follow",
-    as_json: shared.JsonLinesOption = False,
-    allow_shared_store: shared.SharedOption = False,
+    *,
+    follow_options: shared.FollowOptions,
 ) -> None:
     """Print each new version, and acknowledge it."""
-    follow_versions(
-        store,
-        lambda snapshot: report_version(snapshot, as_json=as_json),
-        newer_than=newer_than,
-        count=count,
-        timeout_s=timeout_s,
-        receiver_id=receiver_id,
-        verify=verify,
-        new_history=new_history,
-        allow_shared_store=allow_shared_store,
-    )
+    follow_versions(store, newer_than, follow_options)
 
 
 def follow_versions(
     store: Path,
-    on_version: Callable[[Snapshot], None],
-    *,
     newer_than: int | None,
-    count: int | None,
-    timeout_s: float | None,
-    receiver_id: str | None,
-    verify: bool,
-    new_history: str,
-    allow_shared_store: bool,
+    follow_options: shared.FollowOptions,
+    on_version: Callable[[Snapshot], None] = lambda _: None,
 ) -> None:
-    """Call ``on_version`` with each new version, which is acknowledged when it returns.
+    """Print each new version and call ``on_version``; acknowledge the version when it returns.
 
     Raises:
         OptionError: an option is invalid.
         WaitTimeoutError: no version came for ``timeout_s``.
     """
-    if timeout_s is not None:
-        options.seconds("timeout_s", timeout_s)
-    options.choice("new_history", new_history, NEW_HISTORIES)
+    count = follow_options.count
     receiver = dbuffer.WeightReceiver(
         store,
-        receiver_id=receiver_id,
-        verify=verify or "auto",
-        allow_shared_store=allow_shared_store,
+        receiver_id=follow_options.receiver_id,
+        verify=follow_options.verify or "auto",
+        allow_shared_store=follow_options.allow_shared_store,
     )
     with receiver:
         receiver.wait_for_version(newer_than, 0.0)  # raise errors that exist from the start
         shared.explain_wait(store)
-        policy: Literal["follow", "raise"] = "follow" if new_history == "follow" else "raise"
+        policy: Literal["follow", "raise"] = (
+            "follow" if follow_options.new_history == "follow" else "raise"
+        )
         loop = FollowLoop(
             receiver, "following", logger, new_history=policy, final=(errors.WaitTimeoutError,)
         )
         while count is None or count > 0:
             held = contextlib.ExitStack()
-            snapshot = _hold_next(receiver, loop, held, newer_than, timeout_s)
+            snapshot = _hold_next(receiver, loop, held, newer_than, follow_options.timeout_s)
             # If the store is emptied meanwhile, the next wait applies `new_history`.
             with contextlib.suppress(errors.VersionRegressedError), held:
+                _report(snapshot, as_json=follow_options.as_json)
                 on_version(snapshot)
             newer_than = snapshot.version
             count = None if count is None else count - 1
@@ -120,7 +100,7 @@ def _hold_next(
             raise loop.error
 
 
-def report_version(snapshot: Snapshot, *, as_json: bool) -> None:
+def _report(snapshot: Snapshot, *, as_json: bool) -> None:
     """Print a version's number, size and metadata."""
     num_tensors = len(snapshot.specs)
     num_bytes = sum(spec.num_bytes for spec in snapshot.specs)

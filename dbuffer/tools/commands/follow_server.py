@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dbuffer.integrations.engine.server import EngineServer
 
 
+@shared.with_follow_options
 def follow_server(
     store: shared.StoreArgument,
     url: Annotated[str, typer.Argument(show_default=False, help="The server's address.")],
@@ -28,10 +29,6 @@ def follow_server(
             "--custom-weight-loader dbuffer.integrations.sglang.load_from_store.",
         ),
     ] = "vllm",
-    count: shared.CountOption = None,
-    timeout_s: shared.TimeoutOption = None,
-    receiver_id: shared.ReceiverOption = None,
-    verify: shared.VerifyOption = False,
     names: Annotated[
         Path | None,
         typer.Option(
@@ -66,17 +63,15 @@ def follow_server(
             "or 'warn' once and leave those tensors out.",
         ),
     ] = "refuse",
-    new_history: shared.NewHistoryOption = "follow",
-    as_json: shared.JsonLinesOption = False,
-    allow_shared_store: shared.SharedOption = False,
+    *,
+    follow_options: shared.FollowOptions,
 ) -> None:
     """Keep an inference server on the newest version, and print each switch and how long it took.
 
     The server must see the store under the same path. It is resumed after each switch; a server
     that was restarted is switched again.
     """
-    if timeout_s is not None:
-        options.seconds("timeout_s", timeout_s)
+    count, timeout_s = follow_options.count, follow_options.timeout_s
     options.choice("engine", engine, ("vllm", "sglang"))
     options.choice("pause", pause, ("keep", "abort", "wait"))
     try:
@@ -87,12 +82,12 @@ def follow_server(
 
         engine_options = EngineOptions(
             store=str(store.absolute()),
-            engine_id=receiver_id,
-            verify=verify or "auto",
-            allow_shared_store=allow_shared_store,
+            engine_id=follow_options.receiver_id,
+            verify=follow_options.verify or "auto",
+            allow_shared_store=follow_options.allow_shared_store,
             partial=partial,
             unused_tensors=unused_tensors,  # type: ignore[arg-type]  # checked there
-            new_history=new_history,  # type: ignore[arg-type]  # checked there
+            new_history=follow_options.new_history,  # type: ignore[arg-type]  # checked there
         )
         server = _server(engine, url, names, api_key)
         follower = Follower(server, engine_options, pause=pause)  # type: ignore[arg-type]  # checked there
@@ -110,7 +105,7 @@ def follow_server(
                     f"version {outcome.version}: {url} switched, ready after "
                     f"{1e3 * outcome.wait_s:.1f} ms, paused for {1e3 * outcome.pause_s:.1f} ms"
                 )
-                shared.report(outcome, text, as_json=as_json)
+                shared.report(outcome, text, as_json=follow_options.as_json)
                 count = None if count is None else count - 1
                 if count == 0:
                     return

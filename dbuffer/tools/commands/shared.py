@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import json
 import signal
 import sys
@@ -17,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from dbuffer.errors import DBufferError
+from dbuffer.receive.follow_loop import NEW_HISTORIES
+from dbuffer.runtime import options
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.render import cell, printable
@@ -74,22 +78,50 @@ NewerThanOption = Annotated[
     int | None,
     typer.Option(help="Start above this version.  [default: with the newest one in the store]"),
 ]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(help="Stop with exit code 3 if no version comes for this many seconds."),
-]
-ReceiverOption = Annotated[
-    str | None, typer.Option(help="Name under which versions are acknowledged.")
-]
-VerifyOption = Annotated[bool, typer.Option("--verify", help="Check every tensor's checksum.")]
-NewHistoryOption = Annotated[
-    str,
-    typer.Option(
-        metavar="follow|refuse",
-        help="If the store was emptied or replaced by another run: 'follow' the new versions, with "
-        "a warning, or 'refuse' them and stop.",
-    ),
-]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FollowOptions:
+    """Options of all commands that follow a store; see :func:`with_follow_options`."""
+
+    count: CountOption = None
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(help="Stop with exit code 3 if no version comes for this many seconds."),
+    ] = None
+    receiver_id: Annotated[
+        str | None, typer.Option(help="Name under which versions are acknowledged.")
+    ] = None
+    verify: Annotated[bool, typer.Option("--verify", help="Check every tensor's checksum.")] = False
+    new_history: Annotated[
+        str,
+        typer.Option(
+            metavar="follow|refuse",
+            help="If the store was emptied or replaced by another run: 'follow' the new versions, "
+            "with a warning, or 'refuse' them and stop.",
+        ),
+    ] = "follow"
+    as_json: JsonLinesOption = False
+    allow_shared_store: SharedOption = False
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None:
+            options.seconds("timeout_s", self.timeout_s)
+        options.choice("new_history", self.new_history, NEW_HISTORIES)
+
+
+def with_follow_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace a command's last parameter by options of the command line, a `FollowOptions`."""
+    fields = inspect.signature(FollowOptions, eval_str=True).parameters
+    *own, last = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def parsed(**arguments: Any) -> None:
+        values = {name: arguments.pop(name) for name in fields}
+        command(**arguments, **{last.name: FollowOptions(**values)})
+
+    parsed.__signature__ = inspect.Signature([*own, *fields.values()])  # type: ignore[attr-defined]  # typer reads it
+    return parsed
 
 
 def print_json(value: Any) -> None:

@@ -10,8 +10,16 @@ from dbuffer.errors import DBufferError
 from dbuffer.runtime import options
 from dbuffer.store import mounts
 from dbuffer.tools.doctor import peer
-from dbuffer.tools.doctor.findings import Finding, OnStep, Outcome, finding
-from dbuffer.tools.doctor.probes import PROBES, READING, WRITING, Site
+from dbuffer.tools.doctor.probes import (
+    PROBES,
+    READING,
+    WRITING,
+    Finding,
+    OnStep,
+    Outcome,
+    Site,
+    finding,
+)
 from dbuffer.tools.doctor.scratch import remove_stale
 
 

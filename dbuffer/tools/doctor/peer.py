@@ -27,14 +27,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import MOUNT_VARIABLE, TICK_S
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import medium_of
-from dbuffer.tools.doctor.findings import (
-    POLLING,
-    Finding,
-    OnStep,
-    Outcome,
-    finding,
-)
-from dbuffer.tools.doctor.probes import Site
+from dbuffer.tools.doctor.probes import POLLING, Finding, OnStep, Outcome, Site, finding
 from dbuffer.tools.doctor.scratch import PREFIX, remove_stale, remove_tree, scratch
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from dbuffer.errors import DBufferError, StoreAccessError
 from dbuffer.format.places import POINTER_FILE, WRITER_FILE
@@ -22,9 +22,28 @@ from dbuffer.store import filesystem, mounts
 from dbuffer.store.filesystem import MOUNT_VARIABLE, os_errors
 from dbuffer.store.medium import Medium, medium_of
 from dbuffer.store.watcher import Watcher
-from dbuffer.tools.doctor.findings import POLLING, Finding, OnStep, Outcome, finding
 from dbuffer.tools.doctor.process import OtherProcess
 from dbuffer.tools.doctor.scratch import scratch
+
+GUARANTEES = {
+    1: "No torn reads",
+    2: "Monotonic versions",
+    3: "Crash safety",
+    4: "One version per engine",
+    5: "Bounded waiting",
+    6: "Bad input is rejected",
+}
+"""Guarantees by their numbers in the README."""
+
+POLLING = "receivers poll every poll_interval_s (1 s by default)"
+
+OnStep = Callable[[str], None]
+"""Function that is called with the next step."""
+
+Verdict = Literal["good", "adapted", "broken", "unknown"]
+
+Outcome: TypeAlias = tuple[Verdict, str, str]
+"""Verdict, result and consequence of a probe, as in its `Finding`."""
 
 _PROBE_BYTES = 1 << 20
 _WATCH_S = 0.3
@@ -46,6 +65,26 @@ _OPTIONS_TO_NOTE = {
     "nobarrier": "nobarrier: a power cut may lose versions, even with durable=True",
     "barrier=0": "barrier=0: a power cut may lose versions, even with durable=True",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one probe."""
+
+    probe: str
+    verdict: Verdict
+    """``good``: it works; ``adapted``: it does not work, and dbuffer does without; ``broken``: it
+    does not work, and a guarantee cannot hold; ``unknown``: it could not be determined."""
+    result: str
+    consequence: str
+    """Consequence for dbuffer and its users."""
+    guarantee: int | None
+    """Number in `GUARANTEES` of the guarantee that cannot hold; None unless broken."""
+
+
+def finding(probe: str, outcome: Outcome, guarantee: int | None = None) -> Finding:
+    """Return the finding of a probe; ``guarantee`` fails if the outcome is broken."""
+    return Finding(probe, *outcome, guarantee if outcome[0] == "broken" else None)
 
 
 @dataclass(frozen=True, slots=True)
