@@ -30,7 +30,7 @@ from dbuffer.store.filesystem import Descriptor
 from dbuffer.store.listing import _file_state
 from dbuffer.store.liveness import PRESUMED_DEAD_AFTER_S, Process, owner_fields
 from dbuffer.store.records import RecordFile
-from dbuffer.tools.status import read_status
+from dbuffer.tools.commands.status import read_status
 
 NAME = "boxed"
 SOON_S = 10.0
@@ -79,8 +79,8 @@ def path_of(store: Path, name: str = NAME) -> Path:
 
 
 def is_alive(store: Path) -> bool:
-    [found] = [r for r in read_status(DoubleBuffer(store)).receivers if r.receiver == NAME]
-    return found.is_alive
+    [found] = [r for r in read_status(DoubleBuffer(store))["receivers"] if r["receiver"] == NAME]
+    return found["is_alive"]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_an_id_has_applied_what_all_living_receivers_of_it_have(store: Path, mou
                 assert second.load_into(target) == 2
                 assert applied_by(store) == [1, 2]
                 status = read_status(DoubleBuffer(store))
-                assert {(r.receiver, r.pid) for r in status.receivers} == {
+                assert {(r["receiver"], r["pid"]) for r in status["receivers"]} == {
                     (NAME, pid),
                     (NAME, os.getpid()),
                 }

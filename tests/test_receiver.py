@@ -36,7 +36,7 @@ from dbuffer.format.layout import Layout
 from dbuffer.integrations.peft import save_adapter
 from dbuffer.receive.stager import Stager
 from dbuffer.store.buffer import DoubleBuffer
-from dbuffer.tools.status import read_status
+from dbuffer.tools.commands.status import read_status
 
 SOON_S = 5.0
 
@@ -558,8 +558,8 @@ class TestReporting:
                 fail(receiver)
             with pytest.raises(ReceiverFailedError, match=f"me .* version 1: {reason}"):
                 sender.wait_applied(1, receivers="me", timeout_s=60)
-            [status] = read_status(DoubleBuffer(store)).receivers
-            assert re.search(reason, status.problem)
+            [status] = read_status(DoubleBuffer(store))["receivers"]
+            assert re.search(reason, status["problem"])
             sender.send(weights_of(2))
             with pytest.raises(WaitTimeoutError):
                 sender.wait_applied(2, receivers="me", timeout_s=0)

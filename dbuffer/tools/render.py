@@ -7,7 +7,7 @@ sequences. All of them pass through :func:`printable` or :func:`cell`.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,7 +17,6 @@ from dbuffer.format.layout import Layout, TensorSpec
 from dbuffer.runtime.messages import format_bytes
 from dbuffer.tools.doctor import Examination
 from dbuffer.tools.doctor.probes import GUARANTEES
-from dbuffer.tools.status import BufferStatus, ReceiverStatus, StoreStatus
 from dbuffer.weights.comparison import Comparison
 
 if TYPE_CHECKING:
@@ -55,24 +54,25 @@ def format_age(age_s: float | None) -> str:
     return f"{max(age_s, 0.0):.1f} s"
 
 
-def status_tables(status: StoreStatus) -> RenderableType:
+def status_tables(status: dict[str, Any]) -> RenderableType:
     """Return a store's status as tables."""
-    newest = "nothing published yet" if status.version is None else f"version {status.version}"
-    head = f"{status.store} ({status.filesystem}): {newest}; {_describe_writer(status)}"
+    version = status["version"]
+    newest = "nothing published yet" if version is None else f"version {version}"
+    head = f"{status['store']} ({status['filesystem']}): {newest}; {_describe_writer(status)}"
     buffers = Table(
         "buffer", "state", "version", "tensors", "size", "published", "checksums", "held by"
     )
-    for buffer in status.buffers:
+    for buffer in status["buffers"]:
         buffers.add_row(*map(cell, _buffer_row(buffer)))
-    if not status.receivers:
+    if not status["receivers"]:
         return Group(cell(head), buffers, "no receiver yet")
     receivers = Table("receiver", "host", "pid", "applied", "behind by", "staged", "updated")
-    for receiver in status.receivers:
+    for receiver in status["receivers"]:
         receivers.add_row(*map(cell, _receiver_row(receiver)))
     problems = [
-        cell(f"{receiver.receiver} reports: {receiver.problem}")
-        for receiver in status.receivers
-        if receiver.problem is not None
+        cell(f"{receiver['receiver']} reports: {receiver['problem']}")
+        for receiver in status["receivers"]
+        if receiver["problem"] is not None
     ]
     return Group(cell(head), buffers, receivers, *problems)
 
@@ -156,46 +156,46 @@ _VERDICTS = {
 }
 
 
-def _describe_writer(status: StoreStatus) -> str:
-    writer = status.writer
+def _describe_writer(status: dict[str, Any]) -> str:
+    writer = status["writer"]
     if writer is None:
         return "never opened by a sender"
-    state = "sender" if writer.is_alive else "last sender (ended):"
-    return f"{state} process {writer.pid} on {writer.host}, epoch {writer.epoch}"
+    state = "sender" if writer["is_alive"] else "last sender (ended):"
+    return f"{state} process {writer['pid']} on {writer['host']}, epoch {writer['epoch']}"
 
 
-def _buffer_row(buffer: BufferStatus) -> tuple[str, ...]:
+def _buffer_row(buffer: dict[str, Any]) -> tuple[str, ...]:
     return (
-        buffer.buffer,
-        buffer.state,
-        _or_blank(buffer.version),
-        str(buffer.num_tensors),
+        buffer["buffer"],
+        buffer["state"],
+        _or_blank(buffer["version"]),
+        str(buffer["num_tensors"]),
         _size_of(buffer),
-        format_age(buffer.age_s),
-        "yes" if buffer.has_checksums else "no",
-        ", ".join(buffer.held_by),
+        format_age(buffer["age_s"]),
+        "yes" if buffer["has_checksums"] else "no",
+        ", ".join(buffer["held_by"]),
     )
 
 
-def _size_of(buffer: BufferStatus) -> str:
+def _size_of(buffer: dict[str, Any]) -> str:
     """Return the size of a version; for a delta, without its anchor."""
-    if buffer.is_whole:
-        return format_bytes(buffer.file_bytes)
-    return f"{buffer.num_deltas} deltas, {format_bytes(buffer.delta_bytes)}"
+    if buffer["is_whole"]:
+        return format_bytes(buffer["file_bytes"])
+    return f"{buffer['num_deltas']} deltas, {format_bytes(buffer['delta_bytes'])}"
 
 
-def _receiver_row(receiver: ReceiverStatus) -> tuple[str, ...]:
-    name = receiver.receiver
-    if receiver.part_of is not None:
-        name = f"  {name.removeprefix(receiver.part_of + '.')}"
+def _receiver_row(receiver: dict[str, Any]) -> tuple[str, ...]:
+    name = receiver["receiver"]
+    if receiver["part_of"] is not None:
+        name = f"  {name.removeprefix(receiver['part_of'] + '.')}"
     return (
-        name if receiver.is_alive else f"{name} (ended)",
-        receiver.host,
-        str(receiver.pid),
-        _or_blank(receiver.applied_version),
-        _or_blank(receiver.lag_versions),
-        _or_blank(receiver.staged_version),
-        format_age(receiver.updated_age_s),
+        name if receiver["is_alive"] else f"{name} (ended)",
+        receiver["host"],
+        str(receiver["pid"]),
+        _or_blank(receiver["applied_version"]),
+        _or_blank(receiver["lag_versions"]),
+        _or_blank(receiver["staged_version"]),
+        format_age(receiver["updated_age_s"]),
     )
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.live import Live
 
+from dbuffer.format.manifest import UNDECODABLE, ReceiverRecord
+from dbuffer.format.places import BUFFERS
 from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.tools.commands import shared
 from dbuffer.tools.render import status_tables
-from dbuffer.tools.status import read_status
 
 
 def status(
@@ -27,7 +27,7 @@ def status(
     view = DoubleBuffer(store, allow_shared_store=allow_shared_store)
     now = read_status(view)
     if as_json:
-        shared.print_json(dataclasses.asdict(now))
+        shared.print_json(now)
     elif not watch:
         shared.console.print(status_tables(now))
     else:
@@ -35,3 +35,101 @@ def status(
             while True:
                 time.sleep(0.5)
                 live.update(status_tables(read_status(view)))
+
+
+def read_status(store: DoubleBuffer) -> dict[str, Any]:
+    """Return a store's status, as `dbuffer status --json` prints it; nothing is written.
+
+    Raises:
+        StoreNotFoundError, StoreAccessError: it does not exist, or others can write to it.
+        StoreCorruptError: its pointer or one of its records is damaged.
+    """
+    store.check()
+    pointer = store.newest_pointer()
+    version = None if pointer is None else pointer.version
+    newest = None if pointer is None else pointer.buffer
+    # Receivers of one id side by side, and an engine's ranks below it.
+    receivers = sorted(
+        store.receivers(),
+        key=lambda record: (
+            record.part_of or record.receiver,
+            record.token,
+            record.part_of is not None,
+            record.receiver,
+        ),
+    )
+    writer = store.writer()
+    return {
+        "store": str(store.root),
+        "filesystem": store.medium.filesystem,
+        "version": version,
+        "writer": None
+        if writer is None
+        else {
+            "host": writer.host,
+            "pid": writer.pid,
+            "epoch": writer.epoch,
+            "is_alive": store.may_live(writer),
+        },
+        "buffers": [_buffer_status(store, name, newest, receivers) for name in BUFFERS],
+        "receivers": [_receiver_status(store, record, version) for record in receivers],
+    }
+
+
+def _buffer_status(
+    store: DoubleBuffer, name: str, newest: str | None, receivers: list[ReceiverRecord]
+) -> dict[str, Any]:
+    empty: dict[str, Any] = {
+        "buffer": name,
+        "state": "empty",
+        "version": None,
+        "num_tensors": 0,
+        "file_bytes": 0,
+        "age_s": None,
+        "has_checksums": False,
+        "num_deltas": 0,
+        "delta_bytes": 0,
+        "is_whole": True,
+        "held_by": [],
+    }
+    try:
+        manifest = store.manifest(name)
+    except UNDECODABLE:
+        return empty | {"state": "damaged"}
+    if manifest is None:
+        return empty
+    age = "newest" if name == newest else "previous"
+    return empty | {
+        "state": age if manifest.state == "complete" else manifest.state,
+        "version": manifest.version,
+        "num_tensors": manifest.num_tensors,
+        "file_bytes": manifest.file_bytes,
+        "age_s": time.time() - manifest.published_at if manifest.published_at else None,
+        "has_checksums": manifest.checksums_xxh3 is not None,
+        "num_deltas": max(0, len(manifest.chain) - 1),
+        "delta_bytes": store.delta_bytes(manifest),
+        "is_whole": manifest.anchor is None,
+        "held_by": [
+            record.receiver
+            for record in receivers
+            if record.held_version == manifest.version and store.may_live(record)
+        ],
+    }
+
+
+def _receiver_status(
+    store: DoubleBuffer, record: ReceiverRecord, newest: int | None
+) -> dict[str, Any]:
+    applied = record.applied_version
+    return {
+        "receiver": record.receiver,
+        "host": record.host,
+        "pid": record.pid,
+        "is_alive": store.may_live(record),
+        "applied_version": applied,
+        "lag_versions": None if applied is None or newest is None else max(0, newest - applied),
+        "updated_age_s": time.time() - record.updated_at,
+        "part_of": record.part_of,
+        "staged_version": record.staged_version,
+        "problem": record.problem,
+    }
