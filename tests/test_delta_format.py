@@ -330,6 +330,14 @@ class TestHeader:
                     outcome = try_to_apply(step, parts.header(), step.encoded.chunks, copier)
                     assert outcome in ("header refused", "chunk refused", "found out")
 
+    def test_a_tensor_that_no_chunk_changes(self, steps):
+        for step in steps[:2]:  # of tensors that are shorter than a chunk
+            parts = Parts.of(step)
+            fewer = parts._replace(chunks=parts.chunks[:-1])
+            fewer.record["num_chunks"] = len(fewer.chunks)
+            with pytest.raises(StoreCorruptError, match="no chunk changes a tensor"):
+                decoded(fewer.header(), step)
+
     def test_checksums_where_there_are_to_be_none(self, copier):
         step = grouped(copier, hashed=False)
         parts = Parts.of(step)

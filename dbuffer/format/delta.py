@@ -233,6 +233,7 @@ def decode_header(
     tensors, chunks = _decode_tables(record, data[line_bytes:], layout)
     _check_tensors(record, tensors, layout)
     _check_chunks(chunks, layout)
+    _check_changed(tensors, chunks, layout)
     return DeltaHeader(record, layout, tensors, [Chunk(*row) for row in chunks.tolist()], len(data))
 
 
@@ -293,6 +294,20 @@ def _check_chunks(chunks: Table, layout: Layout) -> None:
     lengths = 4 * (widths + np.array(NUM_STREAMS)[code])
     if (stored <= lengths).any() or (stored > lengths + raw).any():
         _refuse("a chunk is stored in more bytes than it holds")
+
+
+def _check_changed(tensors: Table, chunks: Table, layout: Layout) -> None:
+    """Check that the range of a chunk reaches into each tensor."""
+    widths, starts, sizes = (
+        np.array(column, np.int64)[tensors["tensor"]]
+        for column in (layout.widths, layout.offsets, layout.sizes)
+    )
+    for width in (1, 2, 4, 8):
+        is_so, some = widths == width, chunks[chunks["word_bytes"] == width]
+        firsts, lengths = (some[name].astype(np.int64) for name in ("first_word", "num_words"))
+        num_before = (width * (firsts + lengths)).searchsorted(starts[is_so], side="right")
+        if ((width * firsts).searchsorted((starts + sizes)[is_so]) <= num_before).any():
+            _refuse("no chunk changes a tensor that it names")
 
 
 def _refuse(why: str) -> None:

@@ -7,7 +7,6 @@ Bits are compared, not numbers: -0.0 is not 0.0, and a NaN is itself. Positions 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,16 +114,17 @@ def find_changes(
     digests: dict[int, int] | None = {} if hashed else None
     num_changed = 0
     for batch in _plain_batches(layout, after):
-        differing = _compare(before, batch, copier, digests)
-        num_changed += sum([block.num_changed for block in differing])
-        by_tensor = itertools.groupby(differing, operator.attrgetter("tensor"))
-        changes += [_joined(before, batch[tensor], list(of_one)) for tensor, of_one in by_tensor]
+        runs = list(_runs(layout, batch))
+        diffs = _compare(before, batch, runs, copier, digests)
+        num_changed += sum([diff.num_changed for diff in diffs])
+        changes += _changes_of(before, batch, runs, diffs)
     changes.sort(key=lambda change: change.tensor)
     checksums = None
     if digests is not None:
+        firsts = layout.first_blocks
         checksums = {
-            change.tensor: join_digests([digests[i] for i in _blocks_of(layout, change.tensor)])
-            for change in changes
+            i: join_digests([digests[block] for block in range(firsts[i], firsts[i + 1])])
+            for i in [change.tensor for change in changes]
         }
     return Diff(layout, changes, checksums, num_changed)
 
@@ -175,34 +175,31 @@ def _plain_batches(
         yield batch
 
 
-class _BlockDiff(NamedTuple):
-    """Words that differ in one block."""
+class _RunDiff(NamedTuple):
+    """Words that differ in one run."""
 
-    tensor: int
-    block: int
-    """Index of the block in the layout."""
     num_changed: int
     positions: npt.NDArray[np.integer[Any]] | None
-    """Positions in the tensor; None: so many words differ that they were only counted."""
+    """Positions in the tensor, or in the run's tensors side by side; None: most words differ."""
     values: Words
-    """The new words at these positions, or all of the block."""
+    """The new words at these positions, or all of the run."""
     replaced: Words
 
 
 def _compare(
     before: FileTensors,
     after: Mapping[int, torch.Tensor],
+    runs: Sequence[list[int]],
     copier: Copier,
     digests: dict[int, int] | None,
-) -> list[_BlockDiff]:
-    """Compare plain tensors with those of the same indices in a file, block by block.
+) -> list[_RunDiff]:
+    """Compare plain tensors with those of the same indices in a file, run by run.
 
     Returns:
-        The blocks that differ, in the layout's order. ``digests`` gets the digests of all blocks.
+        The differences in each run. ``digests`` gets the digests of all blocks.
     """
     layout = before.layout
-    runs = list(_runs(layout, after))
-    differing: list[list[_BlockDiff]] = [[] for _ in runs]
+    diffs: dict[int, _RunDiff] = {}
 
     def work(first: int, end: int) -> None:
         # Used again for each run, so that it stays in the core's cache.
@@ -213,35 +210,33 @@ def _compare(
             old = _bytes_before(before, run, len(new))
             if digests is not None:
                 _hash_blocks(layout, run, new, digests)
-            differing[number] = _compare_run(layout, run, old, new, mask)
+            diffs[number] = _compare_run(layout, run, old, new, mask)
 
     sizes = [len(run) * layout.blocks[run[0]].num_bytes for run in runs]
     copier.in_parallel(work, cut_work(sizes, copier))
-    return sorted(itertools.chain(*differing), key=operator.attrgetter("block"))
+    return [diffs[number] for number in range(len(runs))]
 
 
 def _runs(layout: Layout, after: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:
-    """Group blocks that are compared at once: one of a long tensor, or those of short tensors.
+    """Group blocks that are compared at once: one of a long tensor, or all of short tensors.
 
     The tensors of one run have words of one size.
     """
     short: dict[int, list[int]] = {width: [] for width in WORDS}
     num_bytes = dict.fromkeys(WORDS, 0)
+    sizes, widths, firsts = layout.sizes, layout.widths, layout.first_blocks
     for tensor in after:
-        size, width = layout.sizes[tensor], layout.widths[tensor]
+        size, width = sizes[tensor], widths[tensor]
+        blocks = range(firsts[tensor], firsts[tensor + 1])
         if size >= _SHORT_BYTES:
-            yield from ([index] for index in _blocks_of(layout, tensor))
+            yield from ([index] for index in blocks)
         elif size:
-            short[width] += _blocks_of(layout, tensor)
+            short[width] += blocks
             num_bytes[width] += size
             if num_bytes[width] >= BLOCK_BYTES - _SHORT_BYTES:
                 yield short[width]
                 short[width], num_bytes[width] = [], 0
     yield from filter(None, short.values())
-
-
-def _blocks_of(layout: Layout, tensor: int) -> range:
-    return range(*layout.first_blocks[tensor : tensor + 2])
 
 
 def _bytes_before(before: FileTensors, run: Sequence[int], num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -272,8 +267,7 @@ def _bytes_after(
         block = layout.blocks[run[0]]
         return _bytes_of(after[block.tensor])[block.offset : block.offset + block.num_bytes]
     start = place = memory.ctypes.data
-    for index in run:
-        tensor, offset, num_bytes = layout.blocks[index]
+    for tensor, offset, num_bytes in map(layout.blocks.__getitem__, run):
         ctypes.memmove(place, after[tensor].data_ptr() + offset, num_bytes)
         place += num_bytes
     return memory[: place - start]
@@ -294,14 +288,13 @@ def _compare_run(
     old: npt.NDArray[np.uint8],
     new: npt.NDArray[np.uint8],
     mask: npt.NDArray[np.bool_],
-) -> list[_BlockDiff]:
-    """Return the differences in each block of a run, from the run's bytes.
+) -> _RunDiff:
+    """Return the differences in a run, from its bytes.
 
     Eight bytes are compared at a time, and single words only where these differ. If most words of a
     long tensor's block differ, they are only counted.
     """
-    tensor = layout.blocks[run[0]].tensor
-    words = WORDS[layout.widths[tensor]]
+    words = WORDS[layout.widths[layout.blocks[run[0]].tensor]]
     old_words, new_words = old.view(words), new.view(words)
     end = len(old) // 8 * 8
     old_eights, new_eights = old[:end].view(np.uint64), new[:end].view(np.uint64)
@@ -309,21 +302,33 @@ def _compare_run(
     if np.count_nonzero(mask) * 4 <= len(mask):
         eights = _true_in(mask)
         each = 8 // words.itemsize
-        differs = old_eights.take(eights).view(words) != new_eights.take(eights).view(words)
-        (hits,) = differs.nonzero()
+        some_old, some_new = (side.take(eights).view(words) for side in (old_eights, new_eights))
+        (hits,) = (some_old != some_new).nonzero()
+        values, replaced = some_new.take(hits), some_old.take(hits)
         shift = each.bit_length() - 1  # a division takes several times as long
         positions = (eights.take(hits >> shift) << shift) + (hits & (each - 1))
-        if end < len(old):
-            first = end // words.itemsize
-            (rest,) = (old_words[first:] != new_words[first:]).nonzero()
-            positions = np.concatenate([positions, rest + first])
+        if end == len(old):
+            return _run_diff(layout, run, positions, values, replaced)
+        first = end // words.itemsize
+        (rest,) = (old_words[first:] != new_words[first:]).nonzero()
+        positions = np.concatenate([positions, rest + first])
     else:
         differs = old_words != new_words
         num_changed = int(np.count_nonzero(differs))
         if len(run) == 1 and num_changed > len(differs) * _WHOLE_SHARE:
-            return [_BlockDiff(tensor, run[0], num_changed, None, new_words, old_words)]
+            return _RunDiff(num_changed, None, new_words, old_words)
         (positions,) = differs.nonzero()
-    return _split(layout, run, positions, old_words, new_words)
+    return _run_diff(layout, run, positions, new_words.take(positions), old_words.take(positions))
+
+
+def _run_diff(
+    layout: Layout, run: Sequence[int], positions: Integers, values: Words, replaced: Words
+) -> _RunDiff:
+    """Return the differences in a run, from their positions in its words."""
+    tensor, offset, _ = layout.blocks[run[0]]  # of short tensors, the first one's beginning
+    if offset:
+        positions = positions + offset // values.itemsize
+    return _RunDiff(len(positions), narrowed(positions, layout.sizes[tensor]), values, replaced)
 
 
 def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
@@ -336,50 +341,65 @@ def _true_in(mask: npt.NDArray[np.bool_]) -> Integers:
     return np.concatenate([(some.take(hits >> 3) << 3) + (hits & 7), rest + end])
 
 
+def _changes_of(
+    before: FileTensors,
+    after: Mapping[int, torch.Tensor],
+    runs: Sequence[list[int]],
+    diffs: Sequence[_RunDiff],
+) -> Iterator[TensorDiff]:
+    """Return one change for each tensor that differs, from the differences in runs."""
+    layout = before.layout
+    by_tensor: dict[int, list[tuple[list[int], _RunDiff]]] = {}
+    for run, diff in zip(runs, diffs, strict=True):
+        if diff.num_changed and len(run) > 1:
+            yield from _split(before, after, run, diff)
+        elif diff.num_changed:
+            by_tensor.setdefault(layout.blocks[run[0]].tensor, []).append((run, diff))
+    for tensor, some in by_tensor.items():
+        num_words = layout.sizes[tensor] // layout.widths[tensor]
+        if sum([diff.num_changed for _, diff in some]) > num_words * _WHOLE_SHARE:
+            yield _whole(before, after, tensor)
+        else:
+            columns = list(zip(*(_gathered(layout, *pair) for pair in some), strict=True))[1:]
+            positions, values, replaced = map(join_words, columns)
+            yield TensorDiff(tensor, positions, values, replaced)
+
+
 def _split(
-    layout: Layout, run: Sequence[int], positions: Integers, old: Words, new: Words
-) -> list[_BlockDiff]:
-    """Return the differences in each block of a run, from their positions in all its words."""
-    if not len(positions):
-        return []
-    values, replaced = new.take(positions), old.take(positions)
-    blocks = [layout.blocks[index] for index in run]
-    sizes = np.array([block.num_bytes for block in blocks]) // new.itemsize
-    ends = np.cumsum(sizes)
-    cuts = positions.searchsorted(ends)
-    shifts = np.array([block.offset for block in blocks]) // new.itemsize - (ends - sizes)
-    by = np.repeat(shifts, np.diff(cuts, prepend=0)) if len(run) > 1 else shifts
-    in_tensors = narrowed(positions + by, layout.sizes[blocks[0].tensor])
-    differing, end = [], 0
-    for index, block, cut in zip(run, blocks, cuts.tolist(), strict=True):
+    before: FileTensors, after: Mapping[int, torch.Tensor], run: Sequence[int], diff: _RunDiff
+) -> Iterator[TensorDiff]:
+    """Return the change in each tensor of a run of short ones."""
+    layout, (_, in_run, values, replaced) = before.layout, diff
+    assert in_run is not None  # noqa: S101 - only one block's words may have been only counted
+    tensors = list(dict.fromkeys([block.tensor for block in map(layout.blocks.__getitem__, run)]))
+    sizes = np.array([layout.sizes[tensor] for tensor in tensors], in_run.dtype) // values.itemsize
+    ends = sizes.cumsum(dtype=in_run.dtype)
+    cuts = in_run.searchsorted(ends)
+    counts = np.diff(cuts, prepend=0)
+    positions = in_run - np.repeat(ends - sizes, counts)
+    is_whole = (counts > sizes * _WHOLE_SHARE).tolist()
+    end = 0
+    for tensor, cut, whole in zip(tensors, cuts.tolist(), is_whole, strict=True):
         start, end = end, cut
-        if end > start:
-            columns = (in_tensors[start:end], values[start:end], replaced[start:end])
-            differing.append(_BlockDiff(block.tensor, index, end - start, *columns))
-    return differing
+        if whole:
+            yield _whole(before, after, tensor)
+        elif end > start:
+            yield TensorDiff(tensor, positions[start:end], values[start:end], replaced[start:end])
 
 
-def _joined(before: FileTensors, after: torch.Tensor, blocks: list[_BlockDiff]) -> TensorDiff:
-    """Return the differences in one tensor from those in its blocks."""
-    tensor, layout = blocks[0].tensor, before.layout
-    size, width = layout.sizes[tensor], layout.widths[tensor]
-    if sum([block.num_changed for block in blocks]) * width > size * _WHOLE_SHARE:
-        old = words_of(before, tensor)
-        return TensorDiff(tensor, None, _bytes_of(after).view(old.dtype), old)
-    if len(blocks) == 1:
-        _, _, _, positions, values, replaced = _gathered(layout, blocks[0])
-        return TensorDiff(tensor, positions, values, replaced)
-    columns = list(zip(*(_gathered(layout, block) for block in blocks), strict=True))[-3:]
-    positions, values, replaced = map(np.concatenate, columns)
-    return TensorDiff(tensor, positions, values, replaced)
+def _whole(before: FileTensors, after: Mapping[int, torch.Tensor], tensor: int) -> TensorDiff:
+    """Return the change of all words of a tensor."""
+    old = words_of(before, tensor)
+    return TensorDiff(tensor, None, _bytes_of(after[tensor]).view(old.dtype), old)
 
 
-def _gathered(layout: Layout, block: _BlockDiff) -> _BlockDiff:
+def _gathered(layout: Layout, run: Sequence[int], diff: _RunDiff) -> _RunDiff:
     """Gather the words that differ in a block, if they were only counted."""
-    if block.positions is not None:
-        return block
-    (positions,) = (block.replaced != block.values).nonzero()
-    return _split(layout, [block.block], positions, block.replaced, block.values)[0]
+    if diff.positions is not None:
+        return diff
+    (positions,) = (diff.replaced != diff.values).nonzero()
+    values, replaced = diff.values.take(positions), diff.replaced.take(positions)
+    return _run_diff(layout, run, positions, values, replaced)
 
 
 def _bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -422,6 +442,10 @@ def _groups(
         at, total, positions = 0, len(change.values), change.positions
         start = layout.offsets[change.tensor] // width
         last = start + layout.sizes[change.tensor] // width - 1
+        if is_whole == (positions is None) and total <= room and last < limit:
+            group.append(change)
+            room -= total
+            continue
         if is_whole != (positions is None):
             is_whole, room = not is_whole, 0
         while at < total:
@@ -473,9 +497,9 @@ def gather(
         The places of the words in the file, counted in words of their size: ranges, for whole
         tensors. Then the new words; and the old ones, if all were kept.
     """
-    values = _joined_words([change.values for change in group])
+    values = join_words([change.values for change in group])
     old = [change.replaced for change in group if change.replaced is not None]
-    replaced = _joined_words(old) if len(old) == len(group) else None
+    replaced = join_words(old) if len(old) == len(group) else None
     starts = [layout.offsets[change.tensor] // values.itemsize for change in group]
     positions = [change.positions for change in group if change.positions is not None]
     if not positions:
@@ -487,7 +511,8 @@ def gather(
     return places, values, replaced
 
 
-def _joined_words(parts: Sequence[Words]) -> Words:
+def join_words(parts: Sequence[Words]) -> Words:
+    """Concatenate arrays; one alone is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -500,10 +525,12 @@ def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: 
 
     def work(first: int, end: int) -> None:
         for group in groups[first:end]:
-            # Whole tensors are copied once, not gathered before.
-            parts = [[change] for change in group] if group[0].positions is None else [group]
-            for part in parts:
-                places, values, _ = gather(contents.layout, part)
+            if group[0].positions is None:
+                for change in group:
+                    part = slice(change.first, change.first + len(change.values))
+                    words_of(contents, change.tensor)[part] = change.values
+            else:
+                places, values, _ = gather(contents.layout, group)
                 write_words(file_words(contents, values.itemsize), places, values, is_added=False)
 
     copier.in_parallel(work, cut_work(list(map(num_words, groups)), copier))
@@ -519,7 +546,10 @@ def write_words(
     end = 0
     for place in places:
         start, end = end, end + place.stop - place.start
-        words[place] = words[place] + values[start:end] if is_added else values[start:end]
+        if is_added:
+            words[place] += values[start:end]
+        else:
+            words[place] = values[start:end]
 
 
 def num_words(group: Sequence[TensorDiff]) -> int:

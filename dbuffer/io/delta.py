@@ -28,6 +28,7 @@ from dbuffer.io.changes import (
     cut_work,
     file_words,
     gather,
+    join_words,
     num_words,
     write_words,
 )
@@ -273,38 +274,32 @@ def changed_positions(
         StoreCorruptError: a chunk is not as it was written, or does not hold what the header says.
     """
     tensors = _changed_tensors(header)
-    of_chunk: dict[int, list[tuple[int, Integers | None]]] = {}
+    of_chunk: dict[int, list[tuple[int, Integers]]] = {}
+    whole: set[int] = set()
 
     def work(first: int, end: int) -> None:
         for number in range(first, end):
             chunk = header.chunks[number]
             indices, starts, ends = _tensors_in(chunk, tensors)
             if chunk.positions == delta.WHOLE:
-                _whole_ranges(chunk, tensors)
-                of_chunk[number] = [(index, None) for index in indices.tolist()]
+                whole.update(indices.tolist())
                 continue
             streams = _streams(header, number, read_chunk(number))
             places = _decode_places(chunk, streams, tensors)
             cuts = places.searchsorted(ends)
             positions = places - np.repeat(starts, np.diff(cuts, prepend=0))
             parts = zip(indices.tolist(), itertools.pairwise([0, *cuts.tolist()]), strict=True)
-            of_chunk[number] = [
-                (index, positions[cut:end]) for index, (cut, end) in parts if end > cut
-            ]
+            of_chunk[number] = [(index, positions[cut:end]) for index, (cut, end) in parts]
 
     copier.in_parallel(work, cut_work([chunk.raw_bytes for chunk in header.chunks], copier))
-    by_tensor: dict[int, list[Integers | None]] = {}
-    for number in range(len(header.chunks)):
+    by_tensor: dict[int, list[Integers]] = {}
+    for number in sorted(of_chunk):
         for index, some in of_chunk[number]:
             by_tensor.setdefault(index, []).append(some)
-    return [(index, _joined(by_tensor[index])) for index in sorted(by_tensor)]
-
-
-def _joined(parts: list[Integers | None]) -> Integers | None:
-    if len(parts) == 1:
-        return parts[0]
-    known = [part for part in parts if part is not None]
-    return np.concatenate(known) if len(known) == len(parts) else None
+    return [
+        (index, None if index in whole else join_words(by_tensor[index]))
+        for index in header.tensors["tensor"].tolist()
+    ]
 
 
 def _check_layout(header: DeltaHeader, contents: FileTensors) -> None:
@@ -406,6 +401,6 @@ def _decode_places(
     places += chunk.first_word
     _, starts, ends = _tensors_in(chunk, tensors)
     counts = places.searchsorted(ends) - places.searchsorted(starts)
-    if counts.sum() != len(places):
+    if counts.sum() != len(places) or counts.min() < 1:
         raise StoreCorruptError("delta: a chunk's positions are not in the tensors it names")
     return places
