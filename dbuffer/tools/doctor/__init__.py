@@ -16,9 +16,7 @@ from dbuffer.tools.doctor.probes import (
     WRITING,
     Finding,
     OnStep,
-    Outcome,
     Site,
-    finding,
 )
 from dbuffer.tools.doctor.scratch import remove_stale
 
@@ -75,8 +73,8 @@ def examine(
     meetings: tuple[peer.Meeting, ...] = ()
     if findings[-1].verdict == "broken":
         untried = ", ".join(probe.title for probe in PROBES)
-        outcome: Outcome = "unknown", f"not tried: {untried}", "nothing can be written"
-        findings.append(finding("the rest", outcome))
+        consequence = "nothing can be written"
+        findings.append(Finding("the rest", "unknown", f"not tried: {untried}", consequence))
     else:
         findings += [probe.try_on(site, say) for probe in PROBES]
         meetings, between = _meet(site, timeout_s, say)
@@ -102,6 +100,5 @@ def _meet(
         remove_stale(site.base)
         meetings = peer.measure_with_peers(site, timeout_s=timeout_s, progress=progress)
     except (DBufferError, OSError) as error:
-        outcome: Outcome = "unknown", str(error), "run it again on both hosts"
-        return (), [finding("other hosts", outcome)]
+        return (), [Finding("other hosts", "unknown", str(error), "run it again on both hosts")]
     return meetings, peer.judge(site, meetings)

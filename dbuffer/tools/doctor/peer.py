@@ -27,7 +27,7 @@ from dbuffer.store.buffer import DoubleBuffer
 from dbuffer.store.filesystem import MOUNT_VARIABLE, TICK_S
 from dbuffer.store.liveness import Process
 from dbuffer.store.medium import medium_of
-from dbuffer.tools.doctor.probes import POLLING, Finding, OnStep, Outcome, Site, finding
+from dbuffer.tools.doctor.probes import POLLING, Finding, OnStep, Outcome, Site, make_finding
 from dbuffer.tools.doctor.scratch import PREFIX, remove_stale, remove_tree, scratch
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def _locks_exclude(sender: WeightSender) -> bool:
 def judge(site: Site, meetings: Sequence[Meeting]) -> list[Finding]:
     """Return the findings of the measurements with all peers."""
     if not meetings:
-        return [finding("other hosts", _without_peer(site))]
+        return [Finding("other hosts", *_without_peer(site))]
     return [finding for meeting in meetings for finding in _judge_meeting(site, meeting)]
 
 
@@ -313,18 +313,19 @@ def _without_peer(site: Site) -> Outcome:
 
 def _judge_meeting(site: Site, meeting: Meeting) -> Iterator[Finding]:
     host = meeting.host
-    yield finding(f"{host}: mount", _mounts(site, meeting), 1)
+    yield make_finding(f"{host}: mount", _mounts(site, meeting), 1)
     if meeting.problem is not None:
-        outcome: Outcome = (
+        yield Finding(
+            f"{host}: reads a version",
             "broken",
             meeting.problem,
             "versions published here cannot be read there",
+            1,
         )
-        yield finding(f"{host}: reads a version", outcome, 1)
         return
-    yield finding(f"{host}: sees a version", _delays(meeting), 5)
+    yield make_finding(f"{host}: sees a version", _delays(meeting), 5)
     if meeting.locks_exclude is not None:
-        yield finding(f"{host}: locks", _locks(meeting.locks_exclude))
+        yield Finding(f"{host}: locks", *_locks(meeting.locks_exclude))
 
 
 def _mounts(site: Site, meeting: Meeting) -> Outcome:

@@ -78,12 +78,12 @@ class Finding:
     result: str
     consequence: str
     """Consequence for dbuffer and its users."""
-    guarantee: int | None
+    guarantee: int | None = None
     """Number in `GUARANTEES` of the guarantee that cannot hold; None unless broken."""
 
 
-def finding(probe: str, outcome: Outcome, guarantee: int | None = None) -> Finding:
-    """Return the finding of a probe; ``guarantee`` fails if the outcome is broken."""
+def make_finding(probe: str, outcome: Outcome, guarantee: int) -> Finding:
+    """Return the finding of a probe on which a guarantee depends."""
     return Finding(probe, *outcome, guarantee if outcome[0] == "broken" else None)
 
 
@@ -124,7 +124,7 @@ class Probe(NamedTuple):
             outcome = self.run(site)
         except (DBufferError, OSError) as error:
             outcome = "broken", str(error), self.cure
-        return finding(self.title, outcome, self.guarantee)
+        return make_finding(self.title, outcome, self.guarantee)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -52,7 +52,11 @@ class OtherProcess:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.kill()
+        """Kill the process, as a crash would."""
+        self._process.kill()
+        self._process.wait()
+        self._tasks.close()
+        self._answers.close()
 
     def ask(self, task: str, *arguments: Any) -> Any:
         """Run a task and return its result.
@@ -83,13 +87,6 @@ class OtherProcess:
         if "error" in reply:
             raise StoreAccessError(f"in another process: {reply['error']}")
         return reply["value"]
-
-    def kill(self) -> None:
-        """Kill the process, as a crash would."""
-        self._process.kill()
-        self._process.wait()
-        self._tasks.close()
-        self._answers.close()
 
 
 def answer_tasks() -> None:
