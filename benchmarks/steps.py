@@ -59,12 +59,18 @@ class Stopwatch:
         setattr(owner, function, self._timed(getattr(owner, function), step))
 
     def watch_everywhere(self, packages: tuple[str, ...], function: str, step: str) -> None:
-        """The same wherever a module of these packages has imported a function of that name."""
+        """Count every call of a function, by whatever module of these packages, as ``step``.
+
+        Raises:
+            LookupError: none of the modules that are imported has such a function.
+        """
         timed: dict[Any, Any] = {}
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in packages and function in vars(module):
                 original = vars(module)[function]
                 setattr(module, function, timed.setdefault(original, self._timed(original, step)))
+        if not timed:
+            raise LookupError(f"no module of {packages} has {function}, which took {step!r}")
 
     def _timed(self, function: Callable[..., Any], step: str) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -119,7 +125,7 @@ def watch_steps(llm: Any) -> Stopwatch:
     for function, step in (
         ("initialize_layerwise_reload", INITIALISING),
         ("finalize_layerwise_reload", FINALISING),
-        ("_repack_tied_heads", REPACKING),
+        ("_repack_tied", REPACKING),
     ):
         stopwatch.watch_everywhere(("vllm", "dbuffer"), function, step)
     return stopwatch
