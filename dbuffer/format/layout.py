@@ -188,7 +188,7 @@ class Layout:
     def blocks(self) -> list[Block]:
         """All blocks of all tensors, in the file's order; an empty tensor has one of length 0.
 
-        Those of a tensor that is in parts begin anew with each piece: whoever writes it hashes it.
+        Each piece of a tensor in parts begins a block: the rank that writes the piece hashes it.
         """
         return [
             Block(index, offset, min(BLOCK_BYTES, end - offset))

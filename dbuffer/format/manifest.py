@@ -46,7 +46,7 @@ _FILE_FIELDS = (
 
 def _types_in(hint: Any) -> tuple[type, ...]:
     if get_origin(hint) in (Union, UnionType):
-        return tuple(found for choice in get_args(hint) for found in _types_in(choice))
+        return tuple(each for choice in get_args(hint) for each in _types_in(choice))
     if get_origin(hint) is Literal:
         return tuple({type(choice) for choice in get_args(hint)})
     return (get_origin(hint) or hint,)
@@ -362,10 +362,10 @@ def parse_object(data: bytes, name: str) -> dict[str, Any]:
         raise StoreCorruptError(f"{name}: not JSON ({error!s:.80})") from None
     if not isinstance(values, dict):
         raise StoreCorruptError(f"{name}: not a JSON object")
-    found = values.pop("format", None)
-    if type(found) is not int or found != FORMAT:
+    number = values.pop("format", None)
+    if type(number) is not int or number != FORMAT:
         raise UnsupportedError(
-            f"{name}: format {found!r:.40}, and this dbuffer reads format {FORMAT}; "
+            f"{name}: format {number!r:.40}, and this dbuffer reads format {FORMAT}; "
             "use the same version of dbuffer at both ends"
         )
     return values

@@ -519,7 +519,7 @@ def join_words(parts: Sequence[Words]) -> Words:
 def write_changes(changes: Sequence[TensorDiff], contents: FileTensors, copier: Copier) -> None:
     """Write changes into memory that holds the version before; writing them twice is harmless.
 
-    They fit the layout, as those that were found do: they are not checked again.
+    The changes must fit the layout, as those of :func:`find_changes` do: nothing is checked.
     """
     groups = cut_changes(contents.layout, changes)
 

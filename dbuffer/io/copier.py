@@ -30,9 +30,9 @@ MAX_DEFAULT_THREADS = 8
 class _Batch:
     """Work in slices, which several threads take one by one.
 
-    The caller works as well, and what the others do not take is done by it: a thread that cannot be
-    had costs time and nothing else. When :meth:`settle` returns nobody works any more, also after a
-    Control-C, which reaches the main thread and no other.
+    The caller works as well, and does what the other threads do not take: a thread that cannot be
+    started costs time only. When :meth:`settle` returns, no thread works any more, also after a
+    Control-C, which reaches the main thread only.
     """
 
     def __init__(self, work: Callable[[int, int], Any], slices: Sequence[tuple[int, int]]) -> None:
@@ -71,7 +71,7 @@ class _Batch:
                 work()
 
     def settle(self) -> None:
-        """Drop what nobody has begun, and wait for what somebody has."""
+        """Drop slices that no thread has begun, and wait for the others."""
         interrupt: BaseException | None = None
         while True:
             try:

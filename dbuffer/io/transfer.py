@@ -90,7 +90,7 @@ def write_tensors(
     *,
     hashed: bool,
 ) -> list[int] | None:
-    """Write all tensors into an open file, cast where dtypes differ; their checksums, if wanted.
+    """Write all tensors into an open file, cast where dtypes differ; return checksums if hashed.
 
     Takes some :data:`SPAN_BYTES` of memory a thread, and a copy of a tensor that is not contiguous.
     """
@@ -172,13 +172,13 @@ def _open_parts(
             continue
         name = part_path(path, part)
         own = stack.enter_context(filesystem.open_regular(name, os.O_RDONLY, owner_only=False))
-        found = os.fstat(own.number)
-        writable = stat.S_IMODE(found.st_mode) & ~stat.S_IMODE(trusted.st_mode) & 0o022
-        if found.st_uid != trusted.st_uid or writable:
+        status = os.fstat(own.number)
+        writable = stat.S_IMODE(status.st_mode) & ~stat.S_IMODE(trusted.st_mode) & 0o022
+        if status.st_uid != trusted.st_uid or writable:
             raise StoreAccessError(f"{name} has another owner or mode than {path.name}")
-        if found.st_size != num_bytes:
+        if status.st_size != num_bytes:
             raise StoreCorruptError(
-                f"{name} has {found.st_size} bytes, and was published with {num_bytes}"
+                f"{name} has {status.st_size} bytes, and was published with {num_bytes}"
             )
         files[part] = own.number
     return files

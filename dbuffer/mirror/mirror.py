@@ -53,7 +53,7 @@ _LOOK_S = 0.01
 
 _FINAL = (ClosedError, OptionError, WriterSupersededError)
 """Errors that no retry mends. All others may pass: a network that is cut, a full disk, a damaged
-version, a store that is being emptied, a mode that somebody corrects."""
+version, a store that is being emptied, a mode that is corrected."""
 
 _NO_STATS = {"copied": 0.0, "copied_bytes": 0.0, "copy_s": 0.0, "failures": 0.0}
 

@@ -22,8 +22,8 @@ def require_not_stale(remote: DoubleBuffer, local: DoubleBuffer) -> None:
 def is_stale(remote: DoubleBuffer, local: DoubleBuffer) -> bool:
     """Whether a mirror has left versions in the local store that the remote one never held.
 
-    Without a remote store nobody can tell, and they count as stale unless somebody uses them:
-    the network may be away.
+    Without a remote store this is unknown: they count as stale unless a process uses them, as the
+    network may be away.
     """
     pointer = local.pointer()
     if pointer is None:

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 from dbuffer import errors
-from dbuffer.runtime.trouble import RetryLoop, describe
+from dbuffer.runtime.trouble import RetryLoop, message_of
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from dbuffer.receive.receiver import WeightReceiver
@@ -146,7 +146,7 @@ class FollowLoop(RetryLoop):
         if version is not None and not self._is_exact:
             version = max(version, self._receiver.seen_version)  # by which it was overtaken
         of = "" if version is None else f"version {version} of "
-        problem = f"{self._doing} {of}{self._receiver.store}: {describe(error)}"
+        problem = f"{self._doing} {of}{self._receiver.store}: {message_of(error)}"
         is_lasting = isinstance(error, errors.WeightsMismatchError)
         self._back_off(error, problem, is_short=version is None, is_lasting=is_lasting)
         # Its frames hold on to the mapping of a file that may be long gone.

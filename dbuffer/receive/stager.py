@@ -35,11 +35,11 @@ Check = Callable[[Snapshot], None]
 
 
 class Prepared(Protocol):
-    """Parts of a version that somebody needs, where these are not all of its tensors unchanged."""
+    """Part of a version, in the form in which an engine loads it."""
 
     @property
     def is_enough(self) -> bool:
-        """Whether the tensors themselves are not needed too, this time."""
+        """Whether it suffices, this time, without the version's tensors."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -352,7 +352,7 @@ class Stager:
         self._condition.notify_all()
 
     def _is_answered(self) -> bool:
-        """Whether somebody waits for the version that is ready, or for the failure."""
+        """Whether a request waits for the version that is ready, or for the failure."""
         if self._request is None:
             return False
         if self._failure is not None:
@@ -415,10 +415,10 @@ class Stager:
         try:
             self._hold.close()
         except (errors.SnapshotEvictedError, errors.VersionRegressedError):
-            # Held for longer than the sender waits, or than there was a store: nobody needs it.
+            # Held for longer than the sender waits, or than there was a store: it is not needed.
             record.count(evictions=1)
         except (errors.DBufferError, OSError) as error:
-            # It has been let go of all the same; who opens the next version meets this again.
+            # It is released anyway; opening the next version meets this error again.
             logger.warning("releasing a version of %s: %s", self.store, error)
 
     def _stage(self, version: int, *, is_exact: bool) -> None:

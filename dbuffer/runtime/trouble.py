@@ -27,8 +27,8 @@ _LOG_MAX_S = 3600.0
 class RetryLoop:
     """Attempts at one operation, each the block of a ``with loop.attempt():``.
 
-    The block lets only the final errors out. All others are kept in :attr:`error`; whoever makes
-    the attempts waits :attr:`retry_s` before the next one.
+    The block lets only the final errors out. All others are kept in :attr:`error`; the caller
+    waits :attr:`retry_s` before the next attempt.
 
     Failures are logged when they begin, when an error is of another type than those before it,
     after a minute, after two more, and so on up to every hour; and once more when they are over.
@@ -99,7 +99,7 @@ class RetryLoop:
         return isinstance(error, self._final)
 
     def _fail(self, error: Exception) -> None:
-        self._back_off(error, describe(error))
+        self._back_off(error, message_of(error))
 
     def _back_off(
         self,
@@ -142,7 +142,7 @@ class RetryLoop:
         self._logger.log(level, "%s", message, exc_info=None if _is_known(error) else error)
 
 
-def describe(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return an error's message, with its type if it is not an error that users may expect."""
     return str(error) if _is_known(error) else described(error)
 

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 MOUNT_VARIABLE = "DBUFFER_MOUNT"
 """``network`` or ``local`` in this environment variable overrules what a mount looks like: for a
-disk of this host that other hosts see over a network, for a FUSE mount that nobody else sees."""
+disk of this host that other hosts see over a network, for a FUSE mount that no other host sees."""
 
 TICK_S = 0.02
 """A pause before a directory is changed again, longer than a tick of a server's clock (10 ms)."""
@@ -141,7 +141,7 @@ def open_regular(path: Path, flags: int, *, owner_only: bool = True) -> Descript
         StoreAccessError: it has another owner, or its mode lets others write.
     """
     try:
-        # O_NONBLOCK: a pipe put in the file's place must not hang whoever opens it.
+        # O_NONBLOCK: a pipe put in the file's place must not hang the process that opens it.
         file = Descriptor(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
@@ -183,7 +183,7 @@ def refresh(directory: Path) -> None:
     """Make this host look anew at a directory that another host writes to.
 
     Opening a file by name alone may give the one that had the name up to a minute ago, for as
-    long as anybody keeps that one open; after its directory was opened it does not (measured
+    long as a process keeps that one open; after its directory was opened it does not (measured
     with NFSv3 and v4.2).
     """
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -195,7 +195,7 @@ def show_new_names(*directories: Path) -> None:
     Over NFSv3 two changes of a directory within one tick of the server's clock are one to a host
     that has looked between them: it goes without the second until there is a third, a minute and
     more (seen). This is the third. It is not made in a directory that is not ours to change, where
-    somebody else has made the name.
+    another user has made the name.
     """
     time.sleep(TICK_S)
     for directory in directories:
@@ -260,9 +260,9 @@ def replace_file(
 ) -> Descriptor:
     """Put ``data`` at ``path`` in one step: a reader gets the old bytes or the new, whole.
 
-    The temporary file is in ``scratch``, which nobody watches or lists. The file stays open for as
-    long as the returned descriptor does, and locked exclusively from before it has its name, if it
-    is to be: no child that is forked inherits that.
+    The temporary file is in ``scratch``, which no process watches or lists. The file stays open
+    for as long as the returned descriptor does. With ``lock``, it is locked exclusively before it
+    has its name, and no forked child inherits the lock.
 
     Args:
         path: the file's name.
@@ -437,10 +437,10 @@ def identity_of(descriptor: int) -> tuple[int, int]:
 
 
 def take_lock(path: Path, whose: str, *, may_lack_locks: bool) -> Descriptor | None:
-    """Make a lock's file, and lock it for as long as it is open; None: somebody has it.
+    """Make a lock's file, and lock it for as long as it is open; None: it is taken.
 
     ``may_lack_locks``: it counts as locked, logged once, where the mount knows no locks, as Lustre
-    by default. Who calls this must have another way to detect a second one. Otherwise that is a
+    by default. The caller needs another way to detect a second owner. Without it, such a mount is a
     StoreAccessError.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -491,7 +491,7 @@ def _cannot_lock(descriptor: int, error: OSError) -> StoreAccessError:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody holds an exclusive lock of the file of this name; False if there is none."""
+    """Whether a process has locked the file of this name exclusively; False if there is none."""
     while True:
         with os_errors("look for a lock", path):
             try:

@@ -48,7 +48,7 @@ class Medium(ABC):
     reaches_other_hosts: ClassVar[bool]
     """Whether processes of other hosts may use the store.
 
-    Then inotify does not report every change, locks may hold nobody back, files are seen when they
+    Then inotify does not report every change, locks may have no effect, files are seen when they
     are flushed, the pointer may be missing while it is replaced, and checksums are the default.
     """
 
@@ -136,7 +136,7 @@ class LocalMedium(Medium):
         shows_life: bool = False,
         before: Descriptor | None = None,
     ) -> Descriptor | None:
-        """Lock a record: the kernel drops the lock when its owner dies, in whatever container."""
+        """Lock a record: the kernel drops the lock when its owner dies, in any container."""
         scratch = self.root / places.SCRATCH_DIRECTORY
         file = filesystem.replace_file(
             path, data, scratch=scratch, durable=durable, lock=shows_life
@@ -182,7 +182,7 @@ class NetworkMedium(Medium):
         return filesystem.was_touched_within(record, PRESUMED_DEAD_AFTER_S, self.now())
 
     def lock_to_read(self, file: Descriptor) -> bool:  # noqa: ARG002
-        """Locks may hold nobody back, and no file is written a second time."""
+        """Return at once: locks may have no effect, and no file is written a second time."""
         return True
 
     def publish_file(

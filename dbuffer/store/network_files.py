@@ -111,7 +111,7 @@ class NetworkFiles(WeightsFiles):
         self._retired.setdefault(path, _Retired(versions, since, superseded_at))
 
     def _remove_unneeded(self) -> None:
-        """Remove what nobody needs. Call it after the manifest was replaced, never before."""
+        """Remove files that no reader needs. Call it after replacing the manifest, never before."""
         if not self._retired:
             return
         try:

@@ -1,4 +1,4 @@
-"""`Watcher`: wakes whoever waits for the pointer to move.
+"""`Watcher`: wakes a thread that waits for the pointer to move.
 
 An event is a hint and nothing more. inotify sees no write from another host, drops events when
 its queue is full and has none to give when the machine's limits are used up, so a waiter always

@@ -216,14 +216,14 @@ class LocalFiles(WeightsFiles):
         self.sweep(buffer, keep=keep)
 
     def _make_room(self, file: Descriptor, path: Path, num_bytes: int) -> None:
-        # Locked before anybody knows its name.
+        # Locked before another process knows its name.
         filesystem.try_lock(file.number, exclusive=True)
         if num_bytes:
             filesystem.allocate(file.number, num_bytes, path)
 
     def sweep(self, directory: str, *, keep: Collection[Path]) -> None:
         """Remove the files: no reader looks for a file that no manifest names."""
-        # What somebody else has removed is held open, and with it its room.
+        # A file that another process has removed takes room for as long as it is open here.
         opened = [path for path in self.open if path.parent == self.store.root / directory]
         for path in {*self.all_in(directory), *opened}:
             if path not in keep:

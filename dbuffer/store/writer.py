@@ -181,10 +181,10 @@ class BufferWriter:
     ) -> Claim:
         """Lock the idle buffer and mark it as being written.
 
-        The buffer's file is rewritten if the medium can do that, it has this layout already,
-        nobody reads it and no other version stands on it; otherwise a new one for ``file_bytes``
-        is made (0: not known yet), or none for a version that is to build upon the file of an
-        earlier one.
+        The buffer's file is rewritten if the medium can do that, it has this layout already, no
+        process reads it and no other version stands on it. Otherwise a new one for ``file_bytes``
+        is made (0: not known yet), or none for a version that builds upon the file of an earlier
+        one.
 
         Raises:
             StoreFullError: there is no room for a new file.

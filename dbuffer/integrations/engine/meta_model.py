@@ -277,7 +277,7 @@ def built_without_data(make: Callable[[], Any], what: str, keep: Collection[str]
     fails, tensors made of plain numbers have data. ``keep``: names of buffers that keep theirs.
 
     Raises:
-        UnsupportedError: the constructor fails all the same.
+        UnsupportedError: the constructor fails anyway.
     """
     try:
         with torch.device("meta"):

@@ -30,7 +30,7 @@ from dbuffer.integrations.vllm.config import engine_settings, options_of, shares
 from dbuffer.integrations.vllm.facts import instance_of_api_servers
 from dbuffer.integrations.vllm.follow_vllm import follow
 from dbuffer.integrations.vllm.plugin import log_as_vllm
-from dbuffer.runtime.trouble import describe
+from dbuffer.runtime.trouble import message_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class FollowStore:
 
 def _refusal(error: Exception) -> str:
     """Describe an error in one line, however long it is."""
-    reason = " ".join(describe(error).split())
+    reason = " ".join(message_of(error).split())
     return f"this server does not start, because it cannot follow: {reason}"
 
 

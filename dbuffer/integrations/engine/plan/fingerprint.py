@@ -131,7 +131,7 @@ class ModelFingerprint:
 
     def _parts(self, thing: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(thing, _MAPPINGS):
-            # What is put back in another order is met by the same name all the same.
+            # An entry that is put back in another order keeps its name.
             items = [(f"[{key!r:.80}]", value) for key, value in thing.items()]
             yield from sorted(items, key=lambda item: item[0])
         elif isinstance(thing, _CONTAINERS):
