@@ -81,7 +81,8 @@ class Mirror(Closing, ProcessBound):
         reader_timeout_s: how long to wait for local readers of the buffer to be written.
         allow_shared_store: accept directories that belong to someone else, or that others can
             write to.
-        move_torchrl_aside: of the local store, as for `WeightSender`.
+        move_torchrl_aside: where the local directory holds weights of TorchRL's own double buffer,
+            move them into ``before-dbuffer`` below it. Default: refuse such a directory.
         on_copied: called with each version that was published, in the mirror's thread: readers may
             have it already, :attr:`version` and :attr:`stats` say so, and
             :meth:`wait_until_current` waits until the call has returned. Its ``duration_s`` is from
