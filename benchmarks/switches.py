@@ -140,7 +140,8 @@ def _measure(
         memcpy = Memcpy(both[0])
         for index in range(rounds):
             for way in (*ways[index % 3 :], memcpy, *ways[: index % 3]):
-                sample = _sample(way, both[index % 2], floor, stopwatch)
+                weights, others = both[index % 2], both[1 - index % 2]
+                sample = _sample(way, weights, others, floor, stopwatch)
                 pauses.samples.setdefault(way.name, []).append(sample)
                 if way is ours and greedy_tokens(llm) != expected[index % 2]:
                     raise RuntimeError("dbuffer's tokens are not those of an engine so started")
@@ -172,12 +173,20 @@ def _memory_bytes() -> tuple[int, int, int]:
     return 1024 * kilobytes["Pss"], 1024 * kilobytes["Pss_Anon"], on_gpu
 
 
-def _sample(way: Way, weights: Weights, floor: Floor, stopwatch: Stopwatch) -> Sample:
+def _sample(
+    way: Way, weights: Weights, others: Weights, floor: Floor, stopwatch: Stopwatch
+) -> Sample:
+    """Time a switch by one way. ``others``: weights that the engine may have before."""
+    is_ours = isinstance(way, Dbuffer)
+    if is_ours:  # dbuffer reloads all that something else has loaded
+        way.publish(others)
+        way.switch(others)
     publish_s = timed(lambda: way.publish(weights))
     ready_s = timed(way.wait_ready)
-    # The same untimed reload before each touches the memory that a reload allocates: what a
-    # virtual machine's host has taken back meanwhile costs ten times as much.
-    floor.switch(weights)
+    if not is_ours:
+        # The same untimed reload before each touches the memory that a reload allocates: what a
+        # virtual machine's host has taken back meanwhile costs ten times as much.
+        floor.switch(weights)
     gc.collect()  # one's garbage is not for the next one to clear away
     stopwatch.read()
     pause_s = way.switch(weights)
