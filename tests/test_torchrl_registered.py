@@ -1,4 +1,4 @@
-"""What a sender learns of the receivers that follow by themselves, in other processes.
+"""Receivers that follow by themselves in other processes, and what a sender learns of them.
 
 The receivers are TorchRL's, with a stand-in for the engine's follower. What engines make of them:
 `test_torchrl_vllm.py`.
@@ -68,10 +68,8 @@ def follow(connection: Connection, store: Path, delay_s: float) -> None:
     connection.send("left")
 
 
-@pytest.fixture(params=["local", "network"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    if request.param == "network":
-        monkeypatch.setenv("DBUFFER_MOUNT", "network")
+@pytest.fixture
+def store(mount: str, tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 

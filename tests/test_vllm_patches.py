@@ -62,11 +62,9 @@ def patch(
     )
 
 
-@pytest.fixture(params=["local", "network"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture
+def store(mount: str, tmp_path: Path) -> Path:
     """On a local mount buffers are whole, on a network a version is an anchor and deltas."""
-    if request.param == "network":
-        monkeypatch.setenv("DBUFFER_MOUNT", "network")
     return tmp_path / "store"
 
 
